@@ -1,0 +1,73 @@
+"""Every seam on one page: what an engine, an executor, a segment sink and a clock promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from batchmill.types import EngineStats, Outcome, Row, SegmentRef
+
+
+class Feed(Protocol):
+    """Rows for an engine: one endless stream that knows nothing of shards, leases or files."""
+
+    async def take(self, n: int) -> list[Row]:
+        """Wait until at least one row is there and return up to `n`; an empty list means that no more will come.
+
+        Concurrency: any number of tasks may wait in `take` at once.
+        """
+
+
+class Sink(Protocol):
+    """Where an engine leaves finished rows, in any order, each exactly once."""
+
+    def put(self, outcomes: Iterable[Outcome]) -> None:
+        """Take outcomes over. Returns at once; they are durable within a second.
+
+        Concurrency: call it on the event loop's thread only.
+        """
+
+
+class Engine(Protocol):
+    """Runs rows for one model inside one worker. Constructed as `Engine(model: ModelSpec, home: EngineHome)`."""
+
+    async def start(self) -> None:
+        """Load whatever must be loaded. Raises ModelFailed, with what the user needs to mend it."""
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        """Run every row of the feed and put exactly one outcome for each; return when the feed has ended.
+
+        Transient faults are retried inside. Raises JobPaused (AuthRefused, QuotaExhausted) when going on would burn
+        rows: rows taken and not yet put are then still undone, and finished ones have been put.
+        Cancelling the task stops at once; rows in flight stay undone.
+        """
+
+    async def stop(self) -> None:
+        """Release everything. Safe to call twice, and after a failed start."""
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+
+
+class SegmentSink(Protocol):
+    """Where a worker's outcomes become durable."""
+
+    def append(self, blocks: bytes) -> SegmentRef:
+        """Hand whole blocks to the kernel: they survive the death of this process, not yet of the machine."""
+
+    def sync(self) -> None:
+        """Return once everything appended before is on disk. An error is final for this sink."""
+
+    def close(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Time that a test can hold still."""
+
+    def monotonic(self) -> float:
+        """Seconds, never going back."""
+
+    def now(self) -> float:
+        """Seconds since the epoch, UTC."""
+
+    async def sleep(self, seconds: float) -> None: ...

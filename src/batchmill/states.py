@@ -1,0 +1,52 @@
+"""The states of a job and the one table of what may follow what."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    VALIDATING = "validating"  # reading, checking and sealing the dataset
+    PLANNING = "planning"
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"  # resumable; the job says why
+    FINALIZING = "finalizing"  # every row has its outcome; the result files are being written
+    CANCELLING = "cancelling"  # no new rows; finished ones are kept, the rest go to the error file
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # no row ran: the dataset or the model was refused
+
+    @property
+    def is_terminal(self) -> bool:
+        return not NEXT[self]
+
+
+NEXT: dict[JobState, frozenset[JobState]] = {
+    JobState.VALIDATING: frozenset(
+        {JobState.PLANNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
+    ),
+    JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLING}),
+    JobState.RUNNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING}),
+    JobState.PAUSED: frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.FINALIZING, JobState.CANCELLING}),
+    JobState.FINALIZING: frozenset({JobState.COMPLETED, JobState.PAUSED}),
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.PAUSED}),
+    # `retry` opens another generation over the rows that failed or were cancelled.
+    JobState.COMPLETED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.FAILED: frozenset(),
+}
+
+
+class PauseReason(StrEnum):
+    """Why a job stopped and can go on."""
+
+    ASKED = "asked"  # somebody paused it
+    INTERRUPTED = "interrupted"  # Ctrl-C, or the process ended
+    BUDGET = "budget"
+    QUOTA = "quota"
+    AUTH = "auth"
+    STORAGE_FULL = "storage_full"
+    INPUT_CHANGED = "input_changed"
+    ENGINE_FAILED = "engine_failed"

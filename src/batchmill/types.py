@@ -1,0 +1,160 @@
+"""The nouns of batchmill: frozen structs that cross module borders, and nothing that acts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+
+if TYPE_CHECKING:
+    from batchmill.wire.forms import Form
+
+
+class Usage(Struct, frozen=True, gc=False):
+    """Tokens of one row, or summed over many. `input_tokens` includes `cached_tokens`."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+class Price(Struct, frozen=True, forbid_unknown_fields=True):
+    """USD per million tokens. `cached` is the price of an input token that was cached; None: as `input`."""
+
+    input: float = 0.0
+    cached: float | None = None
+    output: float = 0.0
+
+    def cost(self, usage: Usage) -> float:
+        """USD for `usage`."""
+        cached = self.input if self.cached is None else self.cached
+        fresh = usage.input_tokens - usage.cached_tokens
+        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a service or a worker may be asked for. None: no limit of ours."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    in_flight_max: int | None = None  # rows sent and not yet answered, per worker
+    attempts_max: int = 5  # calls for one row, the first included; throttled ones do not count
+    connect_timeout_s: float = 5.0
+    attempt_timeout_s: float = 600.0  # one call, from the first byte sent to the last received
+    memory_bytes: int | None = None  # address space of one worker
+
+
+class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A name that rows can be sent to, as the job saw it when it was submitted."""
+
+    name: str
+    engine: str  # a name of the engine table: function, llm (vllm), http (openai)
+    source: str  # what the engine loads: FILE.py:NAME, a model directory or id, a remote model name
+    adapters: dict[str, str] = {}  # name -> path or id
+    base_url: str | None = None
+    api_key: str | None = None  # "env:NAME" or "file:PATH"; a secret itself never lies in a spec
+    engine_args: dict[str, str | int | float | bool | None] = {}  # flags of the engine, as its command line has them
+    python: str | None = None  # interpreter of the environment the engine lives in; None: found
+    workers: int = 1  # processes (function), replicas (llm)
+    price: Price | None = None
+    limits: Limits = Limits()
+
+    def targets(self) -> dict[str, str | None]:
+        """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
+        names: dict[str, str | None] = {self.name: None, self.source: None}
+        return names | {adapter: adapter for adapter in self.adapters}
+
+
+class Row(Struct, frozen=True, gc=False):
+    """One request on its way through a worker. `raw` is its canonical JSON object without the line end."""
+
+    position: int  # place in the plan
+    number: int  # 0..N-1 in the dataset
+    raw: bytes
+    form: Form  # how to read `raw` and how to write the result
+    lease: Any = None  # the worker's own handle; an engine hands it back untouched
+
+
+class Request(Struct, frozen=True, gc=False):
+    """A row read as a call of an OpenAI-style path."""
+
+    url: str  # "/v1/chat/completions"
+    body: dict[str, Any]  # `model` as the row has it, possibly empty or absent
+    custom_id: str | None = None
+
+
+class RowError(Struct, frozen=True, gc=False):
+    """Why a row has no result: a stable code and a sentence with the offending value."""
+
+    code: str
+    message: str
+
+
+class Outcome(Struct, frozen=True, gc=False):
+    """The one terminal result of a row.
+
+    ok:     `body` is the JSON of the reply's body and `error` is None.
+    error:  `error` is set; `body` is the JSON a service replied with, or None where no reply came.
+    """
+
+    row: Row
+    body: bytes | None = None
+    error: RowError | None = None
+    status: int = 200  # HTTP status of the reply, or 0 where none came
+    usage: Usage | None = None
+    request_id: str | None = None
+
+
+class EngineStats(Struct, frozen=True):
+    """What an engine is doing now, for people who look."""
+
+    in_flight: int = 0
+    in_flight_limit: int = 0
+    note: str = ""  # why it waits, if it does: "starting vLLM", "the service asked for 12 s of rest"
+
+
+class Shard(Struct, frozen=True):
+    """Plan positions lo <= p < hi, all of model number `model` of the job."""
+
+    number: int
+    lo: int
+    hi: int
+    model: int
+
+
+class Lease(Struct, frozen=True):
+    """The right to record outcomes for a shard; a higher epoch ends every lower one."""
+
+    job: str
+    generation: int
+    shard: int
+    epoch: int
+
+
+class SegmentRef(Struct, frozen=True):
+    """Bytes of a segment that are durable: one or more whole blocks of one shard."""
+
+    segment: str
+    offset: int
+    length: int
+
+
+class Commit(Struct, frozen=True):
+    """What a worker asks the ledger to count. `done` packs the positions: see `store.segments.pack_positions`."""
+
+    lease: Lease
+    seq: int
+    ref: SegmentRef
+    done: bytes
+    rows_ok: int
+    rows_failed: int
+    usage: Usage
+    calls: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # error code -> rows
