@@ -95,10 +95,11 @@ class Environment:
         return done.stdout.strip()
 
     def pip(self, *arguments: str) -> None:
-        """Run `pip install`; its own messages go to the terminal."""
-        command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
-        if subprocess.run(command, timeout=PIP_TIMEOUT_S, check=False).returncode != 0:
-            raise InstallError(f"`pip install {' '.join(arguments)}` failed; pip's message is above.")
+        """Run `pip install`, and show what it wrote only if it fails: it calls the packages we leave out conflicts."""
+        command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise InstallError(f"`pip install {' '.join(arguments)}` failed:\n{done.stderr.strip()}")
 
     def version(self, package: str) -> str:
         """Return the installed version of a package, or the empty string."""

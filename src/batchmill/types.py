@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
-
-if TYPE_CHECKING:
-    from batchmill.wire.forms import Form
 
 
 class Usage(Struct, frozen=True, gc=False):
@@ -78,7 +75,7 @@ class Row(Struct, frozen=True, gc=False):
     position: int  # place in the plan
     number: int  # 0..N-1 in the dataset
     raw: bytes
-    form: Form  # how to read `raw` and how to write the result
+    form: Any  # a wire.forms.Form: how to read `raw` and how to write the result
     lease: Any = None  # the worker's own handle; an engine hands it back untouched
 
 
@@ -86,7 +83,7 @@ class Request(Struct, frozen=True, gc=False):
     """A row read as a call of an OpenAI-style path."""
 
     url: str  # "/v1/chat/completions"
-    body: dict[str, Any]  # `model` as the row has it, possibly empty or absent
+    body: bytes  # the JSON object as it was written; its `model` may be empty or absent
     custom_id: str | None = None
 
 

@@ -1,0 +1,251 @@
+"""How a row is read and how its result is written: OpenAI batch rows, and rows of a table.
+
+A form is part of a job's description. It knows bytes and JSON only: no files, no engines, no ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.errors import InvalidRow
+from batchmill.types import Outcome, Request, Row, RowError, Usage
+from batchmill.wire import templates
+from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
+
+
+class RowLine(Struct, forbid_unknown_fields=True, gc=False):
+    """One line of an OpenAI batch file. Source: OpenAI's Batch API, "the request input object"."""
+
+    custom_id: str
+    url: str
+    body: Raw
+    method: str = "POST"
+
+
+class _Arguments(Struct):
+    body: dict[str, Any]
+
+
+class _Id(Struct):
+    custom_id: Raw = Raw(b"null")
+
+
+class BodyHead(Struct):
+    """The fields of a request body that decide where it goes and whether its answer can be shared."""
+
+    model: str | None = None
+    temperature: float | None = None
+    stream: bool | None = None
+
+
+_line = msgspec.json.Decoder(RowLine)
+_arguments = msgspec.json.Decoder(_Arguments)
+_id = msgspec.json.Decoder(_Id)
+_columns = msgspec.json.Decoder(dict[str, Any])
+
+
+class OpenAIForm(Struct, frozen=True, tag="openai"):
+    """`custom_id`, `method`, `url`, `body` in; the Batch API's output and error lines out."""
+
+    id_prefix: str = "batch_req_"  # + the row's number: unique and the same each time the file is written
+
+    errors_apart: ClassVar[bool] = True
+
+    def request(self, row: Row) -> Request:
+        line = _line.decode(row.raw)
+        return Request(line.url, bytes(line.body), line.custom_id)
+
+    def arguments(self, row: Row) -> dict[str, Any]:
+        """The fields of `body`, for a function."""
+        return _arguments.decode(row.raw).body
+
+    def write(self, outcome: Outcome) -> bytes:
+        """The finished line of an output or error file."""
+        row, error = outcome.row, outcome.error
+        head = b'{"id":"%s%d","custom_id":%s,' % (self.id_prefix.encode(), row.number, self._custom_id(row.raw))
+        if outcome.body is not None:
+            request_id = encode(outcome.request_id) if outcome.request_id else b'"req_%d"' % row.number
+            return b'%s"response":{"status_code":%d,"request_id":%s,"body":%s},"error":null}\n' % (
+                head,
+                outcome.status,
+                request_id,
+                outcome.body,
+            )
+        return b'%s"response":null,"error":%s}\n' % (head, encode(error))
+
+    def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
+        """The line of a row that shares its leader's outcome: its own ids, usage 0, and whom it followed."""
+        members: dict[str, Any] = dict(split_object(line))
+        members["id"] = f"{self.id_prefix}{row.number}"
+        members["custom_id"] = Raw(self._custom_id(row.raw))
+        response = decode(members["response"], type=dict[str, Raw] | None)
+        if response is not None:
+            body = decode(response["body"])
+            if isinstance(body, dict) and isinstance(body.get("usage"), dict):
+                usage = Raw(encode(_zeroed(body["usage"])))
+                response["body"] = Raw(join_object({**split_object(bytes(response["body"])), "usage": usage}))
+            members["response"] = response
+        members["folded_from"] = Raw(self._custom_id(leader.raw))
+        return encode(members) + b"\n"
+
+    @staticmethod
+    def _custom_id(raw: bytes) -> bytes:
+        """The `custom_id` as it was written, or null for a line that holds none."""
+        try:
+            return bytes(_id.decode(raw).custom_id)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return b"null"
+
+
+class TableForm(Struct, frozen=True, tag="table"):
+    """Columns in; the same columns and `output`, `error` out.
+
+    With a `prompt` each row becomes one call of `url`; without, the columns are a function's arguments by name.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    url: str = CHAT
+    params: dict[str, Any] = {}  # further fields of each request's body
+
+    errors_apart: ClassVar[bool] = False
+    reserved: ClassVar[tuple[str, ...]] = ("output", "error", "folded_from")
+
+    def columns(self) -> list[str]:
+        """The columns that the templates need."""
+        needed = [templates.columns(text) for text in (self.system, self.prompt) if text is not None]
+        return list(dict.fromkeys(name for names in needed for name in names))
+
+    def request(self, row: Row) -> Request:
+        if self.prompt is None:
+            raise InvalidRow(
+                "a table row is no request by itself: say how its columns become one with --prompt "
+                '"… {column} …"',
+                code="missing_prompt",
+            )
+        cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
+        try:
+            text = templates.render(self.prompt, cells)
+            system = None if self.system is None else templates.render(self.system, cells)
+        except KeyError as missing:
+            raise InvalidRow(f"the row has no column {missing}, which the prompt needs", code="missing_column") from None
+        return Request(self.url, join_object({**self._input(text, system), **self.params}))
+
+    def _input(self, text: str, system: str | None) -> dict[str, Any]:
+        if self.url == CHAT:
+            head = [] if system is None else [{"role": "system", "content": system}]
+            return {"messages": [*head, {"role": "user", "content": text}]}
+        if self.url == RESPONSES:
+            return {"input": text} | ({} if system is None else {"instructions": system})
+        return {"prompt" if self.url == COMPLETIONS else "input": text}
+
+    def arguments(self, row: Row) -> dict[str, Any]:
+        """Every column; the function engine passes those that the function names."""
+        return _columns.decode(row.raw)
+
+    def write(self, outcome: Outcome) -> bytes:
+        """The row's columns with `output` and `error`, as one JSON line."""
+        if outcome.error is not None:
+            text = f"{outcome.error.code}: {outcome.error.message}"
+            return append_members(_object_or_empty(outcome.row.raw), b'"output":null,"error":' + encode(text)) + b"\n"
+        assert outcome.body is not None
+        output = outcome.body if self.prompt is None else self._output(outcome.body)
+        return append_members(outcome.row.raw, b'"output":' + output + b',"error":null') + b"\n"
+
+    def _output(self, body: bytes) -> bytes:
+        """What a person asked for out of a reply: the text, the vector; the whole reply where it has no such part."""
+        reply = decode(body)
+        match self.url, reply:
+            case "/v1/chat/completions", {"choices": [{"message": {"content": str(text)}}]}:
+                return encode(text)
+            case "/v1/completions", {"choices": [{"text": str(text)}]}:
+                return encode(text)
+            case "/v1/embeddings", {"data": [{"embedding": _}]}:
+                return _vector(body)
+            case "/v1/responses", {"output": [*items]}:
+                return encode("".join(_response_texts(items)))
+            case _:
+                return body
+
+    def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
+        """The line of a row that shares its leader's outcome: its own columns and whom it followed."""
+        members = split_object(line)
+        shared = b'"output":%s,"error":%s,"folded_from":%d' % (
+            bytes(members["output"]),
+            bytes(members["error"]),
+            leader.number,
+        )
+        return append_members(row.raw, shared) + b"\n"
+
+
+Form = OpenAIForm | TableForm
+
+
+def usage_of(reply: dict[str, Any]) -> Usage | None:
+    """The tokens an OpenAI-style reply reports: chat, completions, embeddings, responses. None: it reports none."""
+    usage = reply.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return Usage(
+        input_tokens=_count(usage, "prompt_tokens", "input_tokens"),
+        cached_tokens=_count(details, "cached_tokens"),
+        output_tokens=_count(usage, "completion_tokens", "output_tokens"),
+    )
+
+
+def error_body(error: RowError, type_: str = "invalid_request_error") -> bytes:
+    """OpenAI's error envelope."""
+    return encode({"error": {"message": error.message, "type": type_, "param": None, "code": error.code}})
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """The request body sent to `model`; every other field keeps its exact bytes."""
+    return join_object({**split_object(body), "model": model})
+
+
+def _count(counts: dict[str, Any], *names: str) -> int:
+    for name in names:
+        value = counts.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def _zeroed(usage: Any) -> Any:
+    if isinstance(usage, dict):
+        return {name: _zeroed(value) for name, value in usage.items()}
+    return 0 if isinstance(usage, int | float) else usage
+
+
+class _Embedding(Struct):
+    embedding: Raw
+
+
+class _Embeddings(Struct):
+    data: list[_Embedding]
+
+
+def _vector(body: bytes) -> bytes:
+    return bytes(decode(body, type=_Embeddings).data[0].embedding)
+
+
+def _response_texts(items: list[Any]) -> list[str]:
+    contents = [part for item in items if isinstance(item, dict) for part in item.get("content") or ()]
+    return [part["text"] for part in contents if isinstance(part, dict) and part.get("type") == "output_text"]
+
+
+def _object_or_empty(raw: bytes) -> bytes:
+    """`raw` where it is a JSON object, or an empty one for a line that is none."""
+    try:
+        split_object(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return b"{}"
+    return raw
