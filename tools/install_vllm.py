@@ -72,7 +72,7 @@ class Environment:
 
     def create(self) -> None:
         """Create the environment unless it is there."""
-        if self.python.exists():
+        if self.python.exists() and self.version("pip"):
             say(f"using the virtual environment {self.path}")
             return
         say(f"creating the virtual environment {self.path}")
@@ -109,7 +109,11 @@ class Environment:
         """Say whether an earlier run of this script finished, and its package is still here."""
         if not (self.python.exists() and self.stamp.exists()):
             return False
-        return json.loads(self.stamp.read_text()) == {package: self.version(package)} == {package: VLLM_VERSION}
+        return self.stamp.read_text() == self.stamp_text(package) and self.version(package) == VLLM_VERSION
+
+    def stamp_text(self, package: str) -> str:
+        """Return what the stamp holds once `package` is installed."""
+        return json.dumps({package: VLLM_VERSION}) + "\n"
 
     def applicable(self, requirements: list[str]) -> list[tuple[str, str]]:
         """Return name and specifier of the requirements that hold on this machine."""
@@ -173,7 +177,7 @@ def install(path: Path) -> None:
         install_for_cpu(environment)
     say("trying to import vLLM")
     environment.query("import vllm.entrypoints.openai.api_server")
-    environment.stamp.write_text(json.dumps({package: VLLM_VERSION}) + "\n")
+    environment.stamp.write_text(environment.stamp_text(package))
     say(f"done in {time.monotonic() - started:.0f} s: {environment.python} -m vllm.entrypoints.openai.api_server")
 
 

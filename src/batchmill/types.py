@@ -155,3 +155,103 @@ class Commit(Struct, frozen=True):
     usage: Usage
     calls: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # error code -> rows
+
+
+class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a job's rows come from."""
+
+    paths: list[str]  # absolute files, in the order in which they count as one dataset
+    format: str | None = None  # openai, jsonl, csv, parquet; None: seen from the name and the first row
+    copy: bool = False  # keep a copy of the file with the job; otherwise it is used where it lies
+    line_bytes_max: int = 16 * 1024 * 1024
+    depth_max: int = 128
+
+
+class SealedFile(Struct, frozen=True):
+    """A file as it was when it was sealed."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+class Seal(Struct, frozen=True):
+    """A sealed dataset: what never changes once every row has been read. Written as `seal.json`."""
+
+    rows: int
+    bytes: int  # of the files as they are read
+    sha256: str  # over the sha256 digests of 8 MiB blocks of every source file, in order
+    format: str  # openai, jsonl, csv, parquet
+    columns: list[str]  # of a table, in order; empty for OpenAI rows
+    files: list[SealedFile]  # what the rows' bytes are read from
+    sources: list[SealedFile]  # what the caller named
+    rejected: int = 0  # rows that validation refused
+
+
+class Problem(Struct, frozen=True):
+    """One thing that validation found."""
+
+    code: str
+    message: str
+    line: int  # 1-based line, or row of a Parquet file
+    path: str = ""
+    row: int | None = None  # its number, where the line became a row
+
+
+class Policy(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a job is to be run, apart from what it computes."""
+
+    on_invalid: str = "fail"  # fail, skip
+    dedupe: bool = False  # fold identical requests even where the answer is not deterministic
+    budget: float | None = None  # USD
+
+
+class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A job's description, written as `job.json` before any row runs."""
+
+    id: str
+    dataset: DatasetSpec
+    models: list[ModelSpec]  # models[0] is the default
+    form: Any  # a wire.forms.Form
+    policy: Policy
+    output: str | None  # absolute path of the result file, None: kept with the job
+    identity: str  # sha256 of what makes it this job and no other
+    created: float  # seconds since the epoch, UTC
+
+
+class JobView(Struct, frozen=True):
+    """A job as people and clients see it: derived from committed records only."""
+
+    id: str
+    state: str  # a states.JobState
+    reason: str | None = None  # a states.PauseReason, or an error's code
+    message: str = ""
+    input: list[str] = []
+    output: str | None = None
+    errors_output: str | None = None  # the error file, once there is one
+    model: str = ""
+    created: float = 0.0
+    started: float | None = None
+    finished: float | None = None
+    generation: int = 0
+    rows: int = 0  # N of the dataset; 0 while it is not known
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_folded: int = 0  # of rows_ok and rows_failed: share another row's outcome
+    rows_rejected: int = 0  # of rows_failed: refused by validation
+    usage: Usage = Usage()
+    cost: float | None = None  # USD; None: no price is known
+    errors: dict[str, int] = {}  # code -> rows
+    error_samples: dict[str, str] = {}  # code -> one message
+    # only while it runs
+    elapsed_s: float = 0.0  # time spent running, pauses left out
+    rows_per_s: float | None = None
+    input_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    remaining_s: float | None = None
+    in_flight: int = 0
+    notes: list[str] = []  # what the engines say: why something waits
+    progress: float | None = None  # 0..1 of the phase before any row runs (validating, planning) or after (finalizing)
+    problems: list[Problem] = []  # at most the first 1,000
+    problems_total: int = 0

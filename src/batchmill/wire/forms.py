@@ -135,7 +135,7 @@ class TableForm(Struct, frozen=True, tag="table"):
             text = templates.render(self.prompt, cells)
             system = None if self.system is None else templates.render(self.system, cells)
         except KeyError as missing:
-            raise InvalidRow(f"the row has no column {missing}, which the prompt needs", code="missing_column") from None
+            raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
         return Request(self.url, join_object({**self._input(text, system), **self.params}))
 
     def _input(self, text: str, system: str | None) -> dict[str, Any]:
