@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
-from batchmill.types import EngineStats, Outcome, Row, SegmentRef
+from batchmill.types import EngineStats, JobOrder, JobView, LedgerReport, Outcome, Row, SegmentRef, Submitted
 
 
 class Feed(Protocol):
@@ -71,3 +71,37 @@ class Clock(Protocol):
         """Seconds since the epoch, UTC."""
 
     async def sleep(self, seconds: float) -> None: ...
+
+
+class Jobs(Protocol):
+    """The one door to jobs. The owner's JobService is one; so is the client of its control socket.
+
+    Raises, everywhere: UnknownName for an id nobody knows (a unique prefix of an id will do), InvalidTransition for
+    what does not fit the job's state.
+    """
+
+    async def submit(self, order: JobOrder) -> Submitted:
+        """Start, resume or join a job. Raises InvalidInput when the order cannot be run as it is."""
+
+    async def list(self) -> list[JobView]:
+        """Every job, the newest first."""
+
+    async def show(self, job_id: str) -> JobView: ...
+
+    def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
+        """Views of a job, one at once and then one an interval; the last when it is paused or has ended."""
+
+    async def pause(self, job_id: str) -> JobView: ...
+
+    async def resume(self, job_id: str) -> JobView: ...
+
+    async def cancel(self, job_id: str) -> JobView: ...
+
+    async def retry(self, job_id: str) -> JobView:
+        """Open another generation over the rows that failed and may be run again."""
+
+    async def verify(self, job_id: str) -> LedgerReport:
+        """Audit the ledger against the segments; changes nothing."""
+
+    async def rebuild(self, job_id: str) -> LedgerReport:
+        """Make the ledger anew from the job's description and its segments."""

@@ -255,3 +255,38 @@ class JobView(Struct, frozen=True):
     progress: float | None = None  # 0..1 of the phase before any row runs (validating, planning) or after (finalizing)
     problems: list[Problem] = []  # at most the first 1,000
     problems_total: int = 0
+
+
+class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a caller asks for. `JobService.submit` turns it into a JobSpec, or finds the job it already is."""
+
+    dataset: DatasetSpec
+    models: list[ModelSpec]
+    prompt: str | None = None  # the following four as in wire.forms.TableForm
+    system: str | None = None
+    url: str | None = None
+    params: dict[str, Any] = {}
+    policy: Policy = Policy()
+    output: str | None = None  # absolute
+    restart: bool = False  # start over although an unfinished job exists
+    overwrite: bool = False  # run again although the job is finished
+
+
+class Submitted(Struct, frozen=True):
+    """What became of an order."""
+
+    id: str
+    how: str  # started, resumed, joined (it is running already), finished (nothing left to do)
+
+
+class LedgerReport(Struct, frozen=True):
+    """What an audit of a job's ledger found. `broken` is empty for a sound one."""
+
+    job: str
+    rows: int
+    rows_done: int
+    commits: int
+    segments: int
+    bytes: int
+    adopted: int = 0  # rows that a rebuild found and the ledger did not know
+    broken: list[str] = []
