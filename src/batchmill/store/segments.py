@@ -1,0 +1,298 @@
+"""Segments: append-only files of outcomes, in checksummed blocks that describe themselves.
+
+A segment belongs to one job and one worker. A block holds finished output lines of one shard, all ok or all errors.
+Nothing here decides which blocks count: that is the ledger's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from struct import Struct as Layout
+from zlib import crc32
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import LedgerBroken
+from batchmill.types import RowError, SegmentRef, Usage
+
+assert sys.byteorder == "little", "segments are written in the machine's own order, which must be little endian"
+
+FILE_MAGIC = b"BMSEG\x00\x00\x01"
+BLOCK_MAGIC = b"BMBK"
+VERSION = 1
+IS_ERROR, IS_CONTIGUOUS = 1, 2
+SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
+
+_FILE = Layout("<8sII")  # magic, length of the description, its crc
+# magic, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, body crc | header crc
+_HEAD = Layout("<4sHHIIIQQIIIII")
+_CRC = Layout("<I")
+HEADER_BYTES = _HEAD.size + _CRC.size
+
+
+class SegmentHead(Struct, frozen=True):
+    """Whose outcomes a segment holds."""
+
+    job: str
+    identity: str
+    worker: str
+
+
+class BlockMeta(Struct, frozen=True, omit_defaults=True):
+    """Sums over a block that a rebuild of the ledger needs."""
+
+    usage: Usage = Usage()
+    errors: dict[str, int] = {}
+    samples: dict[str, str] = {}  # error code -> one message
+
+
+class Block(Struct, frozen=True):
+    """A block as its header tells it. `table` is None where rows and positions run on without a gap."""
+
+    path: str
+    offset: int
+    length: int  # header included
+    generation: int
+    shard: int
+    epoch: int
+    position: int  # of the first row; the others are in the table
+    row: int
+    n: int
+    ok: bool
+    payload_offset: int  # in the file
+    payload_bytes: int
+    table: bytes | None
+    meta: BlockMeta
+
+    def positions(self) -> Sequence[int]:
+        """Plan position of every row, in the order of the payload's lines."""
+        if self.table is None:
+            return range(self.position, self.position + self.n)
+        return [self.position + delta for delta in self._column(0)]
+
+    def rows(self) -> Sequence[int]:
+        """Number of every row, in the order of the payload's lines."""
+        return range(self.row, self.row + self.n) if self.table is None else self._column(1)
+
+    def line_lengths(self) -> Sequence[int] | None:
+        """Bytes of every line, or None for a block without a table: split its payload."""
+        return None if self.table is None else self._column(2)
+
+    def _column(self, k: int) -> array:
+        assert self.table is not None
+        column = array("I")
+        column.frombytes(self.table[4 * self.n * k : 4 * self.n * (k + 1)])
+        return column
+
+
+class BlockRows(Struct):
+    """Lines that are to become one block: three parallel lists."""
+
+    positions: list[int]
+    rows: list[int]
+    lines: list[bytes]
+
+
+_meta_encoder = msgspec.json.Encoder()
+_meta_decoder = msgspec.json.Decoder(BlockMeta)
+
+
+def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta) -> bytes:
+    """One block. The rows may stand in any order; each line ends with its newline."""
+    payload = b"".join(part.lines)
+    first, row, n = part.positions[0], part.rows[0], len(part.rows)
+    contiguous = part.positions == list(range(first, first + n)) and part.rows == list(range(row, row + n))
+    table = b""
+    if not contiguous:
+        first = min(part.positions)
+        deltas = array("I", [position - first for position in part.positions])
+        table = deltas.tobytes() + array("I", part.rows).tobytes() + array("I", map(len, part.lines)).tobytes()
+    meta_bytes = b"" if meta == BlockMeta() else _meta_encoder.encode(meta)
+    flags = (0 if ok else IS_ERROR) | (IS_CONTIGUOUS if contiguous else 0)
+    head = _HEAD.pack(
+        BLOCK_MAGIC, VERSION, flags, generation, shard, epoch, first, row, n, len(payload), len(table),
+        len(meta_bytes), crc32(payload, crc32(meta_bytes, crc32(table))),
+    )  # fmt: skip
+    return b"".join((head, _CRC.pack(crc32(head)), table, meta_bytes, payload))
+
+
+def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block]:
+    """The whole and sound blocks of a segment from byte `start` on; ends at the first torn or damaged one.
+
+    `start` is 0 or the offset of a block. `end` is where to stop, at most the size of the file.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        end = size if end is None else min(end, size)
+        offset = max(start, _head_bytes(file.fileno()))
+        while (block := _read_block(file.fileno(), os.fspath(path), offset, end)) is not None:
+            yield block
+            offset += block.length
+
+
+def read_ref(folder: Path, ref: SegmentRef) -> list[Block]:
+    """The blocks of a committed range. Raises: LedgerBroken when they are not what was committed."""
+    path = folder / ref.segment
+    end = ref.offset + ref.length
+    try:
+        blocks = list(scan(path, ref.offset, end))
+    except FileNotFoundError:
+        raise LedgerBroken(f"the segment {path} is gone", code="segment_missing") from None
+    if sum(block.length for block in blocks) != ref.length:
+        raise LedgerBroken(
+            f"{path} is damaged between bytes {ref.offset} and {end}: checksums do not match", code="segment_corrupt"
+        )
+    return blocks
+
+
+def read_payload(block: Block) -> bytes:
+    """The lines of a block, as bytes."""
+    with open(block.path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), block.payload_bytes, block.payload_offset)
+
+
+def read_head(path: str | os.PathLike[str]) -> SegmentHead | None:
+    """Whose segment this is; None for a file whose own header is torn: it holds no block."""
+    with open(path, "rb", buffering=0) as file:
+        head = os.pread(file.fileno(), _FILE.size, 0)
+        if len(head) < _FILE.size:
+            return None
+        magic, length, crc = _FILE.unpack(head)
+        data = os.pread(file.fileno(), length, _FILE.size)
+    if magic != FILE_MAGIC or crc32(data) != crc:
+        return None
+    return msgspec.json.decode(data, type=SegmentHead)
+
+
+def pack_positions(positions: Sequence[int], base: int) -> bytes:
+    """Positions as runs (start - base, count) of u32 pairs, sorted."""
+    runs = array("I")
+    if isinstance(positions, range) and positions.step == 1:
+        runs.extend((positions.start - base, len(positions)))
+        return runs.tobytes()
+    start = count = -1
+    for position in sorted(positions):
+        if position == start + count:
+            count += 1
+        else:
+            if count > 0:
+                runs.extend((start - base, count))
+            start, count = position, 1
+    if count > 0:
+        runs.extend((start - base, count))
+    return runs.tobytes()
+
+
+def unpack_positions(runs: bytes) -> Iterator[tuple[int, int]]:
+    """The (start - base, count) pairs of `pack_positions`."""
+    numbers = array("I")
+    numbers.frombytes(runs)
+    return zip(numbers[::2], numbers[1::2], strict=True)
+
+
+class SegmentFile:
+    """A worker's open segment: appends go to the kernel at once, to the disk with `sync`.
+
+    An error of the file system is final: no byte after it is ever referenced.
+    """
+
+    def __init__(self, folder: Path, head: SegmentHead) -> None:
+        self.folder, self.head = folder, head
+        self._roll = 0
+        self._fd = -1
+        self._size = 0
+        self._unsynced: list[int] = []  # descriptors of full files that still have to reach the disk
+
+    def append(self, blocks: bytes) -> SegmentRef:
+        if self._fd < 0 or self._size >= SEGMENT_BYTES_MAX:
+            self._begin()
+        offset = self._size
+        self._write(blocks)
+        return SegmentRef(self.name, offset, len(blocks))
+
+    @property
+    def name(self) -> str:
+        return f"{self.head.worker}-{self._roll:04d}.seg"
+
+    def sync(self) -> None:
+        """May run in a thread while another appends: it covers what was appended before the call."""
+        full, self._unsynced = self._unsynced, []
+        for fd in full:
+            os.fdatasync(fd)
+            os.close(fd)
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self.sync()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _begin(self) -> None:
+        if self._fd >= 0:
+            self._unsynced.append(self._fd)
+        self._roll += 1
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(self.folder / self.name, flags, 0o600)
+        self._size = 0
+        data = msgspec.json.encode(self.head)
+        self._write(_FILE.pack(FILE_MAGIC, len(data), crc32(data)) + data)
+        sync_folder(self.folder)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.write(self._fd, view)
+            self._size += written
+            view = view[written:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _head_bytes(fd: int) -> int:
+    head = os.pread(fd, _FILE.size, 0)
+    if len(head) < _FILE.size:
+        return _FILE.size
+    return _FILE.size + _FILE.unpack(head)[1]
+
+
+def _read_block(fd: int, path: str, offset: int, end: int) -> Block | None:
+    head = os.pread(fd, HEADER_BYTES, offset)
+    if len(head) < HEADER_BYTES or head[:4] != BLOCK_MAGIC or _CRC.unpack(head[-4:])[0] != crc32(head[:-4]):
+        return None
+    _, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, crc = _HEAD.unpack(head[:-4])
+    length = HEADER_BYTES + table + meta + payload
+    if version != VERSION or offset + length > end:
+        return None
+    body = os.pread(fd, length - HEADER_BYTES, offset + HEADER_BYTES)
+    if len(body) < length - HEADER_BYTES or crc32(body) != crc:
+        return None
+    return Block(
+        path=path, offset=offset, length=length, generation=generation, shard=shard, epoch=epoch, position=position,
+        row=row, n=n, ok=not flags & IS_ERROR, payload_offset=offset + HEADER_BYTES + table + meta,
+        payload_bytes=payload, table=None if flags & IS_CONTIGUOUS else body[:table],
+        meta=_meta_decoder.decode(body[table : table + meta]) if meta else BlockMeta(),
+    )  # fmt: skip
+
+
+def error_meta(errors: Sequence[RowError], usage: Usage) -> BlockMeta:
+    """The sums of a block of error rows."""
+    counts: dict[str, int] = {}
+    samples: dict[str, str] = {}
+    for error in errors:
+        counts[error.code] = counts.get(error.code, 0) + 1
+        samples.setdefault(error.code, error.message[:500])
+    return BlockMeta(usage, counts, samples)

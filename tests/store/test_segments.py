@@ -1,0 +1,113 @@
+"""Segments: what is written whole is read back whole, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchmill.errors import LedgerBroken
+from batchmill.store import segments
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead
+from batchmill.types import SegmentRef, Usage
+
+HEAD = SegmentHead("job_1", "abc", "w1")
+
+
+def block(rows: list[int], *, ok: bool = True, positions: list[int] | None = None) -> bytes:
+    part = BlockRows(positions or rows, rows, [b'{"row":%d}\n' % row for row in rows])
+    return segments.frame(part, generation=0, shard=3, epoch=2, ok=ok, meta=BlockMeta(Usage(1, 0, 2)))
+
+
+def lines_of(found: segments.Block) -> list[bytes]:
+    return segments.read_payload(found).splitlines(keepends=True)
+
+
+@given(st.lists(st.permutations(range(20)).map(lambda rows: rows[:7]), min_size=1, max_size=5))
+def test_round_trip(tmp_path_factory, parts):
+    """Blocks come back with their rows, positions, lengths and sums, in any order of rows."""
+    folder = tmp_path_factory.mktemp("segments")
+    file = SegmentFile(folder, HEAD)
+    for rows in parts:
+        file.append(block(rows, positions=[row + 100 for row in rows]))
+    file.close()
+    found = list(segments.scan(folder / file.name))
+    assert [list(b.rows()) for b in found] == [list(rows) for rows in parts]
+    assert [list(b.positions()) for b in found] == [[row + 100 for row in rows] for rows in parts]
+    assert all(lines_of(b) == [b'{"row":%d}\n' % row for row in b.rows()] for b in found)
+    assert all(b.meta.usage == Usage(1, 0, 2) and (b.shard, b.epoch) == (3, 2) for b in found)
+    assert segments.read_head(folder / file.name) == HEAD
+
+
+def test_contiguous_rows_need_no_table(tmp_path):
+    """Rows that run on without a gap cost a header and no table."""
+    file = SegmentFile(tmp_path, HEAD)
+    file.append(block(list(range(5, 9))))
+    (found,) = segments.scan(tmp_path / file.name)
+    assert found.table is None and list(found.rows()) == [5, 6, 7, 8]
+
+
+def test_torn_tail_at_every_byte(tmp_path):
+    """A segment cut anywhere in its last block still yields every block before it, and nothing of the torn one."""
+    file = SegmentFile(tmp_path, HEAD)
+    first = file.append(block([1, 2]))
+    last = file.append(block([9, 3]))
+    file.close()
+    data = (tmp_path / file.name).read_bytes()
+    for cut in range(last.offset, last.offset + last.length):
+        (tmp_path / "cut.seg").write_bytes(data[:cut])
+        assert [b.offset for b in segments.scan(tmp_path / "cut.seg")] == [first.offset]
+
+
+def test_every_flipped_bit_is_seen(tmp_path):
+    """A single flipped bit in a committed range is an error and never a row."""
+    file = SegmentFile(tmp_path, HEAD)
+    ref = file.append(block([4, 2]))
+    file.close()
+    data = (tmp_path / file.name).read_bytes()
+    for at in range(ref.offset, ref.offset + ref.length):
+        (tmp_path / "bad.seg").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(LedgerBroken):
+            segments.read_ref(tmp_path, SegmentRef("bad.seg", ref.offset, ref.length))
+
+
+def test_zeros_after_the_end_are_no_block(tmp_path):
+    """A tail of zeros, as a power cut may leave it, is no block."""
+    file = SegmentFile(tmp_path, HEAD)
+    file.append(block([1]))
+    file.close()
+    with open(tmp_path / file.name, "ab") as tail:
+        tail.write(bytes(4096))
+    assert len(list(segments.scan(tmp_path / file.name))) == 1
+
+
+def test_rolls_to_another_file(tmp_path, monkeypatch):
+    """A full segment is followed by another, and both are synced."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 100)
+    file = SegmentFile(tmp_path, HEAD)
+    refs = [file.append(block([row])) for row in range(3)]
+    file.sync()
+    assert len({ref.segment for ref in refs}) > 1
+    assert [b.row for ref in refs for b in segments.read_ref(tmp_path, ref)] == [0, 1, 2]
+    file.close()
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_positions_pack_as_runs(positions):
+    """Packed positions are the same set, as disjoint runs."""
+    runs = list(segments.unpack_positions(segments.pack_positions(sorted(p + 50 for p in positions), 50)))
+    assert {p for start, count in runs for p in range(start, start + count)} == positions
+    assert sum(count for _, count in runs) == len(positions)
+
+
+def test_disk_full_is_final(tmp_path, monkeypatch):
+    """A failed sync is reported and its descriptors are not synced again."""
+    file = SegmentFile(tmp_path, HEAD)
+    file.append(block([1]))
+
+    def refuse(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        file.sync()
