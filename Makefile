@@ -1,0 +1,65 @@
+# make demo   set everything up, run a real batch through a real LLM with two adapters, show the results
+# make test   set everything up, check the style, pass the tests
+# make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
+# make lint   check the style alone
+# make clean  remove everything that these made
+# PYTHON=/path/to/python chooses the interpreter of the environments; any from 3.11 on will do.
+
+SHELL := /bin/sh
+PYTHON ?=
+VENV := .venv
+VLLM_VENV := .venv-vllm
+INSTALLED := $(VENV)/.batchmill-installed
+PIP_QUIET := --quiet --disable-pip-version-check
+BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill
+PYTEST_ARGS ?=
+
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help test demo bench lint clean vllm
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(INSTALLED): pyproject.toml src/batchmill/__init__.py tools/make_venv.sh
+	@PYTHON="$(PYTHON)" tools/make_venv.sh $(VENV)
+	@echo "--> installing batchmill and what its tests need into $(VENV)"
+	@$(VENV)/bin/python -m pip install $(PIP_QUIET) -e '.[test]'
+	@touch $@
+
+# The script returns at once when vLLM is there.
+vllm: $(INSTALLED)
+	@PYTHON="$(PYTHON)" tools/make_venv.sh $(VLLM_VENV)
+	@echo "--> making sure that vLLM is in $(VLLM_VENV) (the first time this takes some minutes)"
+	@$(VENV)/bin/python tools/install_vllm.py --venv $(VLLM_VENV)
+
+demo: vllm
+	@BATCHMILL="$(VENV)/bin/batchmill" BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
+	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
+
+# The tests run even where vLLM cannot be installed; those that need it then fail, and say why.
+test: lint
+	@$(MAKE) --no-print-directory vllm || echo "--> vLLM could not be installed: the tests that need it will fail"
+	@echo "--> running the tests"
+	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
+	    $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	@echo "--> checking the style"
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check . || \
+	    { echo "--> '$(VENV)/bin/ruff format .' mends these:"; $(VENV)/bin/ruff format --check .; exit 1; }
+
+bench: vllm
+	@for name in $(BENCH); do \
+	    echo "--> benchmarks/$$name.py"; \
+	    BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
+	done
+
+clean:
+	@echo "--> removing environments, caches and what the demo and the benchmarks wrote"
+	@rm -rf $(VENV) $(VLLM_VENV) demo-output .pytest_cache .ruff_cache .hypothesis build dist \
+	    benchmarks/.venvs benchmarks/.data
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,321 @@
+"""The rules of docs/architecture.md that a program can check, by reading the source. Each exception is listed with its
+reason in one of the tables below; the tables may only shrink."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "batchmill"
+FUNCTION_LINES_MAX = 70
+MODULE_LINES_MAX = 500
+PARAMETERS_MAX = 9
+
+# A module may import from its own row and the rows above it.
+ROWS = {
+    1: ("types", "states", "errors"),
+    2: ("ports", "config", "wire"),
+    3: ("datasets", "models", "store"),
+    4: ("engines", "executors"),
+    5: ("jobs",),
+    6: ("services", "server"),
+    7: ("dialects", "console"),
+    8: ("app", "cli"),
+}
+ROW_OF = {name: row for row, names in ROWS.items() for name in names}
+CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
+
+# Besides the rows: package -> what it never imports.
+NEVER = {
+    "datasets": {"models", "store"},
+    "models": {"datasets", "store"},
+    "store": {"datasets", "models"},
+    "services": {"dialects"},
+    "server": {"dialects"},
+    "dialects": {"console", "store", "datasets", "engines"},
+    "console": {"dialects", "store", "datasets", "engines"},
+    "app": {"cli"},
+}
+# The plug-ins of a package: they never import one another, and the jobs know none of them by name.
+PLUGINS = {
+    "engines": {"function", "http", "llm", "provider_batch"},
+    "executors": {"local", "ray"},
+}
+
+HEAVY = {"aiohttp", "numpy", "pyarrow", "rich", "sqlalchemy", "ray", "vllm", "torch", "starlette", "uvicorn"}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec"}
+SQL_CALLS = {"execute", "executemany", "executescript", "exec_driver_sql", "text"}
+
+# "module.function" of the name tables: what may import inside a function, and why.
+NAME_TABLES: dict[str, str] = {}
+# Ratchets: what was too large when the rule came -> its size then.
+LONG_FUNCTIONS: dict[str, int] = {}
+LONG_MODULES: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name, and where the statement stands."""
+
+    target: str
+    line: int
+    function: str  # the function around it, or "" at the module's own level
+    for_types_only: bool = False
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package, parsed."""
+
+    name: str  # "batchmill.jobs.plan"
+    path: Path
+    tree: ast.Module
+    lines: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.name.split(".")[1:])
+
+
+@cache
+def read_modules() -> dict[str, Module]:
+    modules = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = list(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        text = path.read_text()
+        name = ".".join(parts)
+        modules[name] = Module(name, path, ast.parse(text, str(path)), text.count("\n"))
+    return modules
+
+
+def is_types_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST, function: str = "", for_types: bool = False) -> Iterator[tuple[ast.AST, str, bool]]:
+    """Yield every node below, the function it stands in, and whether only a type checker reads it."""
+    for child in ast.iter_child_nodes(node):
+        yield child, function, for_types
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = f"{function}.{child.name}" if function else child.name
+        yield from walk(child, inner, for_types or is_types_guard(child))
+
+
+def imported_names(module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules an import statement loads; `from package import module` names the module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        package = module.name.split(".")
+        above = len(package) - node.level + (module.path.name == "__init__.py")
+        base = ".".join(package[:above] + ([base] if base else []))
+    inner = [f"{base}.{alias.name}" for alias in node.names]
+    return [name if name in read_modules() else base for name in inner]
+
+
+def imports(module: Module) -> list[Import]:
+    found = []
+    for node, function, for_types in walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = imported_names(module, node)
+            found += [Import(name, node.lineno, function, for_types) for name in dict.fromkeys(names)]
+    return found
+
+
+def own_imports(module: Module) -> list[tuple[Import, tuple[str, ...]]]:
+    """Imports of other parts of batchmill, each with its path below the package; its bare root has none."""
+    pairs = [(item, tuple(item.target.split("."))) for item in imports(module)]
+    return [(item, parts[1:]) for item, parts in pairs if parts[0] == "batchmill"]
+
+
+def functions(module: Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node, function, _ in walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{module.name}.{f'{function}.' if function else ''}{node.name}", node
+
+
+def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
+    """Every call, and the last part of the name that is called."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            yield node, called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+
+
+def row_problem(module: Module, parts: tuple[str, ...]) -> str | None:
+    """Why `module` may not import `batchmill.<parts>`, or None."""
+    if not module.parts or not parts:
+        return None  # the package root: held to importing nothing heavy by the test of what an import loads
+    here, there = module.parts[0], parts[0]
+    if here == "client":
+        return None if there == "client" or ROW_OF[there] <= CLIENT_ROW_MAX else "the client reads rows 1 and 2 only"
+    if there == "client" or ROW_OF[there] > ROW_OF[here]:
+        return f"row {ROW_OF[here]} may not look down to it"
+    return f"{here} never imports {there}" if there in NEVER.get(here, ()) else None
+
+
+def plugin_problem(module: Module, parts: tuple[str, ...]) -> str | None:
+    """Why `module` may not import the plug-in `batchmill.<parts>`, or None."""
+    plugins = PLUGINS.get(parts[0], set()) if len(parts) > 1 else set()
+    if not module.parts or len(parts) < 2 or parts[1] not in plugins:
+        return None
+    if module.parts[0] == "jobs":
+        return "jobs get their engines and executors through ports"
+    is_plugin = module.parts[0] == parts[0] and len(module.parts) > 1 and module.parts[1] in plugins
+    return "plug-ins do not know their siblings" if is_plugin and module.parts[1] != parts[1] else None
+
+
+def find_cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(edges[name]):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1 or name in edges[name]:
+                cycles.append(sorted(group))
+
+    for name in sorted(edges):
+        if name not in index:
+            visit(name)
+    return cycles
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level names of every module that a fresh interpreter holds after `statement`."""
+    code = f"import sys; {statement}; print(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_source_was_found():
+    """The rules below look at the whole package, not at an empty folder."""
+    assert {"batchmill", "batchmill.types", "batchmill.ports"} <= set(read_modules())
+
+
+def test_every_module_has_a_row():
+    """Every part of the package stands in the table of who may import whom."""
+    tops = {module.parts[0] for module in read_modules().values() if module.parts}
+    assert tops - set(ROW_OF) - {"client", "__main__"} == set()
+
+
+def test_imports_go_up_the_table():
+    """A module imports from its own row and the rows above, and nothing that its row forbids."""
+    broken = [
+        f"{module.name}:{item.line} imports {item.target}: {problem}"
+        for module in read_modules().values()
+        for item, parts in own_imports(module)
+        if (problem := row_problem(module, parts) or plugin_problem(module, parts))
+    ]
+    assert broken == []
+
+
+def test_imports_have_no_cycles():
+    """No module needs, through others, itself to be loaded first."""
+    edges: dict[str, set[str]] = {name: set() for name in read_modules()}
+    for module in read_modules().values():
+        targets = {item.target for item in imports(module) if not item.function and not item.for_types_only}
+        edges[module.name] = (targets & set(edges)) - {module.name}
+    assert find_cycles(edges) == []
+
+
+def test_cycles_would_be_found():
+    """The search for cycles sees a short one and a long one, and no others."""
+    edges = {"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"e"}, "e": {"c"}, "f": {"a"}}
+    assert sorted(find_cycles(edges)) == [["a", "b"], ["c", "d", "e"]]
+
+
+def test_functions_are_short():
+    """No function is longer than 70 lines or takes more than nine parameters."""
+    broken = []
+    for module in read_modules().values():
+        for name, node in functions(module):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if lines > LONG_FUNCTIONS.get(name, FUNCTION_LINES_MAX) or len(taken) > PARAMETERS_MAX:
+                broken.append(f"{name}: {lines} lines, {len(taken)} parameters")
+    assert broken == []
+
+
+def test_modules_are_short():
+    """No module is longer than 500 lines."""
+    modules = read_modules().values()
+    assert [m.name for m in modules if m.lines > LONG_MODULES.get(m.name, MODULE_LINES_MAX)] == []
+
+
+def test_modules_say_what_they_own():
+    """Every module that holds code has a docstring."""
+    assert [m.name for m in read_modules().values() if m.tree.body and not ast.get_docstring(m.tree)] == []
+
+
+def test_imports_stand_at_the_top():
+    """Only a name table imports inside a function, and the list of name tables holds no others."""
+    lazy = set()
+    for module in read_modules().values():
+        lazy |= {f"{module.name}.{item.function}" for item in imports(module) if item.function}
+        for node, function, _ in walk(module.tree):
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {
+                "import_module",
+                "__import__",
+            }
+            if is_call and function:
+                lazy.add(f"{module.name}.{function}")
+    assert lazy == set(NAME_TABLES)
+
+
+def test_nothing_runs_what_it_reads():
+    """No pickle, no eval, no exec, no shell."""
+    broken = []
+    for module in read_modules().values():
+        broken += [f"{module.name}:{i.line} {i.target}" for i in imports(module) if i.target in UNSAFE_MODULES]
+        for call, name in calls(module):
+            is_bare = isinstance(call.func, ast.Name) and name in UNSAFE_CALLS
+            is_shell = any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in call.keywords)
+            if is_bare or is_shell or ast.unparse(call.func) in {"os.system", "os.popen"}:
+                broken.append(f"{module.name}:{call.lineno} {ast.unparse(call.func)}")
+    assert broken == []
+
+
+def test_sql_is_never_built_from_strings():
+    """No statement is put together with an f-string, `%`, `+` or `format`: values are bound."""
+    broken = []
+    for module in read_modules().values():
+        for call, name in calls(module):
+            first = call.args[0] if call.args else None
+            is_built = isinstance(first, ast.JoinedStr | ast.BinOp) or (
+                isinstance(first, ast.Call) and getattr(first.func, "attr", "") == "format"
+            )
+            if name in SQL_CALLS and is_built:
+                broken.append(f"{module.name}:{call.lineno} {ast.unparse(call)}")
+    assert broken == []
+
+
+def test_import_loads_nothing_heavy():
+    """`import batchmill` loads none of the heavy libraries."""
+    assert loaded_by("import batchmill") & HEAVY == set()
+
+
+def test_command_line_loads_nothing_heavy():
+    """The command line, before it knows which command, loads none of the heavy libraries."""
+    assert loaded_by("import batchmill.cli.main") & HEAVY == set()
