@@ -1,4 +1,7 @@
-"""What a model server's HTTP reply means for a row; nothing here knows retries or which engine asked."""
+"""What an OpenAI-style service replied, read once: the JSON that may be kept, its usage, its error.
+
+Knows bytes and JSON; nothing of connections, retries or pacing.
+"""
 
 from __future__ import annotations
 
@@ -8,97 +11,149 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.types import Outcome, Row, RowError
+from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import usage_of
-from batchmill.wire.json_bytes import decode
 
-REPLY_BYTES_MAX = 64 * 1024 * 1024
-MESSAGE_CHARS_MAX = 2048
+REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
+MESSAGE_BYTES_MAX = 2048
 
-
-class BadReply(ValueError):
-    """A reply that says 200 and holds no JSON object."""
+_KEY = re.compile(r"\b(?:sk|pk|rk|key|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}|\bBearer\s+\S+")
 
 
-class _Skim(Struct):
-    """The members of a reply that matter here; the rest is not even decoded."""
+class Reply(Struct, frozen=True, gc=False):
+    """A reply that was received in full."""
 
-    usage: dict[str, Any] | None = None
+    status: int
+    body: bytes | None = None  # one JSON object on one line; None: the bytes were no such thing
+    usage: Usage | None = None
+    error: RowError | None = None  # what its error envelope says, where it has one
+    text: str = ""  # the beginning of a body that is no JSON object
+
+    def ok(self, row: Row, request_id: str | None = None) -> Outcome:
+        """The outcome of a row that was answered."""
+        return Outcome(row, self.body, None, self.status, self.usage, request_id)
+
+    def refused(self, row: Row, request_id: str | None = None, *, secret: str | None = None) -> Outcome:
+        """The outcome of a row that the service will not answer however often it is asked."""
+        body = None if self.body is None else hide_key(self.body, secret)
+        return Outcome(row, body, self.row_error(secret), self.status, self.usage, request_id)
+
+    def row_error(self, secret: str | None = None) -> RowError:
+        """The reply as an error: its own code where it has one, else `http_STATUS`."""
+        error = self.error or RowError("", self.text)
+        message = redact(error.message, secret) or f"the service answered with HTTP status {self.status} and no reason"
+        return RowError(error.code or f"http_{self.status}", message)
+
+
+class _Details(Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Tokens(Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Skim(Struct, gc=False):
+    """The two members of a reply that matter here; the decoder checks the rest and keeps none of it."""
+
+    usage: _Tokens | None = None
     error: Raw = Raw(b"null")
 
 
-class _Refusal(Struct):
-    error: Any = None
-    detail: Any = None  # FastAPI's own errors
-    message: Any = None
-
-
 _skim = msgspec.json.Decoder(_Skim)
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_object = msgspec.json.Decoder(dict[str, Any])
+_EMPTY = (b"null", b"false", b'""', b"{}", b"[]", b"0")
 
 
-def read_reply(row: Row, status: int, data: bytes, *, request_id: str | None = None) -> Outcome:
-    """The outcome of a reply that is final: ok for a 2xx with a JSON object, an error for everything else.
-
-    Raises: BadReply where a 2xx holds no JSON object, so that the caller may ask again.
-    """
-    if not 200 <= status < 300:
-        return refused(row, status, data, request_id=request_id)
+def read_reply(status: int, data: bytes) -> Reply:
+    """Read a reply's bytes. A body that is not strict JSON (or no object) is told by `body` being None."""
     try:
+        if not data.isascii():
+            data.decode()
         skim = _skim.decode(data)
-        data.decode()  # msgspec skips over a string it does not need without looking at its bytes
-        body = one_line(data)
-    except _UNREADABLE as fault:
-        raise BadReply(f"the reply is not a JSON object: {fault}: {_excerpt(data)}") from None
-    if bytes(skim.error) not in (b"null", b"{}"):
-        return refused(row, status, data, request_id=request_id)
-    usage = usage_of({"usage": skim.usage}) if skim.usage else None
-    return Outcome(row, body, status=status, usage=usage, request_id=request_id)
+        has_error = status >= 400 or bytes(skim.error) not in _EMPTY
+        error = _error_of(_object.decode(data)) if has_error else None
+    except msgspec.ValidationError:
+        return _read_odd(status, data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Reply(status, text=_start_of(data))
+    usage = None if skim.usage is None else _usage(skim.usage)
+    return Reply(status, _one_line(data), usage, error)
 
 
-def refused(row: Row, status: int, data: bytes, *, request_id: str | None = None) -> Outcome:
-    """The error outcome of a reply; its body is kept where it is a JSON object."""
-    error = error_of(status, data)
+def redact(message: str, secret: str | None = None) -> str:
+    """A message that may be kept: without keys, and no longer than 2 KiB."""
+    if secret:
+        message = message.replace(secret, "***")
+    message = _KEY.sub("***", message)
+    data = message.encode(errors="replace")
+    return message if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"
+
+
+def hide_key(body: bytes, secret: str | None) -> bytes:
+    """A reply's body without the key it was asked with."""
+    return body.replace(secret.encode(), b"***") if secret else body
+
+
+def _read_odd(status: int, data: bytes) -> Reply:
+    """A reply that is no object, or whose usage has an unexpected shape."""
     try:
-        decode(data, type=dict[str, Raw])
-        body = one_line(data)
-    except _UNREADABLE:
-        body = None
-    return Outcome(row, body, error, status=status, request_id=request_id)
+        reply = _object.decode(data)
+    except (msgspec.MsgspecError, RecursionError):
+        return Reply(status, text=_start_of(data))
+    failed = status >= 400 or bool(reply.get("error"))
+    return Reply(status, _one_line(data), usage_of(reply), _error_of(reply) if failed else None)
 
 
-def error_of(status: int, data: bytes) -> RowError:
-    """Code and message out of an error reply: OpenAI's envelope, FastAPI's `detail`, or the bare text."""
-    try:
-        reply = decode(data, type=_Refusal)
-    except _UNREADABLE:
-        return RowError(f"http_{status}", f"HTTP {status}: {_excerpt(data)}")
-    inner = reply.error if reply.error is not None else (reply.detail or reply.message)
-    if not isinstance(inner, dict):
-        text = inner if isinstance(inner, str) else _excerpt(data)
-        return RowError(f"http_{status}", f"HTTP {status}: {text}"[:MESSAGE_CHARS_MAX])
-    message = inner.get("message")
-    text = message if isinstance(message, str) and message else _excerpt(data)
-    return RowError(_code(inner, status), text[:MESSAGE_CHARS_MAX])
+def _one_line(data: bytes) -> bytes:
+    if b"\n" in data or b"\r" in data:
+        return msgspec.json.format(data, indent=-1)
+    return data.strip()
 
 
-def one_line(data: bytes) -> bytes:
-    """The same JSON on one line; digits and the order of members stay as they are."""
-    data = data.strip()
-    return msgspec.json.format(data, indent=-1) if b"\n" in data or b"\r" in data else data
+def _usage(tokens: _Tokens) -> Usage:
+    details = tokens.prompt_tokens_details or tokens.input_tokens_details
+    return Usage(
+        max(tokens.prompt_tokens or tokens.input_tokens or 0, 0),
+        max(details.cached_tokens or 0, 0) if details is not None else 0,
+        max(tokens.completion_tokens or tokens.output_tokens or 0, 0),
+    )
 
 
-def _code(error: dict[str, Any], status: int) -> str:
-    """A stable code: the server's own where it has one, else its type ("BadRequestError" -> "bad_request")."""
-    code, kind = error.get("code"), error.get("type")
-    if isinstance(code, str) and re.fullmatch(r"[a-z][a-z0-9_.-]{1,63}", code):
-        return code
-    if isinstance(kind, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{1,63}", kind):
-        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
-        return snake if kind.islower() else snake.removesuffix("_error")
-    return f"http_{status}"
+def _error_of(reply: dict[str, Any]) -> RowError:
+    """OpenAI's envelope, vLLM's older flat one, FastAPI's `detail`, or a bare message.
+
+    The code is the first of `code` and `type` that is a name; services also put an HTTP status into `code`.
+    """
+    error = reply.get("error")
+    if isinstance(error, str):
+        return RowError("", error)
+    source: dict[str, Any] = error if isinstance(error, dict) else reply
+    names = [source.get("code"), source.get("type")]
+    code = next((name for name in names if isinstance(name, str) and name and not name.isdigit()), "")
+    message = source.get("message") or source.get("detail") or ""
+    if not isinstance(message, str):
+        message = msgspec.json.encode(message).decode()
+    return RowError(code[:100], message)
 
 
-def _excerpt(data: bytes) -> str:
-    text = data[:MESSAGE_CHARS_MAX].decode("utf-8", "replace").strip()
-    return text if text else "an empty reply"
+def status_named(body: bytes) -> int | None:
+    """The HTTP status that an error envelope puts into `code` or `status`, as proxies do in a reply of status 200."""
+    reply = _object.decode(body)
+    error = reply.get("error")
+    source: dict[str, Any] = error if isinstance(error, dict) else reply
+    for name in ("code", "status"):
+        value = source.get(name)
+        number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else 0
+        if 400 <= number <= 599:
+            return number
+    return None
+
+
+def _start_of(data: bytes) -> str:
+    return data[:200].decode(errors="replace").strip()
