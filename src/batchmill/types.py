@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 
 class Usage(Struct, frozen=True, gc=False):
@@ -153,8 +153,8 @@ class Commit(Struct, frozen=True):
     rows_ok: int
     rows_failed: int
     usage: Usage
-    calls: int = 0
-    errors: dict[str, int] = field(default_factory=dict)  # error code -> rows
+    errors: dict[str, int] = {}  # error code -> rows
+    samples: dict[str, str] = {}  # error code -> one message
 
 
 class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,7 +216,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     form: Any  # a wire.forms.Form
     policy: Policy
     output: str | None  # absolute path of the result file, None: kept with the job
-    identity: str  # sha256 of what makes it this job and no other
+    identity: str  # sha256 of what makes it this job and no other, but for the bytes of input and code
+    code: dict[str, str]  # model name -> sha256 of its function's source
     created: float  # seconds since the epoch, UTC
 
 

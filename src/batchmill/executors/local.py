@@ -1,0 +1,102 @@
+"""Workers as child processes of the owner, each on one end of a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.wire import messages
+from batchmill.wire.messages import Start, ToOwner
+
+
+class LocalWorker:
+    """A worker process. `send` never waits; `messages` ends when the process has closed its socket."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid_file: Path
+    ) -> None:
+        self._process, self._reader, self._writer, self._pid_file = process, reader, writer, pid_file
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Struct) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(messages.pack(message))
+
+    async def messages(self) -> AsyncIterator[ToOwner]:
+        while (data := await messages.read(self._reader)) is not None:
+            yield messages.to_owner.decode(data)
+
+    def is_frozen(self) -> bool:
+        """The process is stopped by a signal: it will say nothing until somebody continues it."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        code = await self._process.wait()
+        self._writer.close()
+        self._pid_file.unlink(missing_ok=True)
+        return code
+
+
+class LocalExecutor:
+    """Starts workers on this machine. `folder` keeps their logs and the process ids that the next owner sweeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def start(self, start: Start) -> LocalWorker:
+        """A new worker process that has been sent `start`."""
+        home = Path(start.home)
+        home.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with open(home / f"{start.worker}.log", "ab", buffering=0) as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "batchmill.executors.worker", str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
+            )  # fmt: skip
+        theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        pid_file = self._folder / f"{start.worker}.pid"
+        pid_file.write_text(f"{process.pid} {_started(process.pid)}")
+        worker = LocalWorker(process, reader, writer, pid_file)
+        worker.send(start)
+        return worker
+
+    def sweep(self) -> None:
+        """End the workers that an owner left which was killed: they hold nothing that is not in their segments."""
+        if not self._folder.is_dir():
+            return
+        for pid_file in self._folder.glob("*.pid"):
+            pid, _, started = pid_file.read_text().partition(" ")
+            if pid and started and _started(int(pid)) == started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            pid_file.unlink(missing_ok=True)
+
+
+def _started(pid: int) -> str:
+    """When a process began, in clock ticks since boot: with the pid it names the process for good. "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,187 @@
+"""The worker's way from outcomes to commits: lines, blocks in the kernel, bytes on disk, then the word to the owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from batchmill.executors.feed import Held, Unsent
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
+from batchmill.types import Commit, Outcome, RowError, Usage
+
+BLOCK_ROWS = 1024
+BLOCK_BYTES = 1024 * 1024
+KERNEL_S = 0.05  # an outcome waits at most so long for its block to be written
+DISK_S = 0.5  # and a written block at most so long for its commit
+COMMIT_ROWS = 16_384  # or until so many rows wait
+COMMIT_BYTES = 8 * 1024 * 1024
+
+NO_USAGE = Usage()
+
+
+def empty_rows() -> BlockRows:
+    return BlockRows([], [], [])
+
+
+class Recorder:
+    """Takes outcomes from the engine; one commit is on its way to the disk at a time, the next one fills meanwhile."""
+
+    def __init__(
+        self,
+        *,
+        commit: Callable[[Commit], None],
+        settled: Callable[[Outcome], None],
+        broken: Callable[[OSError], None],
+    ) -> None:
+        self._commit, self._settled, self._broken = commit, settled, broken
+        self._loop = asyncio.get_running_loop()
+        self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
+        self._written: dict[int, Held] = {}  # leases with blocks that no commit names yet
+        self._written_rows = self._written_bytes = 0
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._due = asyncio.Event()
+        self._due_timer: asyncio.TimerHandle | None = None
+        self._syncing = False
+
+    def put(self, outcomes: Iterable[Outcome]) -> None:
+        """Sink for the engine. Concurrency: on the event loop's thread."""
+        buffered = self._buffered
+        for outcome in outcomes:
+            row, error = outcome.row, outcome.error
+            held: Held = row.lease
+            part = held.ok if error is None else held.failed
+            part.positions.append(row.position)
+            part.rows.append(row.number)
+            part.lines.append(row.form.write(outcome))
+            held.undone -= 1
+            if outcome.usage is not None:
+                self._add_usage(held, outcome.usage, error)
+            if error is not None:
+                held.failures.append(error)
+            if len(part.rows) >= BLOCK_ROWS or held.undone == 0:
+                self._write(held)
+            elif id(held) not in buffered:
+                buffered[id(held)] = held
+            if held.careful:
+                self._write(held)
+                self._settled(outcome)
+        if buffered and self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
+
+    @staticmethod
+    def _add_usage(held: Held, usage: Usage, error: RowError | None) -> None:
+        if error is None:
+            held.ok_usage = held.ok_usage + usage
+        else:
+            held.failed_usage = held.failed_usage + usage
+
+    def _flush_on_time(self) -> None:
+        self._flush_timer = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand every buffered line to the kernel."""
+        for held in list(self._buffered.values()):
+            self._write(held)
+
+    def _write(self, held: Held) -> None:
+        self._buffered.pop(id(held), None)
+        if held.stale:
+            held.ok, held.failed, held.failures = empty_rows(), empty_rows(), []
+            return
+        try:
+            if held.ok.rows:
+                self._append(held, held.ok, ok=True, meta=BlockMeta(held.ok_usage))
+                held.ok, held.ok_usage = empty_rows(), NO_USAGE
+            if held.failed.rows:
+                self._append(held, held.failed, ok=False, meta=error_meta(held.failures, held.failed_usage))
+                held.failed, held.failures, held.failed_usage = empty_rows(), [], NO_USAGE
+        except OSError as error:
+            held.stale = True
+            self._broken(error)
+            return
+        self._schedule(held)
+
+    def _append(self, held: Held, part: BlockRows, *, ok: bool, meta: BlockMeta) -> None:
+        lease = held.lease
+        data = frame(part, generation=lease.generation, shard=lease.shard, epoch=lease.epoch, ok=ok, meta=meta)
+        ref = held.job.segment.append(data)
+        n = len(part.rows)
+        last = held.unsent[-1] if held.unsent else None
+        if last is None or last.ref.segment != ref.segment or last.ref.offset + last.ref.length != ref.offset:
+            last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {})
+            held.unsent.append(last)
+        else:
+            last.ref = type(ref)(ref.segment, last.ref.offset, last.ref.length + ref.length)
+        last.positions.extend(part.positions)
+        last.rows_ok += n if ok else 0
+        last.rows_failed += 0 if ok else n
+        last.usage = last.usage + meta.usage
+        for code, rows in meta.errors.items():
+            last.errors[code] = last.errors.get(code, 0) + rows
+        last.samples = {**meta.samples, **last.samples}
+        self._written_rows += n
+        self._written_bytes += len(data)
+
+    def _schedule(self, held: Held) -> None:
+        """Say when the blocks written so far must be on disk."""
+        self._written[id(held)] = held
+        if self._written_rows >= COMMIT_ROWS or self._written_bytes >= COMMIT_BYTES or held.undone == 0:
+            self._due.set()
+        elif self._due_timer is None:
+            self._due_timer = self._loop.call_later(DISK_S, self._due.set)
+
+    async def run(self) -> None:
+        """Bring written blocks to the disk and to the owner, until cancelled."""
+        while True:
+            await self._due.wait()
+            await self.sync()
+
+    async def sync(self) -> None:
+        """Bring everything written so far to the disk and to the owner."""
+        self._due.clear()
+        if self._due_timer is not None:
+            self._due_timer.cancel()
+            self._due_timer = None
+        helds, self._written = list(self._written.values()), {}
+        self._written_rows = self._written_bytes = 0
+        unsent = [(held, part) for held in helds for part in held.unsent]
+        for held in helds:
+            held.unsent = []
+        segments = {id(held.job.segment): held.job.segment for held in helds}
+        self._syncing = True
+        try:
+            await asyncio.to_thread(_sync_all, list(segments.values()))
+        except OSError as error:
+            self._broken(error)
+            return
+        finally:
+            self._syncing = False
+        for held, part in unsent:
+            if not held.stale:
+                self._commit(_commit_of(held, part))
+                held.seq += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is buffered, written or on its way to the disk."""
+        return not (self._buffered or self._written or self._syncing)
+
+
+def _sync_all(segments: list[SegmentFile]) -> None:
+    for segment in segments:
+        segment.sync()
+
+
+def _commit_of(held: Held, part: Unsent) -> Commit:
+    return Commit(
+        lease=held.lease,
+        seq=held.seq,
+        ref=part.ref,
+        done=pack_positions(part.positions, held.base),
+        rows_ok=part.rows_ok,
+        rows_failed=part.rows_failed,
+        usage=part.usage,
+        errors=part.errors,
+        samples=part.samples,
+    )

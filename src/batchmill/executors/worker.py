@@ -1,0 +1,231 @@
+"""One process that hosts one engine: `python -m batchmill.executors.worker FD`, FD a socket to the owner.
+
+It holds leases, feeds their rows to the engine and records the outcomes. When the owner goes, so does the worker, with
+everything it has been told handed to the kernel first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.datasets.sealed import SealedRows
+from batchmill.engines import load_engine
+from batchmill.errors import BatchmillError, InputChanged, JobPaused
+from batchmill.executors.feed import GrantFeed, Held, OpenJob
+from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.ports import Engine
+from batchmill.states import PauseReason
+from batchmill.store.segments import SegmentFile, SegmentHead
+from batchmill.types import Commit, Outcome, Row, RowError
+from batchmill.wire import messages
+from batchmill.wire.messages import Ack, Drain, Failed, Grant, Heartbeat, Open, Ready, Record, Released, Revoke, Start, Want
+
+HEARTBEAT_S = 0.5
+STOP_S = 10.0  # an engine has so long to stop once its owner is gone
+
+
+class Worker:
+    def __init__(self, start: Start, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._name, self._home = start.worker, Path(start.home)
+        self._reader, self._writer = reader, writer
+        self._model = start.model
+        self._jobs: dict[str, OpenJob] = {}
+        self._held: dict[tuple[str, int, int], Held] = {}
+        self._engine: Engine = load_engine(start.model, self._home)
+        self._feed = GrantFeed(
+            want=lambda: self._send(Want()), changed=self._input_changed, suspect=self._home / f"{self._name}.suspect"
+        )
+        self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
+        self._owner_gone = asyncio.Event()
+        self._failed = False
+
+    async def run(self) -> int:
+        """Host the engine until the owner drains or leaves. Returns the exit code."""
+        listening = asyncio.create_task(self._listen())
+        background = [asyncio.create_task(self._recorder.run()), asyncio.create_task(self._beat())]
+        working = asyncio.create_task(self._work())
+        gone = asyncio.create_task(self._owner_gone.wait())
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            # The owner died: what is finished goes to the kernel, where the next owner finds it.
+            self._recorder.flush()
+            working.cancel()
+        for task in (listening, gone, *background):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.stop(), STOP_S)
+        return 1 if self._failed else 0
+
+    async def _work(self) -> None:
+        try:
+            await self._engine.start()
+            self._send(Ready(os.getpid()))
+            await self._engine.run(self._feed, self._recorder)
+        except JobPaused as error:
+            self._fail(error, error.reason)
+        except BatchmillError as error:
+            self._fail(error, PauseReason.ENGINE_FAILED)
+        except Exception as error:  # an engine's own bug: the owner must hear of it before this process ends
+            traceback.print_exc()
+            message = f"the {self._model.engine} engine failed: {type(error).__name__}: {error}"
+            self._fail(BatchmillError(message, code="engine_bug"), PauseReason.ENGINE_FAILED)
+        self._recorder.flush()
+        await self._recorder.sync()
+        for job in self._jobs.values():
+            job.segment.close()
+            job.rows.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    def _fail(self, error: BatchmillError, reason: PauseReason) -> None:
+        self._failed = True
+        self._send(Failed(error.code, error.message, reason))
+
+    # -- what the owner says ------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        while (data := await messages.read(self._reader)) is not None:
+            match messages.to_worker.decode(data):
+                case Open() as message:
+                    self._open(message)
+                case Grant() as message:
+                    self._grant(message)
+                case Ack(lease, seq, counted):
+                    if not counted:
+                        self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
+                case Revoke(job):
+                    self._revoke(job)
+                case Drain():
+                    self._feed.end()
+                case Start():
+                    raise AssertionError("a worker is started once")
+        self._owner_gone.set()
+
+    def _open(self, message: Open) -> None:
+        if message.job in self._jobs:
+            self._jobs[message.job].revoked = False
+            return
+        head = SegmentHead(message.job, message.identity, self._name)
+        self._jobs[message.job] = OpenJob(
+            message.job, message.form, SealedRows(Path(message.dataset)), SegmentFile(Path(message.segments), head)
+        )
+
+    def _grant(self, grant: Grant) -> None:
+        lease = grant.lease
+        job = self._jobs[lease.job]
+        held = Held(
+            lease=lease, job=job, seq=grant.seq, base=grant.base, key=f"{lease.job}-{lease.generation}", undone=grant.n,
+            careful=grant.careful, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE,
+            failures=[], unsent=[],
+        )  # fmt: skip
+        self._held[lease.job, lease.generation, lease.shard] = held
+        if grant.condemned:
+            grant = self._record_condemned(held, grant)
+        self._feed.grant(held, grant)
+        if job.revoked:
+            self._feed.drop(job.id)
+
+    def _record_condemned(self, held: Held, grant: Grant) -> Grant:
+        """Rows that killed one worker after another get their error without being run again."""
+        positions, numbers = messages.unpack_u32(grant.positions), messages.unpack_u32(grant.rows)
+        condemned = set(grant.condemned)
+        error = RowError("worker_crashed", "the worker died every time it ran this row, and it was given up")
+        pairs = list(zip(positions, numbers, strict=True))
+        rows = [Row(p, n, held.job.rows.read_many([n])[0], held.job.form, held) for p, n in pairs if p in condemned]
+        self._recorder.put([Outcome(row, error=error, status=0) for row in rows])
+        kept = [(p, n) for p, n in pairs if p not in condemned]
+        return messages.replace_rows(grant, kept)
+
+    def _drop_stale(self, job: str, generation: int, shard: int, epoch: int) -> None:
+        held = self._held.get((job, generation, shard))
+        if held is not None and held.lease.epoch == epoch:
+            held.stale = True
+            self._feed.drop_lease(held)
+
+    def _revoke(self, job_id: str) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.revoked = True
+            self._feed.drop(job_id)
+        self._release_revoked()
+
+    def _release_revoked(self) -> None:
+        """Tell the owner of every revoked job of which nothing is in flight any more."""
+        for job in [job for job in self._jobs.values() if job.revoked]:
+            mine = [held for held in self._held.values() if held.job is job]
+            if any(held.undone > 0 and not held.stale for held in mine):
+                continue
+            self._recorder.flush()
+            if any(held.unsent for held in mine) or not self._recorder.is_idle:
+                continue
+            for held in mine:
+                del self._held[held.lease.job, held.lease.generation, held.lease.shard]
+            job.segment.close()
+            job.rows.close()
+            del self._jobs[job.id]
+            self._send(Released(job.id))
+
+    # -- what the worker says -----------------------------------------------------------------------------------------
+
+    def _send(self, message: Struct) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(messages.pack(message))
+
+    def _record(self, commit: Commit) -> None:
+        self._send(Record(commit))
+        lease = commit.lease
+        held = self._held.get((lease.job, lease.generation, lease.shard))
+        if held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
+            del self._held[lease.job, lease.generation, lease.shard]
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10)
+            self._send(Heartbeat(self._engine.stats()))
+            self._release_revoked()
+
+    def _input_changed(self, job_id: str, error: InputChanged) -> None:
+        self._send(Failed(error.code, error.message, error.reason, job_id))
+
+    def _storage_failed(self, error: OSError) -> None:
+        """No byte after a failed write or sync is ever referenced: say so and end at once."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = PauseReason.STORAGE_FULL if full else PauseReason.ENGINE_FAILED
+        self._failed = True
+        self._send(Failed("storage_full" if full else "storage_failed", f"results cannot be written: {error}", reason))
+        self._feed.end()
+        self._owner_gone.set()
+
+
+async def main(fd: int) -> int:
+    """Speak to the owner on socket `fd` until it is over."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    data = await messages.read(reader)
+    if data is None:
+        return 0
+    start = messages.to_worker.decode(data)
+    assert isinstance(start, Start)
+    if start.model.limits.memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
+    code = await Worker(start, reader, writer).run()
+    writer.close()
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = asyncio.run(main(int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread that still runs user code must not keep the process alive

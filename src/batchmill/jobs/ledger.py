@@ -1,0 +1,295 @@
+"""The ledger: which outcomes count. Every method is one transaction; the caller gives it one thread.
+
+Order is the whole protocol: outcome bytes durable -> commit record durable -> anything visible. A commit is a
+compare-and-set on (shard, epoch, seq): whoever lost the lease is refused, and no position is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
+from batchmill.states import NEXT, JobState
+from batchmill.store import tables
+from batchmill.store.segments import unpack_positions
+from batchmill.store.tables import commits, error_counts, jobs, shards
+from batchmill.types import Commit, JobSpec, Lease, SegmentRef, Shard
+
+
+class Standing(Struct, frozen=True):
+    """A shard under a fresh lease: what is done already."""
+
+    lease: Lease
+    seq: int
+    bitmap: int  # bit i: position lo + i has its outcome
+
+
+class Verdict(StrEnum):
+    COUNTED = "counted"
+    REPEATED = "repeated"  # this very commit is in the ledger already: its acknowledgement was lost
+    STALE = "stale"  # somebody else holds the shard, or the job has ended
+
+
+class Ledger:
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def create(self, spec: JobSpec) -> None:
+        with self._engine.begin() as db:
+            db.execute(
+                jobs.insert().values(
+                    id=spec.id,
+                    identity=spec.identity,
+                    state=JobState.VALIDATING,
+                    spec=msgspec.json.encode(spec),
+                    created=spec.created,
+                    output=spec.output,
+                )
+            )
+
+    def job(self, job_id: str) -> sa.RowMapping:
+        """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
+        with self._engine.connect() as db:
+            prefix = job_id.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+            query = sa.select(jobs).where(jobs.c.id.like(f"{prefix}%", escape="\\")).limit(2)
+            found = db.execute(query).mappings().all()
+        exact = [record for record in found if record["id"] == job_id] or found
+        if len(exact) == 1:
+            return exact[0]
+        why = "is the beginning of several ids; write more of it" if exact else "is unknown; `batchmill jobs` lists them"
+        raise UnknownName(f"the job {job_id!r} {why}", code="unknown_job")
+
+    def all_jobs(self) -> Sequence[sa.RowMapping]:
+        """Every job, the newest first."""
+        with self._engine.connect() as db:
+            return db.execute(sa.select(jobs).order_by(jobs.c.created.desc(), jobs.c.id)).mappings().all()
+
+    def by_identity(self, identity: str) -> sa.RowMapping | None:
+        """The newest job of this identity that was not cancelled or refused."""
+        query = (
+            sa.select(jobs)
+            .where(jobs.c.identity == identity, jobs.c.state.not_in((JobState.FAILED, JobState.CANCELLED)))
+            .order_by(jobs.c.created.desc())
+            .limit(1)
+        )
+        with self._engine.connect() as db:
+            return db.execute(query).mappings().first()
+
+    def move(self, job_id: str, state: JobState, **fields: object) -> None:
+        """Take a job to another state and set fields with it. Raises: InvalidTransition."""
+        with self._engine.begin() as db:
+            now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
+            if state not in NEXT[JobState(now)]:
+                raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
+            db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **fields))
+
+    def note(self, job_id: str, **fields: object) -> None:
+        """Set fields of a job's record that are not its state."""
+        with self._engine.begin() as db:
+            db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
+
+    def open_generation(self, job_id: str, generation: int, settled: dict[str, int]) -> None:
+        """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows)."""
+        with self._engine.begin() as db:
+            failed = sum(settled.values())
+            db.execute(
+                jobs.update()
+                .where(jobs.c.id == job_id)
+                .values(
+                    generation=generation, state=JobState.QUEUED, rows_failed=failed, finished=None, reason=None, message=""
+                )
+            )
+            db.execute(error_counts.delete().where(error_counts.c.job == job_id))
+            _count_errors(db, job_id, settled, {})
+
+    def errors(self, job_id: str) -> dict[str, tuple[int, str]]:
+        """Error code -> (rows, one message), the most frequent first."""
+        query = (
+            sa.select(error_counts.c.code, error_counts.c.rows, error_counts.c.sample)
+            .where(error_counts.c.job == job_id, error_counts.c.rows > 0)
+            .order_by(error_counts.c.rows.desc(), error_counts.c.code)
+        )
+        with self._engine.connect() as db:
+            return {code: (rows, sample) for code, rows, sample in db.execute(query)}
+
+    def set_errors(self, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
+        """Replace the error counts: a gathered result knows them exactly, followers included."""
+        with self._engine.begin() as db:
+            db.execute(error_counts.delete().where(error_counts.c.job == job_id))
+            _count_errors(db, job_id, {c: n for c, (n, _) in errors.items()}, {c: s for c, (_, s) in errors.items()})
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def lease(self, job_id: str, generation: int, shard: Shard) -> Standing:
+        """Raise the shard's epoch: whatever an earlier holder still sends is refused from now on."""
+        key = (shards.c.job == job_id) & (shards.c.generation == generation) & (shards.c.shard == shard.number)
+        with self._engine.begin() as db:
+            found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
+            if found is None:
+                empty = bytes(-(-(shard.hi - shard.lo) // 8))
+                db.execute(
+                    shards.insert().values(
+                        job=job_id, generation=generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=1, seq=0,
+                        done=0, bitmap=empty,
+                    )
+                )  # fmt: skip
+                return Standing(Lease(job_id, generation, shard.number, 1), 0, 0)
+            db.execute(shards.update().where(key).values(epoch=found.epoch + 1))
+        lease = Lease(job_id, generation, shard.number, found.epoch + 1)
+        return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
+
+    def progress(self, job_id: str, generation: int) -> dict[int, int]:
+        """Shard -> rows done, of the shards that were ever leased."""
+        query = sa.select(shards.c.shard, shards.c.done).where(
+            shards.c.job == job_id, shards.c.generation == generation
+        )
+        with self._engine.connect() as db:
+            return dict(db.execute(query).tuples().all())
+
+    def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
+        """Count outcomes: (commit, its cost in USD) each. One transaction for all.
+
+        Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
+        """
+        with self._engine.begin() as db:
+            return [self._commit_one(db, commit, cost) for commit, cost in batch]
+
+    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
+        lease = commit.lease
+        key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
+        found = db.execute(sa.select(shards).where(key)).first()
+        if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
+            return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
+        fresh = _mask(commit.done)
+        bitmap = int.from_bytes(found.bitmap, "little")
+        n = commit.rows_ok + commit.rows_failed
+        if fresh & bitmap or fresh.bit_count() != n or fresh.bit_length() > found.hi - found.lo:
+            raise LedgerBroken(
+                f"job {lease.job}, shard {lease.shard}: a commit of {n} rows overlaps the {found.done} counted already"
+            )
+        db.execute(
+            shards.update()
+            .where(key, shards.c.epoch == lease.epoch, shards.c.seq == commit.seq)
+            .values(
+                seq=commit.seq + 1, done=found.done + n, bitmap=(bitmap | fresh).to_bytes(len(found.bitmap), "little")
+            )
+        )
+        db.execute(
+            commits.insert().values(
+                job=lease.job, generation=lease.generation, shard=lease.shard, seq=commit.seq, epoch=lease.epoch,
+                segment=commit.ref.segment, offset=commit.ref.offset, length=commit.ref.length,
+                rows_ok=commit.rows_ok, rows_failed=commit.rows_failed, cost=cost,
+            )
+        )  # fmt: skip
+        usage = commit.usage
+        db.execute(
+            jobs.update()
+            .where(jobs.c.id == lease.job)
+            .values(
+                rows_ok=jobs.c.rows_ok + commit.rows_ok,
+                rows_failed=jobs.c.rows_failed + commit.rows_failed,
+                input_tokens=jobs.c.input_tokens + usage.input_tokens,
+                cached_tokens=jobs.c.cached_tokens + usage.cached_tokens,
+                output_tokens=jobs.c.output_tokens + usage.output_tokens,
+                cost=jobs.c.cost if cost is None else sa.func.coalesce(jobs.c.cost, 0.0) + cost,
+            )
+        )
+        _count_errors(db, lease.job, commit.errors, commit.samples)
+        return Verdict.COUNTED
+
+    @staticmethod
+    def _is_known(db: sa.Connection, commit: Commit) -> bool:
+        lease, ref = commit.lease, commit.ref
+        query = sa.select(sa.literal(1)).where(
+            commits.c.job == lease.job, commits.c.generation == lease.generation, commits.c.shard == lease.shard,
+            commits.c.seq == commit.seq, commits.c.epoch == lease.epoch, commits.c.segment == ref.segment,
+            commits.c.offset == ref.offset, commits.c.length == ref.length,
+        )  # fmt: skip
+        return db.execute(query).first() is not None
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def committed(self, job_id: str) -> list[tuple[int, SegmentRef]]:
+        """(generation, range) of every commit of a job, the oldest generation first."""
+        query = (
+            sa.select(commits.c.generation, commits.c.segment, commits.c.offset, commits.c.length)
+            .where(commits.c.job == job_id)
+            .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
+        )
+        with self._engine.connect() as db:
+            return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
+
+    def forget(self, job_id: str) -> None:
+        """Drop everything that was counted for a job: before its ledger is made anew from its segments."""
+        with self._engine.begin() as db:
+            for table in (shards, commits, error_counts):
+                db.execute(table.delete().where(table.c.job == job_id))
+            db.execute(
+                jobs.update()
+                .where(jobs.c.id == job_id)
+                .values(rows_ok=0, rows_failed=0, input_tokens=0, cached_tokens=0, output_tokens=0, cost=None)
+            )
+
+    def shard_records(self, job_id: str) -> Sequence[sa.RowMapping]:
+        """Every shard that was ever leased."""
+        query = sa.select(shards).where(shards.c.job == job_id).order_by(shards.c.generation, shards.c.shard)
+        with self._engine.connect() as db:
+            return db.execute(query).mappings().all()
+
+    def commit_sums(self, job_id: str) -> dict[tuple[int, int], int]:
+        """(generation, shard) -> rows in its commit records."""
+        query = (
+            sa.select(commits.c.generation, commits.c.shard, sa.func.sum(commits.c.rows_ok + commits.c.rows_failed))
+            .where(commits.c.job == job_id)
+            .group_by(commits.c.generation, commits.c.shard)
+        )
+        with self._engine.connect() as db:
+            return {(generation, shard): rows for generation, shard, rows in db.execute(query)}
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def open_ledger(path: object) -> Ledger:
+    """The ledger in the database at `path`."""
+    return Ledger(tables.open_database(path))
+
+
+def _mask(runs: bytes) -> int:
+    """Packed positions as a bitmap."""
+    mask = 0
+    singles: list[int] = []
+    for start, count in unpack_positions(runs):
+        if count == 1:
+            singles.append(start)
+        else:
+            mask |= ((1 << count) - 1) << start
+    if singles:
+        bits = bytearray(singles[-1] // 8 + 1)
+        for start in singles:
+            bits[start >> 3] |= 1 << (start & 7)
+        mask |= int.from_bytes(bits, "little")
+    return mask
+
+
+def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
+    for code, rows in errors.items():
+        key = (error_counts.c.job == job_id) & (error_counts.c.code == code)
+        updated = db.execute(error_counts.update().where(key).values(rows=error_counts.c.rows + rows))
+        if updated.rowcount == 0:
+            db.execute(error_counts.insert().values(job=job_id, code=code, rows=rows, sample=samples.get(code, "")))
+
+
+def undone(bitmap: int, n: int) -> Iterable[int]:
+    """The indexes 0 <= i < n whose bit is not set; a range where they have no gap."""
+    if bitmap == 0:
+        return range(n)
+    text = bin(bitmap)[:1:-1].ljust(n, "0")
+    return [i for i in range(n) if text[i] == "0"]

@@ -1,0 +1,117 @@
+"""Work that would hold up the owner's loop runs in a child: `python -m batchmill.jobs.offload MODULE:FUNCTION`.
+
+The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from batchmill import errors
+from batchmill.errors import BatchmillError, JobPaused
+from batchmill.states import PauseReason
+
+PROGRESS_S = 0.2
+_ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
+
+
+class _Raised(Struct, frozen=True):
+    kind: str
+    code: str
+    message: str
+    reason: str | None = None
+
+
+async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Run `target` in a child process. Raises what it raised; a child that died is a BatchmillError with its last words.
+
+    Cancelling kills the child.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "batchmill.jobs.offload", target,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    words = asyncio.create_task(process.stderr.read())
+    try:
+        process.stdin.write(order)
+        process.stdin.close()
+        while head := await process.stdout.read(5):
+            kind, length = head[:1], int.from_bytes(head[1:], "little")
+            data = await process.stdout.readexactly(length)
+            if kind == _PROGRESS:
+                progress(msgspec.json.decode(data, type=float))
+                continue
+            await process.wait()
+            await words
+            if kind == _ERROR:
+                raise _revive(msgspec.json.decode(data, type=_Raised))
+            return data
+        await process.wait()
+        last = (await words).decode(errors="replace").strip()[-2000:]
+        raise BatchmillError(f"{target} ended with exit code {process.returncode} and no answer: {last}")
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        words.cancel()
+
+
+def _revive(raised: _Raised) -> BatchmillError:
+    kind = getattr(errors, raised.kind, BatchmillError)
+    if issubclass(kind, JobPaused):
+        return kind(raised.message, reason=PauseReason(raised.reason) if raised.reason else None)
+    return kind(raised.message, code=raised.code)
+
+
+def _send(kind: bytes, data: bytes) -> None:
+    sys.stdout.buffer.write(kind + len(data).to_bytes(4, "little") + data)
+    sys.stdout.buffer.flush()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent: it has nothing to save."""
+    PR_SET_PDEATHSIG = 1  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main(target: str) -> None:
+    _die_with_parent()
+    module, _, name = target.partition(":")
+    sent = 0.0
+
+    def progress(share: float) -> None:
+        nonlocal sent
+        if time.monotonic() - sent >= PROGRESS_S:
+            sent = time.monotonic()
+            _send(_PROGRESS, msgspec.json.encode(share))
+
+    try:
+        answer = getattr(importlib.import_module(module), name)(sys.stdin.buffer.read(), progress)
+    except BatchmillError as error:
+        reason = str(error.reason) if isinstance(error, JobPaused) else None
+        _send(_ERROR, msgspec.json.encode(_Raised(type(error).__name__, error.code, error.message, reason)))
+    except Exception as error:  # our own bug in a child: the parent must be told what it was
+        traceback.print_exc()
+        message = f"{target}: {type(error).__name__}: {error}"
+        _send(_ERROR, msgspec.json.encode(_Raised("BatchmillError", "internal_error", message)))
+    else:
+        _send(_ANSWER, answer)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

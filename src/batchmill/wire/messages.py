@@ -1,0 +1,151 @@
+"""What the owner and its workers say to each other, and how a message travels: length-prefixed msgpack."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.types import Commit, EngineStats, Lease, ModelSpec
+from batchmill.wire.forms import OpenAIForm, TableForm
+
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """Owner: host the engine of this model. The first message."""
+
+    worker: str  # unique for all time: names this worker's segments
+    model: ModelSpec
+    home: str  # folder for logs and whatever the engine leaves
+
+
+class Open(Struct, frozen=True, tag="open"):
+    """Owner: grants of this job will come; this is how its rows are read and written."""
+
+    job: str
+    identity: str
+    form: OpenAIForm | TableForm
+    dataset: str  # folder of the sealed dataset
+    segments: str  # folder to write outcomes to
+
+
+class Grant(Struct, frozen=True, tag="grant"):
+    """Owner: run these rows under this lease.
+
+    `positions` and `rows` are packed u32; empty where both run on from `position` and `row` without a gap.
+    """
+
+    lease: Lease
+    seq: int
+    base: int  # plan position that commits count from
+    n: int
+    position: int = 0
+    row: int = 0
+    positions: bytes = b""
+    rows: bytes = b""
+    careful: bool = False  # one row at a time, its position noted first: an earlier worker died on this shard
+    condemned: list[int] = []  # positions that killed too many workers: they become errors unrun
+
+
+class Ack(Struct, frozen=True, tag="ack"):
+    """Owner: what became of a commit."""
+
+    lease: Lease
+    seq: int
+    counted: bool
+
+
+class Revoke(Struct, frozen=True, tag="revoke"):
+    """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
+
+    job: str
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    """Owner: no more grants will come; record what is in flight, then exit."""
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """Worker: the engine has started."""
+
+    pid: int
+
+
+class Want(Struct, frozen=True, tag="want"):
+    """Worker: there is room for one more grant."""
+
+
+class Record(Struct, frozen=True, tag="commit"):
+    """Worker: these outcomes are durable; count them."""
+
+    commit: Commit
+
+
+class Released(Struct, frozen=True, tag="released"):
+    """Worker: after a Revoke, nothing of this job is in flight here and all of it has been sent."""
+
+    job: str
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """Worker: alive; what the engine is doing."""
+
+    stats: EngineStats
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """Worker: this cannot go on. `job` names the one job concerned; None: all that use the engine."""
+
+    code: str
+    message: str
+    reason: str  # a states.PauseReason
+    job: str | None = None
+
+
+ToWorker = Start | Open | Grant | Ack | Revoke | Drain
+ToOwner = Ready | Want | Record | Released | Heartbeat | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+to_owner = msgspec.msgpack.Decoder(ToOwner)
+
+
+def pack(message: Struct) -> bytes:
+    """A message with its length before it."""
+    data = _encoder.encode(message)
+    assert len(data) <= MESSAGE_BYTES_MAX, f"a message of {len(data)} bytes"
+    return len(data).to_bytes(4, "little") + data
+
+
+async def read(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message's bytes; None when the other side has gone."""
+    try:
+        length = int.from_bytes(await reader.readexactly(4), "little")
+        if length > MESSAGE_BYTES_MAX:
+            raise ConnectionError(f"a message of {length} bytes: the other side does not speak this protocol")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None
+
+
+def pack_u32(numbers: list[int]) -> bytes:
+    return array("I", numbers).tobytes()
+
+
+def unpack_u32(data: bytes) -> array:
+    numbers = array("I")
+    numbers.frombytes(data)
+    return numbers
+
+
+def replace_rows(grant: Grant, pairs: list[tuple[int, int]]) -> Grant:
+    """The same grant over these (position, row) pairs."""
+    return msgspec.structs.replace(
+        grant,
+        n=len(pairs),
+        positions=pack_u32([position for position, _ in pairs]),
+        rows=pack_u32([row for _, row in pairs]),
+    )
