@@ -1,3 +1,17 @@
 """batchmill: batch inference with every row accounted for."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+# Public name -> the module that has it: a name costs its imports only once it is used.
+_HOMES = {"batched": "batchmill.models.functions"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'batchmill' has no attribute {name!r}")

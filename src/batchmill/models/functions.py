@@ -1,0 +1,300 @@
+"""Python functions as models: where their source lies, its digest, and how the file becomes something to call.
+
+Knows user code and nothing of rows, engines or files of results. Only `load` runs user code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput, ModelFailed
+
+LIST_ROWS_MAX = 1024  # the longest list a function may be given at once
+ROWS_PARAMETER = "rows"  # a list-taking function with this one parameter gets whole rows
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Source(Struct, frozen=True):
+    """A function's address. `root` and `module` are for a module, `file` is for a file; one of them is set."""
+
+    attribute: str
+    file: Path | None = None
+    module: str | None = None
+    root: Path | None = None  # the folder `module` is looked up from; None: where Python looks
+
+    def __str__(self) -> str:
+        if self.file is not None:
+            return f"{self.file}:{self.attribute}"
+        place = self.module if self.root is None else f"{self.root}/{self.module}"
+        return f"{place}:{self.attribute}"
+
+
+class Loaded(Struct, frozen=True):
+    """User code that is ready to be called.
+
+    `list_rows` is None for a function of one row. Otherwise it takes lists of up to so many rows: of whole rows as
+    dicts where its only parameter is `rows`, else one list of values for each parameter.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    parameters: dict[str, Any]  # name -> default, or inspect.Parameter.empty
+    takes_kwargs: bool
+    is_async: bool
+    list_rows: int | None = None
+    setup: Callable[[], Any] | None = None  # to be called, or awaited, once before the first row
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The parameters that every row must have a value for."""
+        empty = inspect.Parameter.empty
+        return frozenset(name for name, default in self.parameters.items() if default is empty)
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.list_rows is not None and list(self.parameters) == [ROWS_PARAMETER]
+
+
+def batched(size: int) -> Callable[[F], F]:
+    """Mark a function, or a class's `predict`, as one that takes lists of up to `size` rows and returns a list.
+
+    Every parameter gets a list with one value for each row; a function whose only parameter is called `rows` gets a
+    list of dicts, the whole rows.
+    """
+    if not isinstance(size, int) or not 1 <= size <= LIST_ROWS_MAX:
+        raise ValueError(f"batched(size): size must be 1 to {LIST_ROWS_MAX}, not {size!r}")
+
+    def mark(function: F) -> F:
+        function.batchmill_list_rows = size  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def parse(source: str) -> Source:
+    """Read `app.py:classify`, `dir/app.py:model.predict`, `package.module:Class` or `dir/package.module:Class`.
+
+    Raises: InvalidInput (`invalid_source`).
+    """
+    place, _, attribute = source.rpartition(":")
+    if not place or not all(part.isidentifier() for part in attribute.split(".")):
+        raise InvalidInput(
+            f"{source!r} does not name a function: write FILE.py:NAME or package.module:NAME", code="invalid_source"
+        )
+    if place.endswith(".py"):
+        return Source(attribute, file=Path(place))
+    folder, slash, module = place.rpartition("/")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise InvalidInput(
+            f"{place!r} in {source!r} is neither a .py file nor a module: write FILE.py:NAME or package.module:NAME",
+            code="invalid_source",
+        )
+    return Source(attribute, module=module, root=Path(folder or "/") if slash else None)
+
+
+def absolute(source: str, base: Path) -> str:
+    """`source` such that it means the same function from any working directory.
+
+    A module that lies under `base` is bound to it; one that is installed keeps its bare name.
+    """
+    parsed = parse(source)
+    if parsed.file is not None:
+        return str(Source(parsed.attribute, file=(base / parsed.file.expanduser()).resolve()))
+    if parsed.root is not None or _find(parsed.module or "", [str(base)]) is not None:
+        root = (base / (parsed.root or ".")).resolve()
+        return str(Source(parsed.attribute, module=parsed.module, root=root))
+    return source
+
+
+def digest(source: str) -> str:
+    """The sha256 of the source file that holds the function, without running any of it.
+
+    Raises: ModelFailed where there is no such file.
+    """
+    parsed = parse(source)
+    path = _file_of(parsed)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ModelFailed(f"the function {source} cannot be read: {error.strerror}: {path}") from None
+
+
+def load(source: str) -> Loaded:
+    """Import the function's file and make what it names ready to call; a class is constructed, not yet set up.
+
+    The file's folder is put on `sys.path`; a file inside a package is imported as a part of it.
+    Raises: ModelFailed, with the traceback of the user's code where that is what failed.
+    """
+    parsed = parse(source)
+    target: Any = _import(parsed)
+    for part in parsed.attribute.split("."):
+        target = _attribute(target, part, source)
+    if inspect.isclass(target):
+        target = _run_user_code(target, f"constructing {source}")
+    return _describe(target, source)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` from the first frame that is not ours or the import system's."""
+    frames = error.__traceback__
+    while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _is_machinery(filename: str) -> bool:
+    return filename.startswith(("<frozen importlib", str(_OURS))) or filename == importlib.__file__
+
+
+_OURS = Path(__file__).resolve().parent.parent
+
+
+def _file_of(source: Source) -> Path:
+    if source.file is not None:
+        return source.file
+    assert source.module is not None
+    found = _find(source.module, sys.path if source.root is None else [str(source.root)])
+    if found is None:
+        raise ModelFailed(f"there is no module {source.module!r} for the function {source}")
+    return found
+
+
+def _find(module: str, path: list[str]) -> Path | None:
+    """The file of a module, found folder by folder: `importlib.util.find_spec` would import its parents."""
+    locations: list[str] | None = path
+    name, spec = "", None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = None if locations is None else PathFinder.find_spec(name, locations)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+        locations = None if places is None else list(places)
+    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.has_location else None
+
+
+def _import(source: Source) -> ModuleType:
+    if source.file is None:
+        assert source.module is not None
+        return _import_module(source.module, source.root, source)
+    file = source.file.resolve()
+    if not file.is_file():
+        raise ModelFailed(f"there is no file {file} for the function {source}")
+    if (file.parent / "__init__.py").is_file() and file.name != "__init__.py":
+        root, parts = file.parent, [file.stem]
+        while (root / "__init__.py").is_file():
+            parts.insert(0, root.name)
+            root = root.parent
+        return _import_module(".".join(parts), root, source)
+    return _import_file(file, source)
+
+
+def _import_module(module: str, root: Path | None, source: Source) -> ModuleType:
+    if root is not None:
+        _put_on_path(root)
+    return _run_user_code(lambda: importlib.import_module(module), f"importing {source}")
+
+
+def _import_file(file: Path, source: Source) -> ModuleType:
+    _put_on_path(file.parent)
+    # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
+    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}" if taken else file.stem
+    spec = importlib.util.spec_from_file_location(name, file, loader=_FreshLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        _run_user_code(lambda: spec.loader.exec_module(module), f"importing {source}")
+    except ModelFailed:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _FreshLoader(SourceFileLoader):
+    """Compiles the file as it is now: cached bytecode is told apart by size and second only."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _run_user_code(call: Callable[[], Any], doing: str) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise ModelFailed(f"{doing} failed:\n{user_traceback(error)}") from None
+
+
+def _attribute(target: Any, name: str, source: str) -> Any:
+    try:
+        return getattr(target, name)
+    except AttributeError:
+        pass
+    names = [known for known in dir(target) if not known.startswith("_")]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(names[:20]) or 'nothing'}"
+    raise ModelFailed(f"there is no {name!r} in the function {source}: {hint}")
+
+
+def _describe(target: Any, source: str) -> Loaded:
+    setup = None
+    call = target
+    if not inspect.isroutine(target):
+        setup = getattr(target, "setup", None)
+        call = getattr(target, "predict", target)
+    if not callable(call):
+        raise ModelFailed(
+            f"{source} is a {type(target).__name__} that cannot be called: "
+            "name a function, or a class with a method `predict` or `__call__`"
+        )
+    try:
+        found = inspect.signature(call).parameters.values()
+    except (ValueError, TypeError):
+        raise ModelFailed(f"{source} does not say what its parameters are: wrap it in a function of your own") from None
+    positional = [each.name for each in found if each.kind is each.POSITIONAL_ONLY]
+    if positional:
+        raise ModelFailed(f"{source} takes {positional[0]!r} by position only, and rows give arguments by name")
+    loaded = Loaded(
+        name=source,
+        call=call,
+        parameters={each.name: each.default for each in found if each.kind in _NAMED},
+        takes_kwargs=any(each.kind is each.VAR_KEYWORD for each in found),
+        is_async=_is_async(call),
+        list_rows=getattr(call, "batchmill_list_rows", None),
+        setup=setup if callable(setup) else None,
+    )
+    if loaded.list_rows is not None and (loaded.takes_kwargs or not loaded.parameters):
+        raise ModelFailed(
+            f"{source} is marked @batched: name its columns, or take whole rows with the parameter `rows`"
+        )
+    return loaded
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _is_async(call: Any) -> bool:
+    if inspect.iscoroutinefunction(call):
+        return True
+    return not inspect.isroutine(call) and inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004

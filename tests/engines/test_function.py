@@ -1,0 +1,348 @@
+"""The function engine: every row gets exactly one outcome, whatever user code does."""
+
+import asyncio
+import sys
+import threading
+
+import msgspec
+import pytest
+
+from batchmill.engines.function import ROWS_MAX, FunctionEngine
+from batchmill.engines.user_code import TRACEBACKS_MAX
+from batchmill.errors import ModelFailed
+from batchmill.types import Limits, ModelSpec, Row, Usage
+from batchmill.wire.forms import OpenAIForm, TableForm
+
+TABLE = TableForm()
+
+
+class ListFeed:
+    """Rows that are all there from the beginning."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.largest = 0
+
+    async def take(self, n):
+        assert n > 0
+        self.largest = max(self.largest, n)
+        taken, self.rows = self.rows[:n], self.rows[n:]
+        return taken
+
+
+class ListSink:
+    """Outcomes by row number; a row that is put twice is an error."""
+
+    def __init__(self):
+        self.outcomes = {}
+        self.reached = asyncio.Event()
+        self.wanted = 0
+
+    def put(self, outcomes):
+        for outcome in outcomes:
+            assert outcome.row.number not in self.outcomes
+            self.outcomes[outcome.row.number] = outcome
+        if self.wanted and len(self.outcomes) >= self.wanted:
+            self.reached.set()
+
+    @property
+    def bodies(self):
+        return [None if one.body is None else msgspec.json.decode(one.body) for one in self.in_order]
+
+    @property
+    def errors(self):
+        return [one.error and one.error.code for one in self.in_order]
+
+    @property
+    def in_order(self):
+        return [self.outcomes[number] for number in sorted(self.outcomes)]
+
+
+def table_rows(*columns):
+    return [Row(n, n, msgspec.json.encode(each), TABLE) for n, each in enumerate(columns)]
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Start an engine on the function `f` of a file with this text."""
+    engines = []
+    path, modules = list(sys.path), set(sys.modules)
+
+    async def start(text, **fields):
+        (tmp_path / "app.py").write_text("import batchmill\n" + text)
+        engine = FunctionEngine(ModelSpec("m", "function", f"{tmp_path}/app.py:f", **fields), tmp_path / "home")
+        engines.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in engines:
+        asyncio.run(engine.stop())
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+async def answer(engine, rows):
+    sink = ListSink()
+    await engine.run(ListFeed(rows), sink)
+    assert sorted(sink.outcomes) == [row.number for row in rows]
+    return sink
+
+
+async def test_columns_bind_by_name(build):
+    """Columns become keyword arguments, further columns are dropped, and defaults fill what is missing."""
+    engine = await build("def f(a, b=10): return a + b")
+    sink = await answer(engine, table_rows({"a": 1, "b": 2, "c": 3}, {"a": 1}))
+    assert sink.bodies == [3, 11]
+
+
+async def test_kwargs_get_every_column(build):
+    """A function with ** gets every column."""
+    engine = await build("def f(a, **rest): return rest")
+    assert (await answer(engine, table_rows({"a": 1, "b": 2}))).bodies == [{"b": 2}]
+
+
+async def test_openai_fields_are_arguments(build):
+    """The fields of an OpenAI row's body are the arguments; `model` goes to a function that names it only."""
+    raw = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{"model":"m","messages":[1],"n":2}}'
+    rows = [Row(0, 0, raw, OpenAIForm())]
+    engine = await build("def f(messages): return {'got': messages}")
+    assert (await answer(engine, rows)).bodies == [{"got": [1]}]
+    engine = await build("def f(model, **rest): return [model, sorted(rest)]")
+    assert (await answer(engine, rows)).bodies == [["m", ["messages", "n"]]]
+
+
+async def test_a_missing_argument_is_that_rows_error(build):
+    """A row that lacks a required argument fails alone and names it."""
+    engine = await build("def f(a, b): return a")
+    sink = await answer(engine, table_rows({"a": 1}, {"a": 2, "b": 2}))
+    assert sink.errors == ["missing_argument", None]
+    assert "needs b" in sink.in_order[0].error.message
+
+
+async def test_a_row_that_cannot_be_read_fails_alone(build):
+    """A number out of range is an error of its row, not of the engine."""
+    engine = await build("def f(a): return a")
+    rows = [Row(0, 0, b'{"a":1e999}', TABLE), Row(1, 1, b'{"a":5}', TABLE)]
+    sink = await answer(engine, rows)
+    assert sink.errors == ["invalid_json", None]
+
+
+async def test_an_exception_is_that_rows_error(build, tmp_path):
+    """An exception becomes its class and message, status 0, and the first tracebacks of each error are kept."""
+    engine = await build("def f(a):\n    return 1 // a")
+    sink = await answer(engine, table_rows({"a": 1}, *[{"a": 0}] * 9))
+    assert sink.errors == [None] + ["ZeroDivisionError"] * 9
+    failed = sink.in_order[1]
+    assert failed.status == 0 and failed.body is None and "division" in failed.error.message
+    log = (tmp_path / "home/function.log").read_text()
+    assert log.count("ZeroDivisionError") == TRACEBACKS_MAX
+    assert "row 1:" in log and 'app.py", line 3, in f' in log and "engines/function.py" not in log
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import sys; sys.exit(2)", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise ValueError('x' * 9999)", "ValueError"),
+        (r"raise ValueError('\ud800')", "ValueError"),
+        ("def g(): g()\n    g()", "RecursionError"),
+        ("return object()", "bad_return"),
+        ("return {(1, 2): 3}", "bad_return"),
+        (r"return '\ud800'", "bad_return"),
+        ("a = []; a.append(a); return a", "bad_return"),
+        ("async def g(): ...\n    return g()", "bad_return"),
+    ],
+)
+async def test_nothing_a_row_does_ends_the_engine(build, code, error):
+    """Exits, endless recursion, unreadable messages and values that are no JSON are errors of their row."""
+    engine = await build(f"def f(a=0):\n    {code}")
+    sink = await answer(engine, table_rows({}, {}))
+    assert sink.errors == [error, error]
+    assert len(sink.in_order[0].error.message) < 3000
+    assert msgspec.json.encode(sink.in_order[0].error)
+
+
+async def test_bad_return_names_the_type(build):
+    """The error of a value that JSON cannot hold says what the value is."""
+    engine = await build("def f(): return {'x': object()}")
+    message = (await answer(engine, table_rows({}))).in_order[0].error.message
+    assert message == "the function returned a dict that JSON cannot hold: an object has no JSON form"
+
+
+async def test_values_of_the_field_become_json(build):
+    """numpy values, NaN, dates, dataclasses, bytes and sets come out as JSON."""
+    engine = await build(
+        "import numpy as np, datetime, dataclasses\n"
+        "@dataclasses.dataclass\nclass D:\n    x: int\n"
+        "def f(): return [np.float32(0.5), np.arange(2), float('nan'), np.float64('nan'), datetime.date(2026, 1, 2),"
+        " D(1), b'ab', {7}, {np.int64(1): 2}]"
+    )
+    sink = await answer(engine, table_rows({}))
+    assert sink.bodies == [[0.5, [0, 1], None, None, "2026-01-02", {"x": 1}, "YWI=", [7], {"1": 2}]]
+
+
+async def test_a_reply_with_usage_is_counted(build):
+    """A reply in OpenAI's form brings its tokens with it."""
+    engine = await build("def f(): return {'usage': {'prompt_tokens': 3, 'completion_tokens': 4}}")
+    assert (await answer(engine, table_rows({}))).in_order[0].usage == Usage(3, 0, 4)
+
+
+async def test_list_functions_get_lists_of_their_size(build):
+    """A list-taking function gets one list of values for each parameter, never longer than it asked for."""
+    engine = await build("@batchmill.batched(4)\ndef f(a, b='-'): return [[len(a), x, y] for x, y in zip(a, b)]")
+    sink = await answer(engine, table_rows(*[{"a": n} for n in range(5)], {"b": 1}, {"a": 6, "b": 1}))
+    assert sink.bodies == [[4, 0, "-"], [4, 1, "-"], [4, 2, "-"], [4, 3, "-"], [2, 4, "-"], None, [2, 6, 1]]
+    assert sink.errors[5] == "missing_argument"
+
+
+async def test_list_functions_may_take_whole_rows(build):
+    """The parameter `rows` gets the rows as dicts, every column in them."""
+    engine = await build("@batchmill.batched(3)\ndef f(rows): return rows")
+    columns = [{"a": 1, "z": 2}, {"b": 1}]
+    assert (await answer(engine, table_rows(*columns))).bodies == columns
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [("[1]", "1 results for 2 rows"), ("{}", "a dict for a list of 2 rows"), ("'ab'", "a str for a list")],
+)
+async def test_a_list_of_another_length_fails_its_rows(build, result, told):
+    """What is not a list of one result for each row is an error of all of them."""
+    engine = await build(f"@batchmill.batched(2)\ndef f(a): return {result}")
+    sink = await answer(engine, table_rows({"a": 1}, {"a": 2}))
+    assert sink.errors == ["bad_return"] * 2
+    assert told in sink.in_order[0].error.message
+
+
+async def test_an_exception_in_a_list_is_one_rows_error(build):
+    """A list-taking function can fail single rows by returning an exception in their place; arrays are lists too."""
+    engine = await build("@batchmill.batched(2)\ndef f(a): return [ValueError('no'), a[1]]")
+    sink = await answer(engine, table_rows({"a": 1}, {"a": 2}))
+    assert sink.errors == ["ValueError", None] and sink.bodies[1] == 2
+    engine = await build("import numpy as np\n@batchmill.batched(2)\ndef f(a): return np.array(a) * 2")
+    assert (await answer(engine, table_rows({"a": 1}, {"a": 2}))).bodies == [2, 4]
+
+
+async def test_an_exception_of_a_list_call_fails_its_rows_only(build):
+    """A call that raises fails the rows of its list and no others."""
+    engine = await build("@batchmill.batched(2)\ndef f(a):\n    if 1 in a: raise OSError('bad')\n    return a")
+    sink = await answer(engine, table_rows(*[{"a": n} for n in range(4)]))
+    assert sink.errors == ["OSError", "OSError", None, None]
+
+
+async def test_a_class_is_set_up_once_in_the_thread_that_calls_it(build):
+    """`setup` runs once, in the thread in which every row is called, and that is not the loop's."""
+    engine = await build(
+        "import threading\nclass f:\n    def setup(self): self.home = threading.get_ident()\n"
+        "    def predict(self): return [self.home, threading.get_ident()]"
+    )
+    sink = await answer(engine, table_rows({}, {}))
+    assert len({each for pair in sink.bodies for each in pair} | {threading.get_ident()}) == 2
+
+
+async def test_a_setup_that_fails_keeps_the_engine_from_starting(build):
+    """What `setup` raises is told with its traceback, sync or async."""
+    for kind in ("", "async "):
+        with pytest.raises(ModelFailed, match="RuntimeError: no weights"):
+            await build(
+                f"class f:\n    {kind}def setup(self): raise RuntimeError('no weights')\n    def predict(self): 1"
+            )
+
+
+async def test_async_rows_run_together_up_to_the_limit(build):
+    """As many rows of an async function are awaited at once as `in_flight_max` allows, and no more."""
+    engine = await build(
+        "import asyncio\nnow = most = 0\n"
+        "async def f(a):\n    global now, most\n    now += 1; most = max(most, now)\n"
+        "    for _ in range(3): await asyncio.sleep(0)\n    now -= 1\n    return most",
+        limits=Limits(in_flight_max=5),
+    )
+    sink = await answer(engine, table_rows(*[{"a": n} for n in range(23)]))
+    assert max(sink.bodies) == 5
+    assert engine.stats().in_flight == 0 and engine.stats().in_flight_limit == 5
+
+
+async def test_async_failures_are_row_errors(build):
+    """Exceptions, exits and cancellations inside an async function fail their row; the rest go on."""
+    engine = await build(
+        "import asyncio, sys\nasync def f(a):\n    if a == 1: raise ValueError('x')\n    if a == 2: sys.exit(1)\n"
+        "    if a == 3: raise asyncio.CancelledError\n    if a == 4: raise TimeoutError('mine')\n    return a"
+    )
+    sink = await answer(engine, table_rows(*[{"a": n} for n in range(6)]))
+    assert sink.errors == [None, "ValueError", "SystemExit", "CancelledError", "TimeoutError", None]
+
+
+async def test_async_rows_have_a_time_limit(build):
+    """An await that outlasts `attempt_timeout_s` is the row's error `timeout`."""
+    engine = await build(
+        "import asyncio\nasync def f(a):\n    if a: await asyncio.Event().wait()\n    return a",
+        limits=Limits(attempt_timeout_s=0.01),
+    )
+    sink = await answer(engine, table_rows({"a": 0}, {"a": 1}))
+    assert sink.errors == [None, "timeout"]
+
+
+async def test_async_lists_are_filled(build):
+    """An async list-taking function gets full lists while there are rows."""
+    engine = await build(
+        "@batchmill.batched(4)\nasync def f(a): return [len(a)] * len(a)", limits=Limits(in_flight_max=6)
+    )
+    sink = await answer(engine, table_rows(*[{"a": n} for n in range(4)]))
+    assert sink.bodies == [4] * 4
+
+
+async def test_finished_rows_do_not_wait_for_slow_ones(build, tmp_path):
+    """A finished row reaches the sink while the next row of the same take is still being worked on."""
+    engine = await build(
+        "import threading\ngate = threading.Event()\ndef f(a):\n    if a: gate.wait(60)\n    return threading and a"
+    )
+    sink = ListSink()
+    sink.wanted = 1
+    running = asyncio.create_task(engine.run(ListFeed(table_rows({"a": 0}, {"a": 1})), sink))
+    await sink.reached.wait()
+    assert sink.bodies == [0] and engine.stats().in_flight == 1
+    sys.modules[next(name for name in sys.modules if name.startswith("app"))].gate.set()
+    await running
+    assert sink.bodies == [0, 1]
+
+
+async def test_cancelling_stops_after_the_row_at_hand(build):
+    """A cancelled run returns at once; the thread does not go on to further rows."""
+    engine = await build(
+        "import threading\ngate = threading.Event()\ncalls = []\n"
+        "def f(a):\n    calls.append(a)\n    if a == 1: gate.wait(60)\n    return a"
+    )
+    module = sys.modules[next(name for name in sys.modules if name.startswith("app"))]
+    sink = ListSink()
+    sink.wanted = 1
+    running = asyncio.create_task(engine.run(ListFeed(table_rows(*[{"a": n} for n in range(4)])), sink))
+    await sink.reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    module.gate.set()
+    await engine._thread.submit(lambda: None)  # comes after whatever the thread was at
+    assert module.calls == [0, 1]
+
+
+async def test_rows_are_taken_in_bulk(build):
+    """A sync function's rows are taken 1,024 at a time."""
+    engine = await build("def f(a): return a")
+    feed, sink = ListFeed(table_rows(*[{"a": n} for n in range(ROWS_MAX + 1)])), ListSink()
+    await engine.run(feed, sink)
+    assert feed.largest == ROWS_MAX == 1024 and sink.bodies == list(range(ROWS_MAX + 1))
+
+
+async def test_prints_go_to_the_log(build, tmp_path):
+    """What user code prints lands in the log, and standard output is given back at the end."""
+    before = sys.stdout
+    engine = await build("print('loading')\ndef f(a): print('row', a)")
+    await answer(engine, table_rows({"a": 7}))
+    await engine.stop()
+    await engine.stop()
+    assert sys.stdout is before
+    assert (tmp_path / "home/function.log").read_text() == "loading\nrow 7\n"
