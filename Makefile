@@ -10,7 +10,7 @@ PYTHON ?=
 VENV := .venv
 VLLM_VENV := .venv-vllm
 INSTALLED := $(VENV)/.batchmill-installed
-PIP_QUIET := --quiet --disable-pip-version-check
+PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill
 PYTEST_ARGS ?=
 
