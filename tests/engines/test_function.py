@@ -337,6 +337,20 @@ async def test_rows_are_taken_in_bulk(build):
     assert feed.largest == ROWS_MAX == 1024 and sink.bodies == list(range(ROWS_MAX + 1))
 
 
+async def test_in_flight_bounds_what_is_taken(build):
+    """`in_flight_max` bounds the rows a sync function is given at once."""
+    engine = await build("def f(a): return a", limits=Limits(in_flight_max=3))
+    feed, sink = ListFeed(table_rows(*[{"a": n} for n in range(7)])), ListSink()
+    await engine.run(feed, sink)
+    assert feed.largest == 3 and sink.bodies == list(range(7))
+
+
+async def test_a_time_limit_needs_an_async_function(build):
+    """A time limit that nothing could keep is refused, not ignored."""
+    with pytest.raises(ModelFailed, match="attempt_timeout_s"):
+        await build("def f(a): return a", limits=Limits(attempt_timeout_s=1.0))
+
+
 async def test_prints_go_to_the_log(build, tmp_path):
     """What user code prints lands in the log, and standard output is given back at the end."""
     before = sys.stdout

@@ -203,3 +203,15 @@ def test_load_of_a_missing_file_names_it(tmp_path):
     """A file that is not there is an error with its path."""
     with pytest.raises(ModelFailed, match="there is no file"):
         functions.load(f"{tmp_path}/gone.py:f")
+
+
+def test_the_pages_examples_run(tmp_path):
+    """The functions that docs/configuration.md shows load and answer."""
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    plain, batched = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    loaded = functions.load(f"{write(tmp_path, 'plain.py', plain)}:classify")
+    assert loaded.call(text="good") == {"label": "positive"}
+    loaded = functions.load(f"{write(tmp_path, 'listed.py', batched)}:Classify")
+    assert loaded.setup is not None
+    loaded.setup()
+    assert loaded.call(text=["ab", "abcd"]) == [{"long": False}, {"long": True}]

@@ -17,7 +17,7 @@ from batchmill.engines.user_code import UserLog, UserThread
 from batchmill.errors import BatchmillError, ModelFailed
 from batchmill.models import functions
 from batchmill.ports import Feed, Sink
-from batchmill.types import EngineStats, ModelSpec, Outcome, Row, RowError
+from batchmill.types import EngineStats, Limits, ModelSpec, Outcome, Row, RowError
 from batchmill.wire.forms import usage_of
 
 ROWS_MAX = 1024  # taken from the feed at once
@@ -30,7 +30,8 @@ class FunctionEngine:
     """Runs rows through a Python function, a list-taking one, an async one, or a class's `predict`.
 
     Args:
-        model: `source` names the function; `limits.in_flight_max` and `limits.attempt_timeout_s` hold for async ones.
+        model: `source` names the function; `limits.in_flight_max` bounds the rows it is given and has not answered,
+            `limits.attempt_timeout_s` the calls of an async one.
         home: a folder of this worker's own, for `function.log`.
     """
 
@@ -49,6 +50,10 @@ class FunctionEngine:
         self._thread = UserThread()
         self._note = f"loading {self._model.source}"
         loaded = await self._thread.submit(lambda: functions.load(self._model.source))
+        if not loaded.is_async and self._model.limits.attempt_timeout_s != Limits().attempt_timeout_s:
+            raise ModelFailed(
+                f"attempt_timeout_s cannot end a call of {self._model.source}: write it as `async def`, or leave it out"
+            )
         if loaded.setup is not None:
             await self._set_up(loaded)
         self._calls = Calls(loaded, self._log)
@@ -76,7 +81,7 @@ class FunctionEngine:
 
     async def _run_in_thread(self, calls: Calls, feed: Feed, sink: Sink) -> None:
         assert self._thread is not None and self._log is not None
-        while rows := await feed.take(ROWS_MAX):
+        while rows := await feed.take(self.stats().in_flight_limit):
             self._log.rotate()
             self._in_flight = len(rows)
             done: list[Outcome] = []  # the thread appends, the loop reads: no lock, no wake-up for each row
@@ -126,7 +131,8 @@ class FunctionEngine:
 
     def stats(self) -> EngineStats:
         is_async = self._calls is not None and self._calls.loaded.is_async
-        limit = (self._model.limits.in_flight_max or IN_FLIGHT_DEFAULT) if is_async else ROWS_MAX
+        asked = self._model.limits.in_flight_max
+        limit = (asked or IN_FLIGHT_DEFAULT) if is_async else min(asked or ROWS_MAX, ROWS_MAX)
         return EngineStats(in_flight=self._in_flight, in_flight_limit=limit, note=self._note)
 
 

@@ -1,0 +1,192 @@
+"""One frozen Config: file < environment < flags. Paths in a file are relative to the file.
+
+The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG or `--config` names:
+
+| key                          | meaning                                                                   |
+| ---------------------------- | ------------------------------------------------------------------------- |
+| data_dir                     | where jobs are kept (BATCHMILL_DATA_DIR, `--data-dir`)                     |
+| limits.line_bytes_max        | the longest line of an input file, in bytes                               |
+| limits.depth_max             | how deep a line's JSON may nest                                           |
+| models.NAME.engine           | function, vllm or openai                                                  |
+| models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name              |
+| models.NAME.adapters         | adapter name -> its directory or id                                       |
+| models.NAME.engine_args      | flags of the engine, as its command line has them                         |
+| models.NAME.base_url         | the service's address, up to and with its /v1                             |
+| models.NAME.api_key          | "env:NAME" or "file:PATH", never the key itself                           |
+| models.NAME.python           | the interpreter of the environment the engine lives in                    |
+| models.NAME.workers          | processes of a function; copies of an engine server                       |
+| models.NAME.replicas         | the same, under its other name                                            |
+| models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
+| models.NAME.limits           | the fields of types.Limits                                                |
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import fields, replace
+
+from batchmill.errors import InvalidConfig
+from batchmill.types import DatasetSpec, Limits, Price
+
+FILE_NAME = "batchmill.toml"
+FILE_BYTES_MAX = 4 * 1024 * 1024
+WORKERS_MAX = 1024
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
+_DATASET = {each.name: each.default for each in fields(DatasetSpec)}
+
+
+class InputLimits(Struct, frozen=True):
+    """What one line of an input file may be."""
+
+    line_bytes_max: int = _DATASET["line_bytes_max"]
+    depth_max: int = _DATASET["depth_max"]
+
+
+class ModelEntry(Struct, frozen=True):
+    """`[models.NAME]` as it is written: paths still as they stand there."""
+
+    engine: str
+    source: str
+    adapters: dict[str, str] = {}
+    engine_args: dict[str, str | int | float | bool] = {}
+    base_url: str | None = None
+    api_key: str | None = None
+    python: str | None = None
+    workers: int = 1
+    replicas: int | None = None  # None once read: `workers` has it
+    price: Price | None = None
+    limits: Limits = Limits()
+
+
+class _File(Struct, frozen=True):
+    data_dir: str | None = None
+    limits: InputLimits = InputLimits()
+    models: dict[str, ModelEntry] = {}
+
+
+class Config(Struct, frozen=True):
+    """What batchmill was told. `base` is the folder that paths in `models` are relative to."""
+
+    data_dir: Path
+    base: Path
+    file: Path | None = None
+    limits: InputLimits = InputLimits()
+    models: dict[str, ModelEntry] = {}
+
+
+def load(
+    *, environ: Mapping[str, str], cwd: Path, data_dir: str | None = None, config_file: str | None = None
+) -> Config:
+    """The configuration of a command started in `cwd`; `data_dir` and `config_file` are its flags.
+
+    Raises: InvalidConfig, naming the file, the key and the way out.
+    """
+    path = _config_path(config_file or environ.get("BATCHMILL_CONFIG"), cwd)
+    read = _File() if path is None else _read(path)
+    base = cwd if path is None else path.parent
+    chosen = data_dir or environ.get("BATCHMILL_DATA_DIR")
+    if chosen:
+        place = cwd / Path(chosen).expanduser()
+    elif read.data_dir is not None:
+        place = base / Path(read.data_dir).expanduser()
+    else:
+        place = _default_data_dir(environ)
+    return Config(data_dir=place.resolve(), base=base, file=path, limits=read.limits, models=read.models)
+
+
+def _default_data_dir(environ: Mapping[str, str]) -> Path:
+    """The XDG base directory specification: a relative XDG_DATA_HOME counts as unset."""
+    told = environ.get("XDG_DATA_HOME", "")
+    home = Path(told) if told.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".local/share"
+    return home / "batchmill"
+
+
+def _config_path(named: str | None, cwd: Path) -> Path | None:
+    if named:
+        return (cwd / Path(named).expanduser()).resolve()
+    found = cwd / FILE_NAME
+    return found.resolve() if found.exists() else None
+
+
+def _read(path: Path) -> _File:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidConfig(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidConfig(f"the configuration file {path} is longer than {FILE_BYTES_MAX:,} bytes")
+    try:
+        table = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidConfig(f"{path} is not TOML: {error}") from None
+    try:
+        _check_keys(table)
+        read = msgspec.convert(table, _File)
+        read = replace(read, models={name: _one_count(name, each) for name, each in read.models.items()})
+        _check_values(read)
+    except (msgspec.ValidationError, InvalidConfig) as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+    return read
+
+
+def _check_keys(table: dict[str, Any]) -> None:
+    """Refuse every key nobody knows, with the nearest one that is known."""
+    _only_known(table, _File, "")
+    _only_known(table.get("limits"), InputLimits, "limits.")
+    models = table.get("models")
+    for name, entry in models.items() if isinstance(models, dict) else ():
+        _only_known(entry, ModelEntry, f"models.{name}.")
+        if isinstance(entry, dict):
+            _only_known(entry.get("price"), Price, f"models.{name}.price.")
+            _only_known(entry.get("limits"), Limits, f"models.{name}.limits.")
+
+
+def _only_known(table: Any, struct: type[Struct], place: str) -> None:
+    if not isinstance(table, dict):
+        return  # msgspec says what it should have been
+    known = [each.name for each in fields(struct)]
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {place}{near[0]}?" if near else f"known are: {', '.join(known)}"
+            raise InvalidConfig(f"there is no key {place}{key}; {hint}")
+
+
+def _one_count(name: str, entry: ModelEntry) -> ModelEntry:
+    if entry.replicas is None:
+        return entry
+    if entry.workers != 1:
+        raise InvalidConfig(f"models.{name}: workers and replicas are two names of one number; leave one out")
+    return replace(entry, workers=entry.replicas, replicas=None)
+
+
+def _check_values(read: _File) -> None:
+    _check_limits(read.limits, "limits")
+    for name, entry in read.models.items():
+        place = f"models.{name}"
+        if not _MODEL_NAME.fullmatch(name):
+            raise InvalidConfig(f"{place}: a model's name is made of letters, digits and . _ / @ -, 200 at most")
+        if not 1 <= entry.workers <= WORKERS_MAX:
+            raise InvalidConfig(f"{place}.workers must be 1 to {WORKERS_MAX}, not {entry.workers}")
+        _check_limits(entry.limits, f"{place}.limits")
+        for each in fields(Price) if entry.price is not None else ():
+            usd = getattr(entry.price, each.name)
+            if usd is not None and not (math.isfinite(usd) and usd >= 0):
+                raise InvalidConfig(f"{place}.price.{each.name} must be 0 or more USD, not {usd}")
+
+
+def _check_limits(limits: Struct, place: str) -> None:
+    for each in fields(type(limits)):
+        value = getattr(limits, each.name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise InvalidConfig(f"{place}.{each.name} must be more than 0, not {value}")

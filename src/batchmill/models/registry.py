@@ -1,0 +1,238 @@
+"""Models by name: what `--model` and `[models.NAME]` say becomes a ModelSpec with nothing left to guess.
+
+Knows which setting means something to which engine, and refuses the others by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
+
+from batchmill.config import WORKERS_MAX, Config, ModelEntry
+from batchmill.errors import InvalidInput, ModelFailed, UnknownName
+from batchmill.models import functions
+from batchmill.types import Limits, ModelSpec
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class Kind(Struct, frozen=True):
+    """An engine as people name it: what it is called inside, and what it can be told."""
+
+    engine: str
+    settings: frozenset[str]
+    limits: frozenset[str]
+
+
+KINDS = {
+    "function": Kind(
+        "function",
+        frozenset({"workers", "price"}),
+        frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
+    ),
+    "vllm": Kind(
+        "llm",
+        frozenset({"workers", "price", "adapters", "engine_args", "python"}),
+        frozenset({"in_flight_max", "attempt_timeout_s"}),
+    ),
+    "openai": Kind(
+        "http",
+        frozenset({"price", "adapters", "base_url", "api_key"}),
+        frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
+    ),
+}
+
+
+class ModelFlags(Struct, frozen=True):
+    """What a command line says about its model, over what the configuration says. None: nothing."""
+
+    adapters: dict[str, str] = {}
+    engine_args: dict[str, str | int | float | bool] = {}
+    base_url: str | None = None
+    api_key: str | None = None
+    python: str | None = None
+    workers: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    in_flight_max: int | None = None
+    attempt_timeout_s: float | None = None
+
+
+def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFlags()) -> ModelSpec:
+    """The model that `name` means: one of the configuration, or ENGINE:SOURCE in place.
+
+    Raises: UnknownName for a model or engine nobody knows, InvalidInput for a setting that does not fit.
+    """
+    if name in config.models:
+        entry, base, shown = config.models[name], config.base, name
+    else:
+        kind, colon, source = name.partition(":")
+        if not colon or kind.endswith(".py"):
+            raise UnknownName(_unknown_model(name, config, cwd), code="unknown_model")
+        entry, base, shown = ModelEntry(engine=kind, source=source), cwd, ""
+    kind = _kind(entry.engine)
+    entry = _merge(entry, base=base, flags=flags, cwd=cwd)
+    _refuse_strangers(entry, kind)
+    spec = ModelSpec(
+        name=shown or _name_of(entry),
+        engine=kind.engine,
+        source=entry.source,
+        adapters=entry.adapters,
+        base_url=entry.base_url,
+        api_key=entry.api_key,
+        engine_args=dict(entry.engine_args),
+        python=entry.python,
+        workers=entry.workers,
+        price=entry.price,
+        limits=entry.limits,
+    )
+    _check(spec)
+    return spec
+
+
+def _kind(name: str) -> Kind:
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(KINDS)}"
+        raise UnknownName(f"no engine is called {name!r}; {hint}", code="unknown_engine")
+    return KINDS[name]
+
+
+def _unknown_model(name: str, config: Config, cwd: Path) -> str:
+    if re.search(r"\.py:", name):
+        return f"{name!r} is no model: write --model function:{name}"
+    if (cwd / name).is_dir():
+        return f"{name!r} is no model of the configuration: write --model vllm:{name} for the one in that folder"
+    near = difflib.get_close_matches(name, config.models, n=1)
+    if near:
+        return f"no model is called {name!r}; did you mean {near[0]!r}?"
+    known = f"known are {', '.join(config.models)}" if config.models else "the configuration has none"
+    return f"no model is called {name!r}: {known}; ENGINE:SOURCE defines one in place, with {', '.join(KINDS)}"
+
+
+def _merge(entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> ModelEntry:
+    """The entry with the flags over it, and every path absolute: the flags' from `cwd`, its own from `base`."""
+    told = {each.name: getattr(flags, each.name) for each in fields(flags)}
+    limits = {name: told[name] for name in _LIMIT_FLAGS if told[name] is not None}
+    changed: dict[str, Any] = {
+        name: told[name] for name in ("base_url", "api_key", "python", "workers") if told[name] is not None
+    }
+    own = {name: _adapter(entry.engine, name, place, base) for name, place in entry.adapters.items()}
+    further = {name: _adapter(entry.engine, name, place, cwd) for name, place in flags.adapters.items()}
+    python = changed.get("python", entry.python)
+    if python is not None:
+        python = _program(python, cwd if flags.python is not None else base)
+    return replace(
+        entry,
+        **changed
+        | {
+            "source": _source(entry, base),
+            "adapters": own | further,
+            "engine_args": entry.engine_args | flags.engine_args,
+            "python": python,
+            "api_key": _secret(changed.get("api_key", entry.api_key), base),
+            "limits": replace(entry.limits, **limits),
+        },
+    )
+
+
+_LIMIT_FLAGS = ("requests_per_minute", "tokens_per_minute", "in_flight_max", "attempt_timeout_s")
+
+
+def _source(entry: ModelEntry, base: Path) -> str:
+    if not entry.source:
+        raise InvalidInput(f"the engine {entry.engine!r} is given no model: write {entry.engine}:SOURCE")
+    if entry.engine == "function":
+        source = functions.absolute(entry.source, base)
+        try:
+            functions.digest(source)
+        except ModelFailed as error:
+            raise InvalidInput(error.message, code="unknown_function") from None
+        return source
+    return _place(entry.source, base, "model") if entry.engine == "vllm" else entry.source
+
+
+def _place(text: str, base: Path, what: str) -> str:
+    """The absolute path of what lies on this machine, or `text` itself where it can be an id of a model hub."""
+    path = base / Path(text).expanduser()
+    if path.exists():
+        return str(path.resolve())
+    if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
+        raise InvalidInput(f"there is no {what} at {path}", code=f"unknown_{what}")
+    return text
+
+
+def _adapter(engine: str, name: str, place: str, base: Path) -> str:
+    if engine == "openai":
+        if place != name:
+            raise InvalidInput(
+                f"the service at base_url holds its adapters itself: write {name}={name}, not {name}={place}"
+            )
+        return place
+    found = _place(place, base, "adapter")
+    if found != place and not (Path(found) / "adapter_config.json").is_file():
+        raise InvalidInput(f"the adapter {name!r} at {found} has no adapter_config.json", code="unknown_adapter")
+    return found
+
+
+def _program(text: str, base: Path) -> str:
+    """An interpreter as an absolute path, symbolic links kept: a virtual environment's is one."""
+    path = base / Path(text).expanduser()
+    if not path.is_file():
+        raise InvalidInput(f"there is no Python interpreter at {path}", code="unknown_python")
+    return str(path)
+
+
+def _secret(reference: str | None, base: Path) -> str | None:
+    """A reference to a key, its path made absolute. The text is not repeated: it may be a key somebody pasted."""
+    if reference is None:
+        return None
+    kind, _, place = reference.partition(":")
+    if kind not in ("env", "file") or not place:
+        raise InvalidInput('api_key is "env:NAME" or "file:PATH", never the key itself', code="invalid_secret")
+    return reference if kind == "env" else f"file:{base / Path(place).expanduser()}"
+
+
+def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
+    """Nothing is accepted and then ignored: a setting of another engine is an error."""
+    blank = ModelEntry(engine="", source="")
+    for name in ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price"):
+        if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
+            raise InvalidInput(_stranger(name, entry.engine, kind.settings))
+    for each in fields(Limits):
+        if each.name not in kind.limits and getattr(entry.limits, each.name) != each.default:
+            raise InvalidInput(_stranger(f"limits.{each.name}", entry.engine, {f"limits.{one}" for one in kind.limits}))
+
+
+def _stranger(name: str, engine: str, known: frozenset[str] | set[str]) -> str:
+    why = {
+        ("python", "function"): f"a function runs in batchmill's own environment, {sys.executable}",
+        ("workers", "openai"): "one worker calls the service; in_flight_max bounds its requests",
+    }.get((name, engine), f"it knows {', '.join(sorted(known))}")
+    return f"the engine {engine!r} has no use for {name}: {why}"
+
+
+def _name_of(entry: ModelEntry) -> str:
+    if entry.engine == "function":
+        return functions.parse(entry.source).attribute
+    return Path(entry.source).name if entry.engine == "vllm" else entry.source
+
+
+def _check(spec: ModelSpec) -> None:
+    if not 1 <= spec.workers <= WORKERS_MAX:
+        raise InvalidInput(f"workers must be 1 to {WORKERS_MAX}, not {spec.workers}")
+    for name in spec.adapters:
+        if name in (spec.name, spec.source):
+            raise InvalidInput(f"the adapter {name!r} has the name of its model: give it another")
+    if spec.base_url is not None and not re.match(r"https?://[^\s/]+", spec.base_url):
+        raise InvalidInput(f"base_url must begin with http:// or https:// and a host, not {spec.base_url!r}")
+    for name in _LIMIT_FLAGS:
+        value = getattr(spec.limits, name)
+        if value is not None and not value > 0:
+            raise InvalidInput(f"{name} must be more than 0, not {value}")

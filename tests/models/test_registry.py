@@ -1,0 +1,143 @@
+"""Models by name: from the configuration, in place, and with flags."""
+
+from pathlib import Path
+
+import pytest
+
+from batchmill.config import Config, ModelEntry
+from batchmill.errors import InvalidInput, UnknownName
+from batchmill.models.registry import KINDS, ModelFlags, resolve
+from batchmill.types import Limits, ModelSpec, Price
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a function, a model, two adapters and an interpreter."""
+    (tmp_path / "app.py").write_text("def classify(): ...")
+    (tmp_path / "tiny").mkdir()
+    for name in ("upper", "bare"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "upper/adapter_config.json").write_text("{}")
+    (tmp_path / "python").write_text("")
+    return tmp_path
+
+
+def configured(base: Path, **models: ModelEntry) -> Config:
+    return Config(data_dir=base / "data", base=base, models=models)
+
+
+def test_sources_in_place(place):
+    """ENGINE:SOURCE makes a model named after what it is, its paths absolute."""
+    config = configured(place)
+    assert resolve("function:app.py:classify", config, cwd=place) == ModelSpec(
+        "classify", "function", f"{place}/app.py:classify"
+    )
+    assert resolve("vllm:tiny", config, cwd=place) == ModelSpec("tiny", "llm", f"{place}/tiny")
+    assert resolve("vllm:org/name", config, cwd=place) == ModelSpec("name", "llm", "org/name")
+    assert resolve("openai:gpt-4.1-mini", config, cwd=place) == ModelSpec("gpt-4.1-mini", "http", "gpt-4.1-mini")
+
+
+def test_a_configured_model_keeps_its_name_and_base(place):
+    """A model of the configuration has the name it is given there, and paths relative to the file."""
+    entry = ModelEntry(
+        engine="vllm",
+        source="tiny",
+        adapters={"up": "upper"},
+        python="python",
+        workers=2,
+        price=Price(input=1),
+        engine_args={"max-model-len": 8},
+    )
+    spec = resolve("mine", configured(place, mine=entry), cwd=Path("/"))
+    assert spec == ModelSpec(
+        "mine",
+        "llm",
+        f"{place}/tiny",
+        adapters={"up": f"{place}/upper"},
+        engine_args={"max-model-len": 8},
+        python=f"{place}/python",
+        workers=2,
+        price=Price(input=1),
+    )
+    key = ModelEntry(engine="openai", source="m", api_key="file:key.txt")
+    assert resolve("remote", configured(place, remote=key), cwd=Path("/")).api_key == f"file:{place}/key.txt"
+
+
+def test_flags_win_over_the_configuration(place):
+    """What the command line says replaces the entry's value; adapters, engine flags and limits are merged."""
+    entry = ModelEntry(
+        engine="vllm", source="tiny", engine_args={"a": 1, "b": 1}, workers=2, limits=Limits(in_flight_max=5)
+    )
+    flags = ModelFlags(
+        adapters={"upper": "upper"}, engine_args={"b": 2}, workers=3, python="python", attempt_timeout_s=9.0
+    )
+    spec = resolve("mine", configured(place, mine=entry), cwd=place, flags=flags)
+    assert spec.engine_args == {"a": 1, "b": 2} and spec.workers == 3
+    assert spec.adapters == {"upper": f"{place}/upper"}
+    assert spec.limits == Limits(in_flight_max=5, attempt_timeout_s=9.0)
+    remote = ModelFlags(base_url="http://h/v1", api_key="env:K", requests_per_minute=60, tokens_per_minute=9)
+    spec = resolve("openai:m", configured(place), cwd=place, flags=remote)
+    assert (spec.base_url, spec.api_key) == ("http://h/v1", "env:K")
+    assert (spec.limits.requests_per_minute, spec.limits.tokens_per_minute) == (60, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("vlm:tiny", "no engine is called 'vlm'; did you mean 'vllm'"),
+        ("zzz:tiny", "there are function, vllm, openai"),
+        ("mini", "did you mean 'mine'"),
+        ("tiny", "write --model vllm:tiny"),
+        ("app.py:classify", "write --model function:app.py:classify"),
+        ("qqqq", "known are mine"),
+    ],
+)
+def test_unknown_names_get_the_nearest(place, name, told):
+    """A model or engine nobody knows is refused with the likely one."""
+    with pytest.raises(UnknownName, match=told):
+        resolve(name, configured(place, mine=ModelEntry(engine="vllm", source="tiny")), cwd=place)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "told"),
+    [
+        ("function:gone.py:f", {}, "gone.py"),
+        ("function:gone.module:f", {}, "gone.module"),
+        ("function:app.py", {}, "FILE.py:NAME"),
+        ("vllm:", {}, "is given no model"),
+        ("vllm:./gone", {}, "there is no model at"),
+        ("vllm:a b", {}, "there is no model at"),
+        ("vllm:tiny", {"adapters": {"x": "./gone"}}, "there is no adapter at"),
+        ("vllm:tiny", {"adapters": {"x": "bare"}}, "no adapter_config.json"),
+        ("vllm:tiny", {"adapters": {"tiny": "upper"}}, "the name of its model"),
+        ("vllm:tiny", {"python": "gone"}, "no Python interpreter"),
+        ("vllm:tiny", {"base_url": "http://x"}, "'vllm' has no use for base_url"),
+        ("vllm:tiny", {"workers": 0}, "workers must be 1 to"),
+        ("vllm:tiny", {"workers": 1025}, "workers must be 1 to"),
+        ("vllm:tiny", {"in_flight_max": 0}, "in_flight_max must be more than 0"),
+        ("vllm:tiny", {"requests_per_minute": 5}, "has no use for limits.requests_per_minute"),
+        ("function:app.py:classify", {"adapters": {"x": "upper"}}, "no use for adapters"),
+        ("function:app.py:classify", {"engine_args": {"x": 1}}, "no use for engine_args"),
+        ("function:app.py:classify", {"python": "python"}, "batchmill's own environment"),
+        ("openai:m", {"workers": 2}, "one worker calls the service"),
+        ("openai:m", {"adapters": {"x": "upper"}}, "write x=x"),
+        ("openai:m", {"base_url": "ftp://x"}, "http:// or https://"),
+    ],
+)
+def test_what_does_not_fit_is_refused(place, name, flags, told):
+    """A path that is not there and a setting the engine has no use for are refused by name."""
+    with pytest.raises(InvalidInput, match=told):
+        resolve(name, configured(place), cwd=place, flags=ModelFlags(**flags))
+
+
+def test_a_key_itself_is_refused_and_not_repeated(place):
+    """A pasted key is refused, and the message does not show it."""
+    with pytest.raises(InvalidInput) as refused:
+        resolve("openai:m", configured(place), cwd=place, flags=ModelFlags(api_key="sk-secret"))
+    assert "sk-secret" not in refused.value.message
+
+
+def test_kinds_name_real_limits():
+    """Every limit an engine is said to know is a field of Limits."""
+    known = {each for kind in KINDS.values() for each in kind.limits}
+    assert known == set(Limits.__struct_fields__)

@@ -1,0 +1,129 @@
+"""The configuration: where it is found, what wins, what is refused."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import fields
+
+from batchmill import config
+from batchmill.config import Config, InputLimits, ModelEntry
+from batchmill.errors import InvalidConfig
+from batchmill.types import Limits, Price
+
+DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+
+def load(folder: Path, text: str | None = None, environ: dict[str, str] | None = None, **flags) -> Config:
+    if text is not None:
+        (folder / "batchmill.toml").write_text(text)
+    return config.load(environ={"HOME": str(folder), **(environ or {})}, cwd=folder, **flags)
+
+
+def test_without_a_file_the_defaults_hold(tmp_path):
+    """With nothing told, data lies in the user's data folder and there are no models."""
+    found = load(tmp_path)
+    assert found.data_dir == tmp_path / ".local/share/batchmill"
+    assert found.file is None and found.models == {} and found.base == tmp_path
+    assert load(tmp_path, environ={"XDG_DATA_HOME": f"{tmp_path}/x"}).data_dir == tmp_path / "x/batchmill"
+    assert load(tmp_path, environ={"XDG_DATA_HOME": "rel"}).data_dir == tmp_path / ".local/share/batchmill"
+
+
+def test_flags_win_over_environment_over_file(tmp_path):
+    """The data directory comes from the flag, else the environment, else the file."""
+    text = 'data_dir = "from-file"'
+    environ = {"BATCHMILL_DATA_DIR": "from-environment"}
+    assert load(tmp_path, text, environ, data_dir="from-flag").data_dir == tmp_path / "from-flag"
+    assert load(tmp_path, text, environ).data_dir == tmp_path / "from-environment"
+    assert load(tmp_path, text).data_dir == tmp_path / "from-file"
+
+
+def test_the_file_is_named_by_flag_or_environment(tmp_path):
+    """`--config` wins over BATCHMILL_CONFIG, that over the file in the working directory; paths are its own."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "c.toml").write_text('data_dir = "here"')
+    environ = {"BATCHMILL_CONFIG": "a/c.toml"}
+    assert load(tmp_path, "x_y = 1", environ).data_dir == tmp_path / "a/here"
+    found = load(tmp_path, None, environ, config_file="b/c.toml")
+    assert found.data_dir == tmp_path / "b/here" and found.base == tmp_path / "b"
+    with pytest.raises(InvalidConfig, match="gone.toml cannot be read"):
+        load(tmp_path, None, environ, config_file="gone.toml")
+
+
+def test_models_are_read(tmp_path):
+    """A model's table arrives whole, with numbers as what they are."""
+    found = load(
+        tmp_path,
+        '[models.tiny]\nengine = "vllm"\nsource = "t"\nadapters = { upper = "u" }\nreplicas = 2\n'
+        "engine_args = { max-model-len = 2048, enforce-eager = true }\nprice = { input = 1, output = 0.5 }\n"
+        "limits = { in_flight_max = 7 }\n[limits]\ndepth_max = 9",
+    )
+    assert found.models["tiny"] == ModelEntry(
+        engine="vllm",
+        source="t",
+        adapters={"upper": "u"},
+        engine_args={"max-model-len": 2048, "enforce-eager": True},
+        workers=2,
+        price=Price(input=1.0, output=0.5),
+        limits=Limits(in_flight_max=7),
+    )
+    assert found.limits.depth_max == 9
+    assert found.limits.line_bytes_max == 16 * 1024 * 1024
+
+
+MODEL = '[models.m]\nengine = "vllm"\nsource = "s"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("data_dri = 'x'", "no key data_dri; did you mean data_dir?"),
+        ("[limits]\nlines = 1", "no key limits.lines"),
+        (MODEL + "adapter = {}", "no key models.m.adapter; did you mean models.m.adapters?"),
+        (MODEL + "price = { inputs = 1 }", "models.m.price.inputs; did you mean models.m.price.input?"),
+        (MODEL + "limits = { in_flight = 1 }", "did you mean models.m.limits.in_flight_max?"),
+        (MODEL + "workers = 0", "models.m.workers must be 1 to 1024"),
+        (MODEL + "workers = 1025", "models.m.workers must be 1 to 1024"),
+        (MODEL + "workers = 2\nreplicas = 2", "two names of one number"),
+        (MODEL + "price = { input = -1 }", "price.input must be 0 or more"),
+        (MODEL + "price = { input = nan }", "price.input must be 0 or more"),
+        (MODEL + "limits = { requests_per_minute = 0 }", "requests_per_minute must be more than 0"),
+        ("[limits]\ndepth_max = 0", "limits.depth_max must be more than 0"),
+        ('[models.m]\nengine = "vllm"', "missing required field `source`"),
+        ("[models]\nm = 3", "Expected `object`"),
+        ("models = 3", "Expected `object`"),
+        (MODEL.replace("models.m", 'models."a:b"'), "a model's name"),
+        ("data_dir = 3", r"Expected `str \| null`, got `int` - at `\$.data_dir`"),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, told):
+    """An unknown key, a wrong type and a value out of range are refused by name, with the nearest known name."""
+    with pytest.raises(InvalidConfig, match=told) as refused:
+        load(tmp_path, text)
+    assert "batchmill.toml" in refused.value.message
+
+
+def test_a_file_has_a_largest_size(tmp_path):
+    """A file of the maximum size is read, and one byte more is refused."""
+    assert load(tmp_path, "#" * config.FILE_BYTES_MAX).models == {}
+    with pytest.raises(InvalidConfig, match="longer than"):
+        load(tmp_path, "#" * (config.FILE_BYTES_MAX + 1))
+
+
+def test_every_key_is_documented():
+    """Each key stands in the page for people and in the module's own table."""
+    page = DOCS.read_text()
+    keys = {"data_dir", "BATCHMILL_DATA_DIR", "BATCHMILL_CONFIG"}
+    keys |= {f"limits.{each.name}" for each in fields(InputLimits)}
+    keys |= {f"models.NAME.{each.name}" for each in fields(ModelEntry)}
+    assert config.__doc__ is not None
+    assert [key for key in sorted(keys) if key not in config.__doc__] == []
+    keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_the_pages_example_is_valid(tmp_path):
+    """The file that the page shows is read as it stands there."""
+    text = DOCS.read_text().partition("```toml\n")[2].partition("```")[0]
+    assert set(load(tmp_path, text).models) == {"tiny", "classify", "mini"}
