@@ -33,15 +33,14 @@ class Reply(Struct, frozen=True, gc=False):
         """The outcome of a row that was answered."""
         return Outcome(row, self.body, None, self.status, self.usage, request_id)
 
-    def refused(self, row: Row, request_id: str | None = None, *, secret: str | None = None) -> Outcome:
+    def refused(self, row: Row, request_id: str | None = None) -> Outcome:
         """The outcome of a row that the service will not answer however often it is asked."""
-        body = None if self.body is None else hide_key(self.body, secret)
-        return Outcome(row, body, self.row_error(secret), self.status, self.usage, request_id)
+        return Outcome(row, self.body, self.row_error(), self.status, self.usage, request_id)
 
-    def row_error(self, secret: str | None = None) -> RowError:
+    def row_error(self) -> RowError:
         """The reply as an error: its own code where it has one, else `http_STATUS`."""
         error = self.error or RowError("", self.text)
-        message = redact(error.message, secret) or f"the service answered with HTTP status {self.status} and no reason"
+        message = redact(error.message) or f"the service answered with HTTP status {self.status} and no reason"
         return RowError(error.code or f"http_{self.status}", message)
 
 
@@ -86,18 +85,11 @@ def read_reply(status: int, data: bytes) -> Reply:
     return Reply(status, _one_line(data), usage, error)
 
 
-def redact(message: str, secret: str | None = None) -> str:
-    """A message that may be kept: without keys, and no longer than 2 KiB."""
-    if secret:
-        message = message.replace(secret, "***")
+def redact(message: str) -> str:
+    """A message that may be kept: without what looks like a key, and no longer than 2 KiB."""
     message = _KEY.sub("***", message)
     data = message.encode(errors="replace")
     return message if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"
-
-
-def hide_key(body: bytes, secret: str | None) -> bytes:
-    """A reply's body without the key it was asked with."""
-    return body.replace(secret.encode(), b"***") if secret else body
 
 
 def _read_odd(status: int, data: bytes) -> Reply:

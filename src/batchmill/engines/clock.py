@@ -1,0 +1,12 @@
+"""The real time, as `ports.Clock` wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class SystemClock:
+    monotonic = staticmethod(time.monotonic)
+    now = staticmethod(time.time)
+    sleep = staticmethod(asyncio.sleep)

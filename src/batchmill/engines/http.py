@@ -1,0 +1,196 @@
+"""The engine for a service that speaks OpenAI's HTTP API, remote or on this machine.
+
+Owns the connections: sends calls, reads replies, and translates aiohttp's failures. When calls go and which are tried
+again is decided in `pacing` and `retry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+
+import batchmill
+from batchmill.engines.clock import SystemClock
+from batchmill.engines.dispatch import Dispatch
+from batchmill.engines.outgoing import Call, Composer
+from batchmill.engines.pacing import IN_FLIGHT_CEILING, Pacer
+from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
+from batchmill.engines.retry import Fault, Kind, is_result, judge
+from batchmill.errors import ModelFailed
+from batchmill.models import secrets
+from batchmill.ports import Clock, Feed, Sink
+from batchmill.types import EngineStats, ModelSpec, Outcome, RowError
+
+IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
+KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
+BODY_COPY_MAX = 512 * 1024  # larger bodies go out as a stream, so that one does not hold up the loop
+FILES_SPARE = 128  # descriptors left for everything that is no connection
+OPENAI_HOST = "api.openai.com"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+
+
+class HttpEngine:
+    """Calls `model.base_url` with as many rows in flight as the service bears.
+
+    Engine arguments: `header.NAME`, a further header of every call (a value "env:NAME" or "file:PATH" is read from
+    there); `idempotency_header`, the name of the header that stays the same over a row's attempts, or false for none;
+    `idle_timeout_s`. Nothing is kept in `home`.
+    """
+
+    def __init__(
+        self, model: ModelSpec, home: Path, *, clock: Clock | None = None, jitter: Callable[[], float] = random.random
+    ) -> None:
+        self._model = model
+        self._limits = model.limits
+        self._clock: Clock = clock or SystemClock()
+        arguments = dict(model.engine_args)
+        header = arguments.pop("idempotency_header", IDEMPOTENCY_HEADER)
+        self._composer = Composer(model, str(header) if header else None)
+        self._idle_timeout_s = float(arguments.pop("idle_timeout_s", None) or IDLE_TIMEOUT_S)
+        self._headers = {name[7:]: arguments.pop(name) for name in list(arguments) if name.startswith("header.")}
+        self._refuse_unknown(arguments)
+        self._secrets: list[bytes] = []  # what no reply may repeat into a result file
+        self._session: aiohttp.ClientSession | None = None
+        ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
+        self._pacer = Pacer(
+            self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, _allow_files(ceiling))
+        )
+
+    async def start(self) -> None:
+        """Read the credentials and open the pool of connections; the service itself is not called yet.
+
+        Raises: ModelFailed when a key is missing.
+        """
+        timeout = aiohttp.ClientTimeout(
+            total=self._limits.attempt_timeout_s,
+            connect=self._limits.connect_timeout_s,
+            sock_connect=self._limits.connect_timeout_s,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._common_headers(),
+            timeout=timeout,
+            trust_env=False,
+        )
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        dispatch = Dispatch(
+            self._composer.call, self._send, self._pacer, attempts_max=self._limits.attempts_max, clock=self._clock
+        )
+        await dispatch.run(feed, sink)
+
+    async def stop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def stats(self) -> EngineStats:
+        window = self._pacer.window
+        return EngineStats(window.in_flight, window.limit, self._pacer.note(self._clock.monotonic()))
+
+    def _refuse_unknown(self, arguments: dict[str, str | int | float | bool | None]) -> None:
+        known = "header.NAME, idempotency_header and idle_timeout_s"
+        for name in arguments:
+            raise ModelFailed(f"the http engine has no argument {name!r}: it has {known}", code="unknown_argument")
+        if self._model.python is not None:
+            raise ModelFailed("the http engine runs no interpreter: leave `python` out", code="unknown_argument")
+
+    def _common_headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "User-Agent": f"batchmill/{batchmill.__version__}"}
+        reference = self._model.api_key
+        if reference is None and self._composer.host == OPENAI_HOST:
+            reference = "env:OPENAI_API_KEY"
+        if reference is not None:
+            headers["Authorization"] = f"Bearer {self._reveal(reference)}"
+        for name, value in self._headers.items():
+            text = str(value)
+            headers[name] = self._reveal(text) if text.startswith(("env:", "file:")) else text
+        return headers
+
+    def _reveal(self, reference: str) -> str:
+        key = secrets.resolve(reference).reveal()
+        self._secrets.append(key.encode())
+        return key
+
+    async def _send(self, call: Call) -> Outcome | Fault:
+        """One call and what became of it."""
+        assert self._session is not None, "start() comes first"
+        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
+        try:
+            async with self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False) as response:
+                body = await self._read(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return self._translate(error)
+        request_id = response.headers.get("x-request-id")
+        if body is None:
+            text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
+            return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
+        reply = read_reply(response.status, body)
+        if is_result(reply):
+            return reply.ok(call.row, request_id)
+        for secret in self._secrets:
+            if secret in body:
+                body = body.replace(secret, b"***")
+                reply = read_reply(response.status, body)
+        return judge(reply, response.headers, self._clock.now(), request_id=request_id)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
+        """The whole body, decoded; None when it is too large."""
+        content = response.content
+        size = response.content_length
+        if (
+            content.is_eof()
+            and size is not None
+            and size <= REPLY_BYTES_MAX
+            and "Content-Encoding" not in response.headers
+        ):
+            return await response.read()
+        pieces, total = [], 0
+        async with asyncio.timeout(self._idle_timeout_s) as idle:
+            while piece := await content.readany():
+                total += len(piece)
+                if total > REPLY_BYTES_MAX:
+                    response.close()
+                    return None
+                pieces.append(piece)
+                idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
+        return b"".join(pieces)
+
+    def _translate(self, error: Exception) -> Fault:
+        where = self._composer.address
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                text = f"no connection to {where} within {self._limits.connect_timeout_s:g} s"
+                return Fault(Kind.UNREACHABLE, RowError("connection_failed", text))
+            case aiohttp.ClientConnectorError():
+                return Fault(Kind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
+            case TimeoutError():
+                text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
+                return Fault(Kind.TRANSIENT, RowError("timeout", text))
+            case aiohttp.ServerDisconnectedError():
+                # Most often a kept-alive connection that the service closed at this very moment: try again at once.
+                text = f"{where} closed the connection without a reply"
+                return Fault(Kind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
+            case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
+                return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} broke off: {error}"))
+            case _:
+                text = f"the connection to {where} broke: {error or type(error).__name__}"
+                return Fault(Kind.TRANSIENT, RowError("connection_failed", text))
+
+
+def _allow_files(wanted: int) -> int:
+    """How many connections this process may hold, once it has asked the kernel for as many as are wanted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = wanted + FILES_SPARE
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == unlimited else max(1, soft - FILES_SPARE)

@@ -1,0 +1,107 @@
+"""Rows turned into HTTP calls: address, body, headers. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import hashlib
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import InvalidRow, ModelFailed
+from batchmill.types import ModelSpec, Row
+from batchmill.wire.forms import with_model
+
+OPENAI_URL = "https://api.openai.com/v1"
+ADDRESSES_MAX = 64
+
+
+class Call:
+    """One row on its way to a service, over all of its attempts."""
+
+    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "url")
+
+    def __init__(self, row: Row, url: str, body: bytes, headers: dict[str, str] | None) -> None:
+        self.row = row
+        self.url = url
+        self.body = body
+        self.headers = headers
+        self.attempts = 0  # calls that failed and count
+        self.since = 0.0  # monotonic time of the first one; 0: none was made
+        self.sent_at = 0.0  # monotonic time of the last one
+        self.charged = 0.0  # tokens that the last one was reckoned at
+
+
+class _Head(Struct, gc=False):
+    model: str | None = None
+    stream: bool | None = None
+
+
+_head = msgspec.json.Decoder(_Head)
+
+
+class Composer:
+    """Makes the calls of one model."""
+
+    def __init__(self, model: ModelSpec, idempotency_header: str | None) -> None:
+        self._base = read_base_url(model)
+        self._source = model.source
+        # A row may name the model as batchmill does; the service knows it by its own name.
+        self._own_name = model.name if model.name not in model.adapters else model.source
+        self._idempotency_header = idempotency_header
+        self._addresses: dict[str, str] = {}
+
+    @property
+    def host(self) -> str:
+        return self._base.hostname or ""
+
+    @property
+    def address(self) -> str:
+        """The service, for messages."""
+        return f"{self._base.scheme}://{self._base.netloc}"
+
+    def call(self, row: Row) -> Call:
+        """The call a row asks for.
+
+        Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
+        """
+        request = row.form.request(row)
+        head = _head.decode(request.body)
+        body = request.body
+        if not head.model or (head.model == self._own_name and head.model != self._source):
+            body = with_model(body, self._source)
+        if head.stream:
+            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+        url = self._addresses.get(request.url) or self._join(request.url)
+        key = None if self._idempotency_header is None else getattr(row.lease, "key", None)
+        if key is None:
+            return Call(row, url, body, None)
+        digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
+        return Call(row, url, body, {self._idempotency_header: digest})
+
+    def _join(self, path: str) -> str:
+        """`/v1/chat/completions` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
+        it; one that is a host alone is taken to mean `/v1`."""
+        if not path.startswith("/v1/") or "?" in path or "#" in path or ".." in path:
+            raise InvalidRow(f"`url` is {path!r}, which is no path of an OpenAI-style service", code="invalid_url")
+        base = self._base
+        joined = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1")
+        url = base._replace(path=joined).geturl()
+        if len(self._addresses) < ADDRESSES_MAX:
+            self._addresses[path] = url
+        return url
+
+
+def read_base_url(model: ModelSpec) -> SplitResult:
+    """Raises: ModelFailed for a base URL that is none, or that holds a password."""
+    text = model.base_url or OPENAI_URL
+    try:
+        base = urlsplit(text)
+        is_usable = base.scheme in ("http", "https") and bool(base.hostname) and (base.port is None or base.port > 0)
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ModelFailed(f"base_url {text!r} is no address such as http://127.0.0.1:8000/v1", code="invalid_base_url")
+    if base.username is not None or base.password is not None:
+        raise ModelFailed("base_url holds a user or password: name the key with api_key", code="invalid_base_url")
+    return base._replace(fragment="")

@@ -1,0 +1,288 @@
+"""How fast a service may be called: rows in flight, rates, rests it asked for, and outages.
+
+Owns decisions only: callers tell it what happened and when, and ask whether a further call may go. It never waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from batchmill.engines.retry import REST_MAX_S, Fault, Kind, backoff_s
+from batchmill.types import Limits
+
+IN_FLIGHT_START = 32
+IN_FLIGHT_CEILING = 1024
+BURST_S = 1.0  # calls and tokens saved up while nothing was sent
+ROUND_S = 0.25  # once the start is over, throughput is judged over at least this long
+OUTAGE_FAILURES = 20  # failures in a row, without one reply between them, that mean the service and not the rows
+PROBE_MAX_S = 10.0
+OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
+
+
+class Window:
+    """How many calls may be in flight: the fewest that give the throughput the service has.
+
+    It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
+    tries a quarter more now and then and keeps it where it helps. Refusals and timeouts shrink it, once a round trip.
+    Latency alone decides nothing: that of an LLM depends on how much it was asked to write.
+    """
+
+    def __init__(self, ceiling: int, now: float) -> None:
+        self.ceiling = max(ceiling, 1)
+        self.in_flight = 0
+        self._shrunk_at = -math.inf
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Begin anew, after an outage."""
+        self.limit = min(IN_FLIGHT_START, self.ceiling)
+        self._starting = True
+        self._flat_rounds = 0
+        self._best = 0.0  # replies per second at `_base` in flight
+        self._base = self.limit
+        self._patience = 8  # rounds until the next try at more
+        self._waited = 0
+        self._open_round(now)
+
+    def answered(self, now: float) -> None:
+        """A call brought a reply that says nothing against more of them."""
+        self.in_flight -= 1
+        self._replies += 1
+        if self._starting and self.limit < self.ceiling and self.in_flight * 2 >= self.limit:
+            self.limit += 1
+        if self._replies >= self._round:
+            self._close_round(now)
+
+    def failed(self) -> None:
+        """A call ended without a reply, for a reason that is not load."""
+        self.in_flight -= 1
+
+    def refused(self, sent_at: float, now: float, keep: float = 0.8) -> None:
+        """A call was refused or timed out: shrink to the share `keep`, unless its round trip began before the last."""
+        self.in_flight -= 1
+        if sent_at < self._shrunk_at:
+            return
+        self._shrunk_at = now
+        # What was allowed and not used is no measure of what the service bears.
+        used = min(self.limit, max(self.in_flight + 1, IN_FLIGHT_START))
+        self.limit = max(1, int(used * keep))
+        self._settle(now, 0.0)
+
+    def _open_round(self, now: float) -> None:
+        self._began = now
+        self._replies = 0
+        self._round = self.limit
+
+    def _close_round(self, now: float) -> None:
+        lasted = now - self._began
+        if not self._starting and lasted < ROUND_S:
+            self._round += self.limit
+            return
+        # A window that rows or rates left half empty shows nothing.
+        if lasted > 0 and self.in_flight * 10 >= self._round * 8:
+            self._judge(self._replies / lasted, now)
+        self._open_round(now)
+
+    def _judge(self, rate: float, now: float) -> None:
+        if self._starting:
+            self._flat_rounds = 0 if rate > self._best * 1.1 else self._flat_rounds + 1
+            self._best = max(self._best, rate)
+            if self._flat_rounds >= 2 or self.limit >= self.ceiling:
+                self._settle(now, self._best)
+            return
+        if self.limit > self._base:
+            if rate > self._best * 1.06:
+                self._base, self._best, self._patience, self._waited = self.limit, rate, 8, self._patience
+            else:
+                self.limit = self._base
+                self._patience = min(self._patience * 2, 64)
+        else:
+            self._best = rate if self._best == 0 else 0.7 * self._best + 0.3 * rate
+        self._waited += 1
+        if self._waited >= self._patience and self.limit < self.ceiling:
+            self._waited = 0
+            self.limit = min(self.ceiling, self.limit + max(1, self.limit // 4))
+
+    def _settle(self, now: float, rate: float) -> None:
+        self._starting = False
+        self._base, self._best, self._patience, self._waited = self.limit, rate, 8, 0
+        self._open_round(now)
+
+
+class Bucket:
+    """A rate per minute, with at most a second of it saved up. What is larger than that goes on credit."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._rate = per_minute / 60
+        self._capacity = max(self._rate * BURST_S, 1.0)
+        self._level = self._capacity
+        self._at = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; 0: now."""
+        self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
+        self._at = now
+        return max(0.0, (min(amount, self._capacity) - self._level) / self._rate)
+
+    def take(self, amount: float) -> None:
+        """Use `amount`; a negative one gives back."""
+        self._level = min(self._capacity, self._level - amount)
+
+
+class TokenGuess:
+    """What a call will cost in tokens, before it is made: its bytes, and what calls before it were answered with."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token = 4.0
+        self._output = 64.0
+
+    def tokens(self, size_bytes: int) -> float:
+        return size_bytes / self._bytes_per_token + self._output
+
+    def learn(self, size_bytes: int, input_tokens: int, output_tokens: int) -> None:
+        if input_tokens:
+            self._bytes_per_token += 0.1 * (size_bytes / input_tokens - self._bytes_per_token)
+        self._output += 0.1 * (output_tokens - self._output)
+
+
+class Trouble(Struct, frozen=True):
+    """An outage that has lasted too long to go on."""
+
+    lasted_s: float
+    last: str  # what the last failure said
+    was_up: bool
+
+
+class Outage:
+    """Whether the service is down, as against a row that fails.
+
+    A refused connection tells at once, other failures when many come without one reply between them. While the
+    service is down, one call at a time asks whether it is back, and no row loses an attempt.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.was_up = False
+        self.failures = 0
+        self.last = ""
+        self._since = 0.0
+        self._probes = 0
+
+    def failed(self, fault: Fault, now: float) -> None:
+        if self.failures == 0:
+            self._since = now
+        self.failures += 1
+        self.last = fault.error.message
+        self.is_open = self.is_open or fault.kind is Kind.UNREACHABLE or self.failures >= OUTAGE_FAILURES
+
+    def answered(self) -> None:
+        self.was_up, self.is_open, self.failures, self._probes = True, False, 0, 0
+
+    def probe_in_s(self, jitter: Callable[[], float]) -> float:
+        """Seconds until a call may ask again; called once for each."""
+        self._probes += 1
+        return min(max(0.1, backoff_s(self._probes, jitter)), PROBE_MAX_S)
+
+    def trouble(self, now: float) -> Trouble | None:
+        """Set once patience has run out."""
+        lasted = now - self._since
+        if not self.is_open or lasted < (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S):
+            return None
+        return Trouble(lasted, self.last, self.was_up)
+
+
+class Pacer:
+    """Everything that decides whether a call may go now, for one service in one process."""
+
+    def __init__(self, limits: Limits, now: float, *, jitter: Callable[[], float], ceiling: int) -> None:
+        self.window = Window(ceiling, now)
+        self.outage = Outage()
+        self.guess = TokenGuess()
+        self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
+        self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
+        self._jitter = jitter
+        self._rest_until = -math.inf
+        self._refusals = 0  # rests in a row that the service did not give a length for
+        self._refused_at = -math.inf
+
+    def wait_s(self, size_bytes: int, now: float) -> float:
+        """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first."""
+        window = self.window
+        if window.in_flight >= (1 if self.outage.is_open else window.limit):
+            return math.inf
+        wait = self._rest_until - now
+        if wait > 0:
+            return wait
+        wait = 0.0 if self._requests is None else self._requests.wait_s(1, now)
+        if self._tokens is not None:
+            wait = max(wait, self._tokens.wait_s(self.guess.tokens(size_bytes), now))
+        return wait
+
+    def sent(self, size_bytes: int) -> float:
+        """A call goes out. Returns the tokens it was charged, to be corrected by `answered`."""
+        self.window.in_flight += 1
+        if self._requests is not None:
+            self._requests.take(1)
+        if self._tokens is None:
+            return 0.0
+        charged = self.guess.tokens(size_bytes)
+        self._tokens.take(charged)
+        return charged
+
+    def answered(self, now: float) -> None:
+        """A call brought a reply, be it a refusal of its row."""
+        if self.outage.is_open:
+            self.window.restart(now)
+        self.outage.answered()
+        self._refusals = 0
+        self.window.answered(now)
+
+    def correct(self, size_bytes: int, charged: float, tokens: tuple[int, int]) -> None:
+        """The reply says how many `tokens`, in and out, the call has really cost."""
+        if self._tokens is not None:
+            self._tokens.take(sum(tokens) - charged)
+            self.guess.learn(size_bytes, *tokens)
+
+    def throttled(self, fault: Fault, sent_at: float, now: float) -> None:
+        """The service wants fewer calls: nothing goes for as long as it asks, or for a while that grows."""
+        self.outage.answered()
+        self.window.refused(sent_at, now)
+        if fault.rest_s is not None:
+            rest = min(fault.rest_s, REST_MAX_S)
+            self._rest(now + rest * (1 + 0.1 * self._jitter()))
+        elif sent_at >= self._refused_at:
+            self._refused_at = now
+            self._refusals += 1
+            self._rest(now + backoff_s(self._refusals, self._jitter))
+
+    def failed(self, fault: Fault, sent_at: float, now: float) -> None:
+        """A call brought no reply, or one that says that the service failed."""
+        status = 0 if fault.reply is None else fault.reply.status
+        if status in (503, 504) or fault.error.code == "timeout":
+            self.window.refused(sent_at, now, keep=0.7)
+        else:
+            self.window.failed()
+        self.outage.failed(fault, now)
+        if self.outage.is_open and self.window.in_flight == 0:
+            self._rest(now + self.outage.probe_in_s(self._jitter))
+
+    def retry_in_s(self, attempts: int) -> float:
+        """Seconds until a row whose calls have failed `attempts` times is tried again."""
+        return backoff_s(attempts, self._jitter)
+
+    def idle(self) -> None:
+        """Whatever was in flight has been given up."""
+        self.window.in_flight = 0
+
+    def note(self, now: float) -> str:
+        """Why nothing goes, for people; empty when calls go out."""
+        rest = self._rest_until - now
+        if self.outage.is_open:
+            return f"the service does not answer: {self.outage.last}"
+        return f"the service asked for {math.ceil(rest)} s of rest" if rest > 0 else ""
+
+    def _rest(self, until: float) -> None:
+        self._rest_until = max(self._rest_until, until)
