@@ -22,7 +22,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-DATA = FOLDER / ".data"  # generated inputs, kept; and a folder for each run, removed
+DATA = Path(os.environ.get("BENCHMARK_DATA") or FOLDER / ".data")  # inputs, kept; and a folder for each run, removed
 ENVIRONMENTS = FOLDER / ".venvs"
 BATCHMILL = Path(sys.executable).with_name("batchmill")
 COMMAND_TIMEOUT_S = 3600.0
@@ -180,7 +180,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def work_folder() -> Iterator[Path]:
     """A fresh folder beside the inputs, on the same disk, removed afterwards."""
-    DATA.mkdir(exist_ok=True)
+    DATA.mkdir(parents=True, exist_ok=True)
     path = Path(tempfile.mkdtemp(prefix="run-", dir=DATA))
     try:
         yield path
@@ -193,7 +193,7 @@ def made_input(name: str, write: Callable[[Path], None]) -> Path:
     path = DATA / "inputs" / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"writing {path.relative_to(ROOT)}", flush=True)
+        print(f"writing {path}", flush=True)
         part = path.with_name(name + ".part")
         write(part)
         part.rename(path)

@@ -27,15 +27,15 @@ def write_lines(path: Path, lines: Iterator[bytes]) -> None:
 
 def chat_rows(rows: int, row_bytes: int) -> Path:
     """Chat rows of exactly `row_bytes` bytes, the line end included; nothing in them is shared or repeated."""
-    head = b'{"custom_id":"row-%08d","method":"POST","url":"/v1/chat/completions","body":{"model":"%b","messages":'
-    head += b'[{"role":"user","content":"%b"}],"max_tokens":16}}\n'
+    head = b'{"custom_id":"row-%08d","method":"POST","url":"/v1/chat/completions","body":{"model":"",'
+    head += b'"user":"row-%08d","messages":[{"role":"user","content":"%b"}],"max_tokens":16}}\n'
 
     def lines() -> Iterator[bytes]:
         rng = random.Random(600)
-        text_bytes = row_bytes - len(head % (0, b"", b""))
+        text_bytes = row_bytes - len(head % (0, 0, b""))
         for number in range(rows):
             text = rng.randbytes((text_bytes + 1) // 2).hex()[:text_bytes]
-            yield head % (number, b"", text.encode())
+            yield head % (number, number, text.encode())
 
     return harness.made_input(f"chat-{rows}x{row_bytes}.jsonl", lambda path: write_lines(path, lines()))
 
