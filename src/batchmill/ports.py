@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from batchmill.types import EngineStats, JobOrder, JobView, LedgerReport, Outcome, Row, SegmentRef, Submitted
+
+if TYPE_CHECKING:
+    from batchmill.wire.messages import Start, ToOwner
 
 
 class Feed(Protocol):
@@ -105,3 +110,35 @@ class Jobs(Protocol):
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         """Make the ledger anew from the job's description and its segments."""
+
+
+class WorkerHandle(Protocol):
+    """A worker as its owner sees it. The messages are those of `wire.messages`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send(self, message: Struct) -> None:
+        """Queue a message; never waits, and is quiet when the worker has gone."""
+
+    def messages(self) -> AsyncIterator[ToOwner]:
+        """What the worker says; ends when it has gone."""
+
+    def is_frozen(self) -> bool:
+        """It is stopped by a signal and will say nothing until somebody continues it."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    async def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+
+
+class Executor(Protocol):
+    """Where workers live."""
+
+    async def start(self, start: Start) -> WorkerHandle:
+        """A new worker that has been sent `start`."""
+
+    def sweep(self) -> None:
+        """End the workers that a dead owner left behind."""

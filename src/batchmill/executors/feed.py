@@ -71,7 +71,9 @@ class _Queued(Struct, eq=False):
 class GrantFeed:
     """Rows in the order they were granted. Keeps one grant ahead of the engine, so that it never runs dry."""
 
-    def __init__(self, *, want: Callable[[], None], changed: Callable[[str, InputChanged], None], suspect: Path) -> None:
+    def __init__(
+        self, *, want: Callable[[], None], changed: Callable[[str, InputChanged], None], suspect: Path
+    ) -> None:
         self._want, self._changed = want, changed
         self._queue: deque[_Queued] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()

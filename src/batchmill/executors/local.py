@@ -21,7 +21,11 @@ class LocalWorker:
     """A worker process. `send` never waits; `messages` ends when the process has closed its socket."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid_file: Path
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pid_file: Path,
     ) -> None:
         self._process, self._reader, self._writer, self._pid_file = process, reader, writer, pid_file
 

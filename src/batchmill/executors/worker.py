@@ -28,7 +28,20 @@ from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
 from batchmill.wire import messages
-from batchmill.wire.messages import Ack, Drain, Failed, Grant, Heartbeat, Open, Ready, Record, Released, Revoke, Start, Want
+from batchmill.wire.messages import (
+    Ack,
+    Drain,
+    Failed,
+    Grant,
+    Heartbeat,
+    Open,
+    Ready,
+    Record,
+    Released,
+    Revoke,
+    Start,
+    Want,
+)
 
 HEARTBEAT_S = 0.5
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
@@ -192,7 +205,9 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10)
+            await asyncio.sleep(
+                HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
+            )
             self._send(Heartbeat(self._engine.stats()))
             self._release_revoked()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
+from batchmill.datasets.layout import COST, FOLD, OFFSETS, PREFIX, TARGET
+from batchmill.datasets.plan_keys import LEVEL_BITS, LEVELS
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.part_file import PartFile
 from batchmill.jobs.plan import Arranged, PlanOrder, PlanParts, Progress, TargetPlan
 
 STEP_ROWS = 1024 * 1024
-LEVELS = (128, 256, 512, 1024, 2048, 4096)  # bytes of prompt that each level of a prefix key covers
-LEVEL_BITS = 10  # of the key, the first level highest
 _DEPTH_BYTES = np.array((0, *LEVELS), np.int64)  # levels in common -> bytes in common
 
 
@@ -63,7 +63,7 @@ def _ranked(order: PlanOrder, dataset: Path, parts: PlanParts) -> tuple[list[tup
     labels = sorted(set(order.targets), key=lambda pair: (pair[0], pair[1] is not None, pair[1] or ""))
     if len(labels) >= 2**16 - 1:
         raise LedgerBroken(f"{len(labels)} models and adapters in one job are more than a plan can tell apart")
-    target = _read(dataset / "target.u16", np.uint16, parts.rows)
+    target = _read(dataset / TARGET, np.uint16, parts.rows)
     rejected = np.frombuffer(parts.rejected, np.uint32)
     target[rejected] = 0
     if parts.rows and int(target.max()) >= len(order.targets):
@@ -77,7 +77,7 @@ def _ranked(order: PlanOrder, dataset: Path, parts: PlanParts) -> tuple[list[tup
 
 def _fold(dataset: Path, parts: PlanParts, runs: np.ndarray) -> np.ndarray:
     """Write (follower, leader) pairs for rows with the same key; returns the followers, ascending."""
-    keys = _read(dataset / "fold.u64", np.uint64, 2 * parts.rows).reshape(-1, 2)
+    keys = _read(dataset / FOLD, np.uint64, 2 * parts.rows).reshape(-1, 2)
     numbers = np.flatnonzero(runs & keys.any(axis=1)).astype(np.uint32)
     numbers, high, low = _repeated(keys, numbers)
     del keys
@@ -115,12 +115,12 @@ def _repeated(keys: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _read_columns(order: PlanOrder, dataset: Path, rows: int) -> _Columns:
-    offsets = _read(dataset / "offsets.u64", np.uint64, rows + 1)
+    offsets = _read(dataset / OFFSETS, np.uint64, rows + 1)
     sizes = np.diff(offsets)
     del offsets
     return _Columns(
-        prefix=_read(dataset / "prefix.u64", np.uint64, rows),
-        cost=_read(dataset / "cost.u32", np.uint32, rows),
+        prefix=_read(dataset / PREFIX, np.uint64, rows),
+        cost=_read(dataset / COST, np.uint32, rows),
         bytes=np.minimum(sizes + np.uint64(order.prompt_bytes), 2**32 - 1).astype(np.uint32),
     )
 

@@ -63,7 +63,9 @@ class Ledger:
         exact = [record for record in found if record["id"] == job_id] or found
         if len(exact) == 1:
             return exact[0]
-        why = "is the beginning of several ids; write more of it" if exact else "is unknown; `batchmill jobs` lists them"
+        why = (
+            "is the beginning of several ids; write more of it" if exact else "is unknown; `batchmill jobs` lists them"
+        )
         raise UnknownName(f"the job {job_id!r} {why}", code="unknown_job")
 
     def all_jobs(self) -> Sequence[sa.RowMapping]:
@@ -95,7 +97,7 @@ class Ledger:
         with self._engine.begin() as db:
             db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
 
-    def open_generation(self, job_id: str, generation: int, settled: dict[str, int]) -> None:
+    def open_generation(self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int) -> None:
         """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows)."""
         with self._engine.begin() as db:
             failed = sum(settled.values())
@@ -103,9 +105,10 @@ class Ledger:
                 jobs.update()
                 .where(jobs.c.id == job_id)
                 .values(
-                    generation=generation, state=JobState.QUEUED, rows_failed=failed, finished=None, reason=None, message=""
+                    generation=generation, state=JobState.QUEUED, rows_ok=rows_ok, rows_failed=failed, finished=None,
+                    reason=None, message="",
                 )
-            )
+            )  # fmt: skip
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
             _count_errors(db, job_id, settled, {})
 
@@ -167,7 +170,7 @@ class Ledger:
         found = db.execute(sa.select(shards).where(key)).first()
         if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
             return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
-        fresh = _mask(commit.done)
+        fresh = mask_of(commit.done)
         bitmap = int.from_bytes(found.bitmap, "little")
         n = commit.rows_ok + commit.rows_failed
         if fresh & bitmap or fresh.bit_count() != n or fresh.bit_length() > found.hi - found.lo:
@@ -226,6 +229,16 @@ class Ledger:
         with self._engine.connect() as db:
             return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
 
+    def committed_ends(self, job_id: str, worker: str = "") -> dict[str, int]:
+        """Segment -> where its last committed byte ends, of one worker's segments or of all."""
+        query = (
+            sa.select(commits.c.segment, sa.func.max(commits.c.offset + commits.c.length))
+            .where(commits.c.job == job_id, commits.c.segment.startswith(worker, autoescape=True))
+            .group_by(commits.c.segment)
+        )
+        with self._engine.connect() as db:
+            return dict(db.execute(query).tuples().all())
+
     def forget(self, job_id: str) -> None:
         """Drop everything that was counted for a job: before its ledger is made anew from its segments."""
         with self._engine.begin() as db:
@@ -262,7 +275,7 @@ def open_ledger(path: object) -> Ledger:
     return Ledger(tables.open_database(path))
 
 
-def _mask(runs: bytes) -> int:
+def mask_of(runs: bytes) -> int:
     """Packed positions as a bitmap."""
     mask = 0
     singles: list[int] = []

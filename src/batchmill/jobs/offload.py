@@ -17,21 +17,12 @@ import traceback
 from collections.abc import Callable
 
 import msgspec
-from msgspec import Struct
 
-from batchmill import errors
-from batchmill.errors import BatchmillError, JobPaused
-from batchmill.states import PauseReason
+from batchmill.errors import BatchmillError
+from batchmill.wire.raised import Raised
 
 PROGRESS_S = 0.2
 _ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
-
-
-class _Raised(Struct, frozen=True):
-    kind: str
-    code: str
-    message: str
-    reason: str | None = None
 
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -49,7 +40,7 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
     try:
         process.stdin.write(order)
         process.stdin.close()
-        while head := await process.stdout.read(5):
+        while head := await _read_head(process.stdout):
             kind, length = head[:1], int.from_bytes(head[1:], "little")
             data = await process.stdout.readexactly(length)
             if kind == _PROGRESS:
@@ -58,7 +49,7 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
             await process.wait()
             await words
             if kind == _ERROR:
-                raise _revive(msgspec.json.decode(data, type=_Raised))
+                raise msgspec.json.decode(data, type=Raised).error()
             return data
         await process.wait()
         last = (await words).decode(errors="replace").strip()[-2000:]
@@ -71,11 +62,11 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
         words.cancel()
 
 
-def _revive(raised: _Raised) -> BatchmillError:
-    kind = getattr(errors, raised.kind, BatchmillError)
-    if issubclass(kind, JobPaused):
-        return kind(raised.message, reason=PauseReason(raised.reason) if raised.reason else None)
-    return kind(raised.message, code=raised.code)
+async def _read_head(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.readexactly(5)
+    except asyncio.IncompleteReadError:
+        return b""
 
 
 def _send(kind: bytes, data: bytes) -> None:
@@ -103,12 +94,11 @@ def _main(target: str) -> None:
     try:
         answer = getattr(importlib.import_module(module), name)(sys.stdin.buffer.read(), progress)
     except BatchmillError as error:
-        reason = str(error.reason) if isinstance(error, JobPaused) else None
-        _send(_ERROR, msgspec.json.encode(_Raised(type(error).__name__, error.code, error.message, reason)))
+        _send(_ERROR, msgspec.json.encode(Raised.of(error)))
     except Exception as error:  # our own bug in a child: the parent must be told what it was
         traceback.print_exc()
         message = f"{target}: {type(error).__name__}: {error}"
-        _send(_ERROR, msgspec.json.encode(_Raised("BatchmillError", "internal_error", message)))
+        _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))
     else:
         _send(_ANSWER, answer)
 

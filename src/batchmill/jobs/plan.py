@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.layout import REJECTED
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.part_file import PartFile, remove_files
@@ -125,20 +126,42 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress) -> Pla
         files = {FOLLOWERS: followers.publish()}
         if arranged.permuted:
             files[ORDER] = positions.publish()
-    shards = list(_shards(arranged.targets, order.shard_rows))
+    plan = _write(home, seal.rows, arranged, order.shard_rows, files, rejected=len(rejected))
+    progress(1.0)
+    return plan
+
+
+def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
+    """Plan the rows of an earlier plan once more whose number is `wanted`, in the order they had; nobody follows."""
+    kept: dict[int, int] = {}  # model -> rows
+    with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
+        for shard in earlier.shards():
+            numbers = array("I", filter(wanted, earlier.row_numbers(shard.lo, shard.hi)))
+            kept[shard.model] = kept.get(shard.model, 0) + len(numbers)
+            positions.write(numbers.tobytes())
+        files = {ORDER: positions.publish(), FOLLOWERS: followers.publish()}
+    targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]
+    arranged = Arranged(targets=targets, followers=0, permuted=True)
+    return _write(home, earlier.plan.rows, arranged, shard_rows, files)
+
+
+def _write(
+    home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[int], files: dict[str, str], rejected: int = 0
+) -> Plan:
+    """Cut the arranged rows into shards and write `plan.json`, last of all."""
+    shards = list(_shards(arranged.targets, shard_rows))
     with PartFile(home / SHARDS, 0o600) as file:
         for shard in shards:
             file.write(array("Q", (shard.lo, shard.hi, shard.model)).tobytes())
-        files[SHARDS] = file.publish()
+        files = {**files, SHARDS: file.publish()}
     plan = Plan(
-        rows=seal.rows, leaders=leaders, followers=arranged.followers, rejected=len(rejected),
-        permuted=arranged.permuted, shards=len(shards), targets=arranged.targets, files=files,
+        rows=rows, leaders=sum(target.rows for target in arranged.targets), followers=arranged.followers,
+        rejected=rejected, permuted=arranged.permuted, shards=len(shards), targets=arranged.targets, files=files,
     )  # fmt: skip
     plan = msgspec.structs.replace(plan, sha256=_digest(plan))
     with PartFile(home / PLAN, 0o600) as file:
         file.write(msgspec.json.encode(plan))
         file.publish()
-    progress(1.0)
     return plan
 
 
@@ -161,7 +184,7 @@ class Rejected(Struct, frozen=True, gc=False):
 def iter_rejected(dataset: Path) -> Iterator[Rejected]:
     """The rows that validation refused, in row order."""
     decode = msgspec.json.Decoder(Rejected).decode
-    with open(dataset / "rejected.jsonl", "rb") as file:
+    with open(dataset / REJECTED, "rb") as file:
         for line in file:
             yield decode(line)
 

@@ -1,0 +1,190 @@
+"""The composition root: a data directory is opened here, as its owner or as a guest of the process that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from batchmill.config import Config
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import InvalidConfig
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.control import ControlClient, OwnerGone, serve
+from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.service import JobService
+from batchmill.ports import Jobs
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+
+DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
+TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
+TAKEOVER_TRIES = 300
+
+
+class Owner:
+    """This process owns the data directory."""
+
+    def __init__(self, data_dir: Path, lock: int) -> None:
+        self._data_dir, self._lock = data_dir, lock
+        self.jobs: JobService | None = None
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        executor = LocalExecutor(self._data_dir / "workers")
+        executor.sweep()
+        ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
+        self.jobs = JobService(self._data_dir, ledger, executor, SystemClock())
+        await self.jobs.recover()
+        self._server = await serve(self.jobs, self._data_dir / SOCKET)
+
+    async def close(self, *, at_once: bool) -> None:
+        """Pause what runs; guests notice and one of them takes over."""
+        try:
+            if self._server is not None:
+                self._server.close()
+            if self.jobs is not None:
+                await self.jobs.close(at_once=at_once)
+        finally:
+            (self._data_dir / SOCKET).unlink(missing_ok=True)
+            os.close(self._lock)
+
+
+class OpenJobs:
+    """`ports.Jobs` that outlives owners: when the one it speaks to ends, it becomes the owner itself and goes on."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._owner: Owner | None = None
+        self._client = ControlClient(data_dir / SOCKET)
+        self._opening = asyncio.Lock()
+
+    @property
+    def is_owner(self) -> bool:
+        return self._owner is not None
+
+    async def _jobs(self) -> Jobs:
+        """The service of this process, or the client of the owner's."""
+        async with self._opening:
+            for _ in range(TAKEOVER_TRIES):
+                if self._owner is not None:
+                    assert self._owner.jobs is not None
+                    return self._owner.jobs
+                lock = _try_lock(self._data_dir)
+                if lock is not None:
+                    owner = Owner(self._data_dir, lock)
+                    self._owner = owner
+                    await owner.open()
+                    continue
+                with contextlib.suppress(OwnerGone):
+                    await self._client.check()
+                    return self._client
+                await asyncio.sleep(TAKEOVER_S)
+        raise InvalidConfig(
+            f"{self._data_dir} is locked by a process that does not answer on its control socket; end that process"
+        )
+
+    async def _ask(self, verb: str, *args: object):
+        while True:
+            jobs = await self._jobs()
+            with contextlib.suppress(OwnerGone):
+                return await getattr(jobs, verb)(*args)
+
+    async def submit(self, order: JobOrder) -> Submitted:
+        return await self._ask("submit", order)
+
+    async def list(self) -> list[JobView]:
+        return await self._ask("list")
+
+    async def show(self, job_id: str) -> JobView:
+        return await self._ask("show", job_id)
+
+    async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
+        while True:
+            jobs = await self._jobs()
+            if isinstance(jobs, JobService):
+                view = await jobs.show(job_id)
+                if _was_interrupted(view):
+                    await jobs.resume(job_id)  # its owner ended and this process took over
+            try:
+                async for view in jobs.watch(job_id, interval_s):
+                    if not isinstance(jobs, JobService) and _was_interrupted(view):
+                        break  # the owner is ending and has paused its jobs
+                    yield view
+                else:
+                    return
+            except OwnerGone:
+                continue
+            await asyncio.sleep(TAKEOVER_S)
+
+    async def pause(self, job_id: str) -> JobView:
+        return await self._ask("pause", job_id)
+
+    async def resume(self, job_id: str) -> JobView:
+        return await self._ask("resume", job_id)
+
+    async def cancel(self, job_id: str) -> JobView:
+        return await self._ask("cancel", job_id)
+
+    async def retry(self, job_id: str) -> JobView:
+        return await self._ask("retry", job_id)
+
+    async def verify(self, job_id: str) -> LedgerReport:
+        return await self._ask("verify", job_id)
+
+    async def rebuild(self, job_id: str) -> LedgerReport:
+        return await self._ask("rebuild", job_id)
+
+    async def close(self, *, at_once: bool) -> None:
+        if self._owner is not None:
+            await self._owner.close(at_once=at_once)
+
+
+def _was_interrupted(view: JobView) -> bool:
+    return view.state == JobState.PAUSED and view.reason == PauseReason.INTERRUPTED
+
+
+@contextlib.asynccontextmanager
+async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
+    """The jobs of a data directory. Leaving it pauses what this process runs; leaving it by cancellation, at once.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    _prepare_data_dir(config.data_dir)
+    jobs = OpenJobs(config.data_dir)
+    at_once = False
+    try:
+        yield jobs
+    except asyncio.CancelledError:
+        at_once = True
+        raise
+    finally:
+        await jobs.close(at_once=at_once)
+
+
+def _prepare_data_dir(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = data_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InvalidConfig(
+            f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
+        ) from None
+
+
+def _try_lock(data_dir: Path) -> int | None:
+    """The owner's lock, held until its descriptor is closed; None while another process holds it."""
+    fd = os.open(data_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd

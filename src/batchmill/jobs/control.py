@@ -1,0 +1,187 @@
+"""The owner's control socket: other commands reach its JobService through it, with the same promises.
+
+A call is one message; its replies are one message, or for `watch` one a view and then `End`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError
+from batchmill.ports import Jobs
+from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.wire import messages
+from batchmill.wire.raised import Raised
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    order: JobOrder
+
+
+class ListJobs(Struct, frozen=True, tag="list"):
+    pass
+
+
+class Ask(Struct, frozen=True, tag="ask"):
+    verb: str  # show, pause, resume, cancel, retry, verify, rebuild
+    job: str
+
+
+class Watch(Struct, frozen=True, tag="watch"):
+    job: str
+    interval_s: float
+
+
+class Viewed(Struct, frozen=True, tag="viewed"):
+    view: JobView
+
+
+class Listed(Struct, frozen=True, tag="listed"):
+    views: list[JobView]
+
+
+class Taken(Struct, frozen=True, tag="taken"):
+    submitted: Submitted
+
+
+class Audited(Struct, frozen=True, tag="audited"):
+    report: LedgerReport
+
+
+class End(Struct, frozen=True, tag="end"):
+    pass
+
+
+_call = msgspec.msgpack.Decoder(Submit | ListJobs | Ask | Watch)
+_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | End | Raised)
+VERBS = {"show", "pause", "resume", "cancel", "retry", "verify", "rebuild"}
+
+
+class OwnerGone(ConnectionError):
+    """The process that owned the data directory has ended."""
+
+
+async def serve(jobs: Jobs, path: Path) -> asyncio.Server:
+    """Answer calls on the socket at `path`, which only this user may open."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while (data := await messages.read(reader)) is not None:
+                try:
+                    async for reply in _replies(jobs, _call.decode(data)):
+                        writer.write(messages.pack(reply))
+                        await writer.drain()
+                except BatchmillError as error:
+                    writer.write(messages.pack(Raised.of(error)))
+                await writer.drain()
+        writer.close()
+
+    path.unlink(missing_ok=True)
+    with _short(path) as name:
+        server = await asyncio.start_unix_server(answer, name, limit=2**20)
+    os.chmod(path, 0o600)
+    return server
+
+
+async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIterator[Struct]:
+    match call:
+        case Submit(order):
+            yield Taken(await jobs.submit(order))
+        case ListJobs():
+            yield Listed(await jobs.list())
+        case Watch(job, interval_s):
+            async for view in jobs.watch(job, interval_s):
+                yield Viewed(view)
+            yield End()
+        case Ask(verb, job):
+            assert verb in VERBS, verb
+            found = await getattr(jobs, verb)(job)
+            yield Audited(found) if isinstance(found, LedgerReport) else Viewed(found)
+
+
+class ControlClient:
+    """`ports.Jobs` through the socket of another process. Raises OwnerGone when that process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def check(self) -> None:
+        """Raises OwnerGone when nobody listens."""
+        _, writer = await self._connect()
+        writer.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            with _short(self._path) as name:
+                return await asyncio.open_unix_connection(name, limit=2**20)
+        except (FileNotFoundError, ConnectionError) as error:
+            raise OwnerGone(str(self._path)) from error
+
+    async def _talk(self, call: Struct) -> AsyncIterator[Any]:
+        reader, writer = await self._connect()
+        try:
+            writer.write(messages.pack(call))
+            while (data := await messages.read(reader)) is not None:
+                reply = _reply.decode(data)
+                if isinstance(reply, Raised):
+                    raise reply.error()
+                yield reply
+            raise OwnerGone(str(self._path))
+        finally:
+            writer.close()
+
+    async def _ask(self, call: Struct) -> Any:
+        async with contextlib.aclosing(self._talk(call)) as replies:
+            return await anext(replies)
+
+    async def submit(self, order: JobOrder) -> Submitted:
+        return (await self._ask(Submit(order))).submitted
+
+    async def list(self) -> list[JobView]:
+        return (await self._ask(ListJobs())).views
+
+    async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
+        async with contextlib.aclosing(self._talk(Watch(job_id, interval_s))) as replies:
+            async for reply in replies:
+                if isinstance(reply, End):
+                    return
+                yield reply.view
+
+    async def show(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("show", job_id))).view
+
+    async def pause(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("pause", job_id))).view
+
+    async def resume(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("resume", job_id))).view
+
+    async def cancel(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("cancel", job_id))).view
+
+    async def retry(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("retry", job_id))).view
+
+    async def verify(self, job_id: str) -> LedgerReport:
+        return (await self._ask(Ask("verify", job_id))).report
+
+    async def rebuild(self, job_id: str) -> LedgerReport:
+        return (await self._ask(Ask("rebuild", job_id))).report
+
+
+@contextlib.contextmanager
+def _short(path: Path):
+    """A name for a socket in a folder of any depth: the kernel takes at most 107 bytes."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,252 @@
+"""One job on its way from its description to its results; every stop on the way is in the ledger first."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, JobPaused
+from batchmill.jobs import recovery, retry
+from batchmill.jobs.commits import Books
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.offload import offload
+from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.preparation import Prepared, PrepareOrder, listed
+from batchmill.jobs.publishing import Publishing
+from batchmill.jobs.views import add_run
+from batchmill.ports import Clock
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobSpec, JobView
+
+
+class Drive:
+    def __init__(self, spec: JobSpec, data_dir: Path, books: Books, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.spec, self.files = spec, JobFiles(data_dir, spec.id)
+        self._books, self._dispatcher, self._clock = books, dispatcher, clock
+        self.task: asyncio.Task[None] | None = None
+        self._run: JobRun | None = None
+        self._progress: float | None = None
+        self._stop: BatchmillError | None = None  # asked to pause before the run began
+        self._cancelled = False
+        self._child: asyncio.Task[bytes] | None = None
+        self._began = clock.monotonic()
+        self._elapsed_s = 0.0
+
+    # -- what others ask ----------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Pause because the owner ends."""
+        self._halt(JobPaused("interrupted; run the same command again, or resume it", reason=PauseReason.INTERRUPTED))
+
+    async def pause(self, reason: PauseReason, message: str) -> None:
+        self._halt(JobPaused(message, reason=reason))
+        await self._wait()
+
+    async def cancel(self) -> None:
+        self._cancelled = True
+        if self._run is not None:
+            self._run.cancel()
+        elif self._child is not None:
+            self._child.cancel()
+        await self._wait()
+
+    def _halt(self, error: BatchmillError) -> None:
+        self._stop = self._stop or error
+        if self._run is not None:
+            self._run.pause(error)
+        elif self._child is not None:
+            self._child.cancel()
+
+    async def _wait(self) -> None:
+        if self.task is not None:
+            await asyncio.wait({self.task})
+
+    def add_to(self, view: JobView) -> JobView:
+        """The view of this job with what only its drive knows."""
+        view = msgspec.structs.replace(view, progress=self._progress)
+        stats = [worker.stats for worker in self._dispatcher.workers_of(self.spec.models)]
+        if self._run is None:
+            notes = list(dict.fromkeys(each.note for each in stats if each.note))
+            return msgspec.structs.replace(view, notes=notes)
+        return add_run(view, self._run, stats, self._clock.monotonic() - self._began)
+
+    # -- the way ------------------------------------------------------------------------------------------------------
+
+    async def reopen(self) -> None:
+        """A paused job goes on where it was."""
+        planned = (self.files.plan(0) / "plan.json").exists()
+        await self._move(JobState.QUEUED if planned else JobState.VALIDATING, reason=None, message="")
+
+    async def run(self) -> None:
+        """Take the job as far as it goes."""
+        self._dispatcher.reserve(self.spec.id, self.spec.models)
+        at_once = False
+        try:
+            await self._go()
+        except JobPaused as error:
+            at_once = error.reason in (PauseReason.INTERRUPTED, PauseReason.ASKED)
+            await self._rest(error.reason, error.message)
+        except asyncio.CancelledError:
+            at_once = True
+            raise
+        except InvalidInput as error:
+            await self._refuse(error.code, error.message)
+        except BatchmillError as error:
+            await self._rest(PauseReason.ENGINE_FAILED, error.message)
+        finally:
+            await self._dispatcher.unreserve(self.spec.id, at_once=at_once and self._run is None)
+
+    async def _go(self) -> None:
+        record = await self._call(self._ledger.job, self.spec.id)
+        if record["state"] == JobState.VALIDATING and not await self._prepare():
+            return
+        if record["started"] is None:
+            await self._call(self._ledger.note, self.spec.id, started=self._clock.now())
+        plan = PlanReader(self.files.plan(record["generation"]))
+        try:
+            run = JobRun(self.spec, record["generation"], plan, files=self.files, clock=self._clock)
+            await self._work(run, record["cost"] or 0.0)
+        finally:
+            plan.close()
+
+    async def _prepare(self) -> bool:
+        """Seal and plan. False when the dataset was refused or the job cancelled meanwhile."""
+        self._raise_if_stopped()
+        order = PrepareOrder(self.spec, str(self.files.dataset), str(self.files.plan(0)))
+        work = offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(order), self._show)
+        answer = await self._offloaded(work)
+        if answer is None:
+            await self._move(JobState.CANCELLED, finished=self._clock.now())
+            return False
+        prepared = msgspec.json.decode(answer, type=Prepared)
+        report = prepared.report
+        problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
+        if prepared.plan is None:
+            text = f"{report.problems_total} problems were found in {report.seal.rows} rows; no row was run"
+            await self._move(
+                JobState.FAILED, reason="invalid_dataset", message=text, rows=report.seal.rows,
+                finished=self._clock.now(), **problems,
+            )  # fmt: skip
+            return False
+        await self._move(JobState.PLANNING)
+        plan = prepared.plan
+        await self._move(
+            JobState.QUEUED, rows=plan.rows, rows_rejected=plan.rejected, rows_folded=plan.followers, **problems
+        )
+        return True
+
+    async def _offloaded(self, work) -> bytes | None:
+        """The answer of a child; None when the job was cancelled meanwhile. Raises JobPaused when it was to pause."""
+        self._child = asyncio.create_task(work)
+        try:
+            return await self._child
+        except asyncio.CancelledError:
+            self._raise_if_stopped()
+            if self._cancelled:
+                return None
+            raise
+        finally:
+            self._child = None
+            self._progress = None
+
+    async def _work(self, run: JobRun, spent: float) -> None:
+        """Run every row that is undone, then write the results."""
+        self._raise_if_stopped()
+        run.cost = spent
+        adopted = await self._call(recovery.adopt, self._ledger, self.spec, run.generation, run.plan, self.files)
+        run.cost += sum(cost or 0.0 for _, cost in adopted)
+        done = await self._call(self._ledger.progress, self.spec.id, run.generation)
+        run.load(done)
+        await self._move(JobState.RUNNING)
+        self._began = self._clock.monotonic()
+        publishing = Publishing(self.spec, self.files)
+        if not done and run.generation == 0:
+            publishing.follow(run)
+        self._run = run
+        if self._cancelled:
+            run.cancel()
+        run.check_budget()
+        self._dispatcher.add(run)
+        try:
+            ending = await asyncio.shield(run.ended)
+        except BaseException:
+            await publishing.abandon()
+            raise
+        finally:
+            await self._dispatcher.remove(run)
+            await self._keep_time()
+            self._run = None
+        if ending.cancelled:
+            await publishing.abandon()
+        await self._move(JobState.CANCELLING if ending.cancelled else JobState.FINALIZING)
+        await self._publish(publishing, cancelled=ending.cancelled)
+
+    async def _keep_time(self) -> None:
+        spent = self._clock.monotonic() - self._began
+        record = await self._call(self._ledger.job, self.spec.id)
+        await self._call(self._ledger.note, self.spec.id, elapsed_s=record["elapsed_s"] + spent)
+
+    async def _publish(self, publishing: Publishing, *, cancelled: bool) -> None:
+        """Write the results of a job that is finalizing or being cancelled, and end it."""
+        blocks = await self._call(self._ledger.committed, self.spec.id)
+        manifest = await publishing.finish(blocks, cancelled=cancelled, progress=self._show)
+        await self._call(self._ledger.set_errors, self.spec.id, manifest.causes)
+        await self._move(
+            JobState.CANCELLED if cancelled else JobState.COMPLETED,
+            rows_ok=manifest.ok, rows_failed=manifest.failed, finished=self._clock.now(), output=manifest.output.path,
+            errors_output=None if manifest.errors is None else manifest.errors.path,
+        )  # fmt: skip
+
+    async def cancel_paused(self) -> None:
+        """Cancel a job that nobody runs: its finished rows become its results."""
+        await self._move(JobState.CANCELLING, reason=None, message="")
+        if not (self.files.plan(0) / "plan.json").exists():
+            await self._move(JobState.CANCELLED, finished=self._clock.now())
+            return
+        record = await self._call(self._ledger.job, self.spec.id)
+        plan = PlanReader(self.files.plan(record["generation"]))
+        try:
+            await self._call(recovery.adopt, self._ledger, self.spec, record["generation"], plan, self.files)
+        finally:
+            plan.close()
+        await self._publish(Publishing(self.spec, self.files), cancelled=True)
+
+    async def open_retry(self) -> None:
+        """Open a generation over the rows that failed. Raises: InvalidTransition when none may be run again."""
+        record = await self._call(self._ledger.job, self.spec.id)
+        blocks = await self._call(self._ledger.committed, self.spec.id)
+        generation = record["generation"] + 1
+        opened = await asyncio.to_thread(retry.plan_failed, self.spec, self.files, blocks, generation)
+        if opened.rows == 0:
+            raise InvalidTransition(f"the job {self.spec.id} has no failed rows that could be run again")
+        await self._call(self._ledger.open_generation, self.spec.id, generation, opened.settled, opened.rows_ok)
+
+    # -- the ledger ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _ledger(self):
+        return self._books.ledger
+
+    @property
+    def _call(self):
+        return self._books.call
+
+    async def _move(self, state: JobState, **fields: object) -> None:
+        await self._call(self._ledger.move, self.spec.id, state, **fields)
+
+    def _show(self, share: float) -> None:
+        self._progress = share
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+    async def _rest(self, reason: PauseReason, message: str) -> None:
+        await self._move(JobState.PAUSED, reason=reason, message=message)
+
+    async def _refuse(self, code: str, message: str) -> None:
+        await self._move(JobState.FAILED, reason=code, message=message, finished=self._clock.now())

@@ -1,0 +1,48 @@
+"""Where a job keeps its files below the data directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from batchmill.store.segments import sync_folder
+from batchmill.types import JobSpec
+
+
+class JobFiles:
+    def __init__(self, data_dir: Path, job_id: str) -> None:
+        self.home = data_dir / "jobs" / job_id
+
+    @property
+    def spec(self) -> Path:
+        return self.home / "job.json"
+
+    @property
+    def dataset(self) -> Path:
+        return self.home / "dataset"
+
+    @property
+    def segments(self) -> Path:
+        return self.home / "segments"
+
+    def plan(self, generation: int) -> Path:
+        """The plan of a generation: the first runs every row, a later one those that failed."""
+        return self.home / f"plan-{generation}"
+
+    def write_spec(self, spec: JobSpec) -> None:
+        """Make the folders and describe the job in them, durably."""
+        for folder in (self.dataset, self.segments, self.plan(0)):
+            folder.mkdir(parents=True, exist_ok=True)
+        part = self.spec.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(spec))
+        part.rename(self.spec)
+        sync_folder(self.home)
+
+    def read_spec(self) -> JobSpec:
+        return read_spec(self.spec.read_bytes())
+
+
+def read_spec(data: bytes) -> JobSpec:
+    """A job's description as it was written."""
+    return msgspec.json.decode(data, type=JobSpec)

@@ -1,0 +1,161 @@
+"""A job while it runs: which shards are ready, held and done. Memory only: the ledger is the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from batchmill.errors import JobPaused
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.ledger import Standing, undone
+from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.rates import Rates
+from batchmill.ports import Clock
+from batchmill.states import PauseReason
+from batchmill.types import Commit, JobSpec, Shard
+from batchmill.wire import messages
+from batchmill.wire.messages import Grant
+
+CRASHES_MAX = 3  # workers that may die on one row before it is given up
+
+
+class Ending(Struct, frozen=True):
+    """How a run ended when it was not paused."""
+
+    cancelled: bool = False
+
+
+class _Held(Struct):
+    shard: Shard
+    worker: str
+    epoch: int
+
+
+class JobRun:
+    def __init__(self, spec: JobSpec, generation: int, plan: PlanReader, *, files: JobFiles, clock: Clock) -> None:
+        self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
+        self.rates = Rates(clock)
+        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.counted_hooks: list[Callable[[Commit], None]] = []
+        self._shards: dict[int, Shard] = {}
+        self._ready: dict[int, deque[Shard]] = {model: deque() for model in range(len(spec.models))}
+        self._held: dict[int, _Held] = {}
+        self._done: dict[int, int] = {}
+        self._deaths: dict[int, int] = {}  # shard -> workers that died on it since its last commit
+        self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
+        self.rows_left = plan.leaders
+        self.cost = 0.0
+        self.rates.start()
+
+    def load(self, done: dict[int, int]) -> None:
+        """Make the shards ready, given how many rows of each are done."""
+        for shard in self.plan.shards():
+            rows = shard.hi - shard.lo
+            finished = done.get(shard.number, 0)
+            self.rows_left -= finished
+            if finished < rows:
+                self._shards[shard.number] = shard
+                self._done[shard.number] = finished
+                self._ready[shard.model].append(shard)
+        self._end_if_complete()
+
+    # -- giving out ---------------------------------------------------------------------------------------------------
+
+    def has_ready(self, model: int) -> bool:
+        return not self.ended.done() and bool(self._ready[model])
+
+    def rows_held(self, model: int) -> int:
+        held = [held.shard for held in self._held.values() if held.shard.model == model]
+        return sum(shard.hi - shard.lo - self._done[shard.number] for shard in held)
+
+    def pop(self, model: int, worker: str) -> Shard:
+        """The next shard of a model, now in this worker's hands."""
+        shard = self._ready[model].popleft()
+        self._held[shard.number] = _Held(shard, worker, 0)
+        return shard
+
+    def grant(self, shard: Shard, standing: Standing) -> Grant:
+        """The message that hands over what is undone of a shard."""
+        self._held[shard.number].epoch = standing.lease.epoch
+        left = undone(standing.bitmap, shard.hi - shard.lo)
+        numbers = self.plan.row_numbers(shard.lo, shard.hi)
+        careful = self._is_careful(shard)
+        base = {"lease": standing.lease, "seq": standing.seq, "base": shard.lo, "careful": careful}
+        if isinstance(left, range) and isinstance(numbers, range) and not careful:
+            return Grant(n=len(left), position=shard.lo, row=numbers.start, **base)
+        pairs = [(shard.lo + i, numbers[i]) for i in left]
+        given_up = [p for p, _ in pairs if self._row_deaths.get(p, 0) >= CRASHES_MAX - 1]
+        return messages.replace_rows(Grant(n=0, condemned=given_up, **base), pairs)
+
+    def _is_careful(self, shard: Shard) -> bool:
+        """One row at a time after a death: at once for user code, which shares the worker's process; else after three."""
+        engine = self.spec.models[shard.model].engine
+        return self._deaths.get(shard.number, 0) >= (1 if engine == "function" else CRASHES_MAX)
+
+    # -- taking back --------------------------------------------------------------------------------------------------
+
+    def counted(self, commit: Commit) -> None:
+        """The ledger has counted these rows."""
+        number = commit.lease.shard
+        rows = commit.rows_ok + commit.rows_failed
+        self.rows_left -= rows
+        self.rates.add(rows, commit.usage)
+        for hook in self.counted_hooks:
+            hook(commit)
+        shard = self._shards.get(number)
+        if shard is None:
+            return
+        self._done[number] += rows
+        held = self._held.get(number)
+        if self._done[number] == shard.hi - shard.lo:
+            self._held.pop(number, None)
+            if held is None:
+                self._ready[shard.model].remove(shard)
+            del self._shards[number], self._done[number]
+            self._deaths.pop(number, None)
+        self._end_if_complete()
+
+    def held_by(self, worker: str) -> list[Shard]:
+        return [held.shard for held in self._held.values() if held.worker == worker]
+
+    def put_back(self, shard: Shard, *, died: bool) -> None:
+        """A shard whose holder has gone goes first again."""
+        if self._held.pop(shard.number, None) is None:
+            return
+        if died:
+            self._deaths[shard.number] = self._deaths.get(shard.number, 0) + 1
+        self._ready[shard.model].appendleft(shard)
+
+    def suspect(self, position: int) -> None:
+        """A worker died while this row ran alone."""
+        self._row_deaths[position] = self._row_deaths.get(position, 0) + 1
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def pause(self, error: Exception) -> None:
+        """End the run with the reason; what is in flight may still be counted."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def cancel(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(Ending(cancelled=True))
+
+    def check_budget(self) -> None:
+        """Pause when what was spent has reached the budget."""
+        budget = self.spec.policy.budget
+        if budget is not None and self.cost >= budget and self.rows_left:
+            text = f"the budget of {budget:.2f} USD is spent ({self.cost:.4f} USD); resume with a larger --budget"
+            self.pause(JobPaused(text, reason=PauseReason.BUDGET))
+
+    def _end_if_complete(self) -> None:
+        if self.rows_left == 0 and not self.ended.done():
+            self.ended.set_result(Ending())
+
+    @property
+    def models_left(self) -> Sequence[int]:
+        """Numbers of the models that still have rows to run."""
+        return sorted({shard.model for shard in self._shards.values()})

@@ -1,0 +1,141 @@
+"""From what a caller asks for to a job's description: its form, its identity, and whether it is known already."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill.datasets import formats, sealing, sources
+from batchmill.errors import InvalidInput
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.results import check_output
+from batchmill.models import functions
+from batchmill.types import JobOrder, JobSpec, ModelSpec, Seal
+from batchmill.wire import templates
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+
+PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
+
+
+def describe(order: JobOrder, now: float) -> JobSpec:
+    """The job that an order asks for, under a new id. Raises: InvalidInput when it cannot be run as it is."""
+    if not order.models:
+        raise InvalidInput("a job needs a model: name one with --model", code="no_model")
+    detected = formats.detect(order.dataset)
+    job_id = f"job_{secrets.token_hex(10)}"
+    form = _form(order, detected.format, job_id)
+    if order.output is not None:
+        check_output(order.output, detected.format)
+        if order.output in order.dataset.paths:
+            raise InvalidInput(
+                f"{order.output} is the input: results cannot be written over it", code="output_is_input"
+            )
+    return JobSpec(
+        id=job_id,
+        dataset=order.dataset,
+        models=order.models,
+        form=form,
+        policy=order.policy,
+        output=order.output,
+        identity=identity(order, form),
+        code={model.name: functions.digest(model.source) for model in order.models if model.engine == "function"},
+        created=now,
+    )
+
+
+def _form(order: JobOrder, format_: str, job_id: str) -> Form:
+    mapped = {"--prompt": order.prompt, "--system": order.system, "--url": order.url, "--param": order.params or None}
+    given = [flag for flag, value in mapped.items() if value is not None]
+    if format_ == "openai":
+        if given:
+            raise InvalidInput(
+                f"{given[0]} makes requests from the columns of a table, but {order.dataset.paths[0]} holds OpenAI batch "
+                "rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
+                code="prompt_without_table",
+            )
+        return OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
+    calls = [model.name for model in order.models if model.engine != "function"]
+    if order.prompt is None:
+        if given:
+            raise InvalidInput(f"{given[0]} has no effect without --prompt", code="missing_prompt")
+        if calls:
+            raise InvalidInput(
+                f"{order.dataset.paths[0]} is a table: say how a row becomes a request to {calls[0]!r} with --prompt "
+                '"… {column} …"',
+                code="missing_prompt",
+            )
+        return TableForm()
+    if not calls:
+        raise InvalidInput(
+            "--prompt is for language models: a function takes the columns by name", code="needless_prompt"
+        )
+    url = order.url or CHAT
+    if url not in PROMPT_URLS:
+        raise InvalidInput(f"--prompt cannot fill {url!r}: use one of {', '.join(PROMPT_URLS)}", code="invalid_url")
+    if order.system is not None and url not in (CHAT, RESPONSES):
+        raise InvalidInput(f"{url} knows no system prompt: put the text into --prompt", code="invalid_url")
+    for text in (order.prompt, order.system):
+        templates.parse(text or "")
+    return TableForm(prompt=order.prompt, system=order.system, url=url, params=order.params)
+
+
+def identity(order: JobOrder, form: Form) -> str:
+    """sha256 of what a job computes and where to, but for the bytes of its input and its code: not workers, limits, prices."""
+    if isinstance(form, OpenAIForm):
+        form = OpenAIForm()
+    what = {
+        "form": form,
+        "format": order.dataset.format,
+        "models": [_computed(model) for model in order.models],
+        "dedupe": order.policy.dedupe,
+        "output": order.output,
+    }
+    return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
+
+
+def _computed(model: ModelSpec) -> list[object]:
+    return [model.name, model.engine, model.source, model.adapters, model.base_url]
+
+
+def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:
+    """The same description as another job's: when an order turns out to be that job."""
+    form = spec.form
+    if isinstance(form, OpenAIForm):
+        form = OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
+    return msgspec.structs.replace(spec, id=job_id, form=form)
+
+
+def same_input(spec: JobSpec, files: JobFiles) -> bool:
+    """Whether the files an order names are, to the byte, those of an earlier job."""
+    try:
+        sealed = msgspec.json.decode((files.dataset / "seal.json").read_bytes(), type=Seal)
+    except FileNotFoundError:
+        return files.read_spec().dataset.paths == spec.dataset.paths  # it was never read to its end: read it again
+    if [file.path for file in sealed.sources] == spec.dataset.paths and all(map(sources.unchanged, sealed.sources)):
+        return True
+    sizes = [file.size_bytes for file in sealed.sources]
+    if [os.stat(path).st_size for path in spec.dataset.paths] != sizes:
+        return False
+    return sealing.digest(spec.dataset.paths) == sealed.sha256
+
+
+def refuse_if_taken(spec: JobSpec, active: list[sa.RowMapping], *, overwrite: bool) -> None:
+    """Two jobs never write to one file, and a file that is there is not written over unasked."""
+    if spec.output is None:
+        return
+    for record in active:
+        if record["output"] == spec.output:
+            raise InvalidInput(
+                f"the job {record['id']} is writing to {spec.output}: wait for it, or choose another output",
+                code="output_taken",
+            )
+    if not overwrite and Path(spec.output).exists():
+        raise InvalidInput(
+            f"{spec.output} exists and is not this job's: choose another output, or write over it with --overwrite",
+            code="output_exists",
+        )

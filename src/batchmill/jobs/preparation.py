@@ -1,0 +1,94 @@
+"""Before a row runs: seal the dataset and plan its rows. Runs in a child process of the owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.orders import SealOrder, SealReport
+from batchmill.datasets.sealing import seal
+from batchmill.errors import InvalidInput
+from batchmill.jobs import plan, scheduler
+from batchmill.jobs.plan import Plan, PlanOrder
+from batchmill.types import JobSpec, ModelSpec, Problem
+from batchmill.wire.forms import URLS, TableForm
+
+SEALING_SHARE = 0.85  # of the progress that is shown
+
+
+class PrepareOrder(Struct, frozen=True):
+    spec: JobSpec
+    dataset: str  # folders to write to
+    plan: str
+
+
+class Prepared(Struct, frozen=True):
+    """`plan` is None when the dataset was refused: then no row runs."""
+
+    report: SealReport
+    plan: Plan | None
+
+
+def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
+    asked = msgspec.json.decode(order, type=PrepareOrder)
+    spec = asked.spec
+    report = seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    planned = None
+    if report.rejected == 0 or spec.policy.on_invalid == "skip":
+        wanted = plan_order(spec, report.seal.rows)
+        planned = plan.make(
+            wanted, Path(asked.dataset), Path(asked.plan), lambda share: progress(SEALING_SHARE + share * 0.15)
+        )
+    return msgspec.json.encode(Prepared(report, planned))
+
+
+def seal_order(spec: JobSpec) -> SealOrder:
+    """What of the dataset this job allows, and which columns its plan needs."""
+    names: dict[str, tuple[int, int]] = {}
+    known = targets(spec.models)
+    for number, model in enumerate(spec.models):
+        for name, adapter in model.targets().items():
+            place = number, known.index((number, adapter))
+            if names.setdefault(name, place) != place:
+                raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
+    return SealOrder(
+        dataset=spec.dataset,
+        form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
+        targets=names,
+        urls=[None if model.engine == "function" else frozenset(URLS) for model in spec.models],
+        keys=needs_keys(spec),
+        fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
+    )
+
+
+def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
+    """How the rows are to be ordered and cut."""
+    return PlanOrder(
+        targets=targets(spec.models),
+        shard_rows=[scheduler.shard_rows(model, rows) for model in spec.models],
+        keys=needs_keys(spec),
+        file_order=[number for number, model in enumerate(spec.models) if model.engine == "function"],
+        prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,
+    )
+
+
+def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
+    """Every (model number, adapter) that rows can go to: the index is the target's number."""
+    return [(number, adapter) for number, model in enumerate(models) for adapter in (None, *model.adapters)]
+
+
+def needs_keys(spec: JobSpec) -> bool:
+    """Whether rows are ordered or folded: functions keep the file's order."""
+    return spec.policy.dedupe or len(spec.models) > 1 or calls_language_models(spec.models)
+
+
+def calls_language_models(models: list[ModelSpec]) -> bool:
+    return any(model.engine != "function" for model in models)
+
+
+def listed(problems: list[Problem]) -> bytes:
+    return msgspec.json.encode(problems)

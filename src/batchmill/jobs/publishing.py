@@ -1,0 +1,86 @@
+"""How a job's results come to be: copied while it runs where they can be, gathered in a child process otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from batchmill.errors import BatchmillError
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.offload import offload
+from batchmill.jobs.results import GatherOrder, Manifest, can_stream
+from batchmill.jobs.streaming_results import StreamingResults
+from batchmill.store.segments import read_ref
+from batchmill.types import Commit, JobSpec, SegmentRef
+
+Committed = list[tuple[int, SegmentRef]]
+
+
+class Publishing:
+    """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
+
+    def __init__(self, spec: JobSpec, files: JobFiles) -> None:
+        self._spec, self._files = spec, files
+        self._output = output_of(spec, files)
+        self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
+        self._copying: asyncio.Task[Manifest] | None = None
+
+    def follow(self, run: JobRun) -> None:
+        """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
+        if can_stream(self._output, run.plan.plan):
+            run.counted_hooks.append(self._counted)
+            self._copying = asyncio.create_task(self._copy())
+
+    def _counted(self, commit: Commit) -> None:
+        self._queue.put_nowait(commit.ref)
+
+    async def _copy(self) -> Manifest:
+        streaming = StreamingResults(self._files.dataset, self._output, self._spec.form)
+        try:
+            while (ref := await self._queue.get()) is not None:
+                await asyncio.to_thread(lambda ref=ref: streaming.offer(read_ref(self._files.segments, ref)))
+            return await asyncio.to_thread(streaming.finish)
+        finally:
+            streaming.close()
+
+    async def abandon(self) -> None:
+        """Drop what was copied: the results will be gathered when the job has ended."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.cancel()
+            await asyncio.wait({copying})
+
+    async def finish(self, committed: Committed, *, cancelled: bool, progress: Callable[[float], None]) -> Manifest:
+        """Write what is not written yet, audit it and publish it."""
+        if self._copying is not None:
+            self._queue.put_nowait(None)
+            copying, self._copying = self._copying, None
+            return await copying
+        order = gather_order(self._spec, self._files, committed, self._output, cancelled=cancelled)
+        answer = await offload("batchmill.jobs.gathering:gather_offloaded", msgspec.json.encode(order), progress)
+        return msgspec.json.decode(answer, type=Manifest)
+
+
+def output_of(spec: JobSpec, files: JobFiles) -> Path:
+    """Where the results go: where the caller said, or beside the job's own files."""
+    return files.home / "results.jsonl" if spec.output is None else Path(spec.output)
+
+
+def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, cancelled: bool) -> GatherOrder:
+    """What a gathering of this job's results needs to know."""
+    plans = sorted(files.home.glob("plan-*/plan.json"), key=lambda path: int(path.parent.name.partition("-")[2]))
+    if not plans:
+        raise BatchmillError(f"the job {spec.id} has no plan yet: no row of it has run", code="no_results")
+    return GatherOrder(
+        dataset=str(files.dataset),
+        plans=[str(path.parent) for path in plans],
+        segments=str(files.segments),
+        committed=committed,
+        form=spec.form,
+        output=str(output),
+        cancelled=cancelled,
+    )

@@ -1,0 +1,53 @@
+"""The plan of a retry: the rows that failed or never ran, in the order they had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.jobs import scheduler
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.plan import PlanReader, iter_rejected, make_again
+from batchmill.store.segments import read_ref
+from batchmill.types import JobSpec, SegmentRef
+
+OPEN, OK, FAILED = 0, 1, 2
+
+
+class Opened(Struct, frozen=True):
+    """What a retry would run."""
+
+    rows: int
+    rows_ok: int  # leaders whose outcome stands
+    settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
+
+
+def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
+    """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
+    state = bytearray(rows)
+    for _, ref in blocks:  # the oldest generation first
+        for block in read_ref(segments, ref):
+            value = OK if block.ok else FAILED
+            for row in block.rows():
+                state[row] = value
+    return state
+
+
+def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentRef]], generation: int) -> Opened:
+    """Write the plan of `generation` and say what it holds. With no row to run nothing is written."""
+    first = PlanReader(files.plan(0))
+    try:
+        state = outcomes(files.segments, blocks, first.plan.rows)
+        settled = Counter(refused.code for refused in iter_rejected(files.dataset))
+        done = state.count(OK)
+        rows = first.leaders - done
+        if rows:
+            home = files.plan(generation)
+            home.mkdir(parents=True, exist_ok=True)
+            sizes = [scheduler.shard_rows(model, rows) for model in spec.models]
+            make_again(first, lambda number: state[number] != OK, sizes, home)
+        return Opened(rows, done, dict(settled))
+    finally:
+        first.close()

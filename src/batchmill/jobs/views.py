@@ -1,0 +1,60 @@
+"""Jobs as people see them: a record of the ledger, and what the process that runs it knows besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill.jobs.job_files import read_spec
+from batchmill.jobs.job_run import JobRun
+from batchmill.types import EngineStats, JobView, Problem, Usage
+
+
+def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobView:
+    """What the ledger knows of a job."""
+    spec = read_spec(record["spec"])
+    problems = record["problems"]
+    return JobView(
+        id=record["id"],
+        state=record["state"],
+        reason=record["reason"],
+        message=record["message"],
+        input=spec.dataset.paths,
+        output=record["output"],
+        errors_output=record["errors_output"],
+        model=", ".join(model.name for model in spec.models),
+        created=record["created"],
+        started=record["started"],
+        finished=record["finished"],
+        generation=record["generation"],
+        rows=record["rows"],
+        rows_ok=record["rows_ok"],
+        rows_failed=record["rows_failed"],
+        rows_folded=record["rows_folded"],
+        rows_rejected=record["rows_rejected"],
+        usage=Usage(record["input_tokens"], record["cached_tokens"], record["output_tokens"]),
+        cost=record["cost"],
+        errors={code: rows for code, (rows, _) in errors.items()},
+        error_samples={code: sample for code, (_, sample) in errors.items()},
+        elapsed_s=record["elapsed_s"],
+        problems=msgspec.json.decode(problems, type=list[Problem]) if problems else [],
+        problems_total=record["problems_total"],
+    )
+
+
+def add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats], elapsed_s: float) -> JobView:
+    """The same job with its rates, the time left and what its engines say."""
+    rates = run.rates.now()
+    rows_per_s, input_per_s, output_per_s = rates or (None, None, None)
+    return msgspec.structs.replace(
+        view,
+        elapsed_s=view.elapsed_s + elapsed_s,
+        rows_per_s=rows_per_s,
+        input_tokens_per_s=input_per_s,
+        output_tokens_per_s=output_per_s,
+        remaining_s=run.rows_left / rows_per_s if rows_per_s else None,
+        in_flight=sum(stats.in_flight for stats in workers),
+        notes=list(dict.fromkeys(stats.note for stats in workers if stats.note)),
+    )

@@ -1,0 +1,109 @@
+"""The body fields that a managed engine server understands, by URL. vLLM ignores any other in silence.
+
+Source: the request classes of vLLM 0.32 (chat_completion, completion, responses, pooling/embed, pooling/scoring).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchmill.wire.json_bytes import split_object
+
+# Of OpenAI's fields, those that cannot change an answer: accepted everywhere, and without effect in a managed engine.
+NO_EFFECT = frozenset(
+    ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
+)
+
+_GENERATE = """
+    cache_salt ec_transfer_params frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params logit_bias
+    min_p mm_payload model presence_penalty priority repetition_penalty request_id return_mm_kwargs seed session_id
+    skip_special_tokens stop stop_token_ids stream structured_outputs temperature top_k top_p vllm_xargs watermarking
+"""
+_TEXT = """
+    add_special_tokens allowed_token_ids bad_words echo length_penalty logprob_token_ids logprobs max_tokens min_tokens
+    n prompt_logprobs repetition_detection response_format return_token_ids return_token_offsets
+    return_tokens_as_token_ids routed_experts_prompt_start spaces_between_special_tokens stream_interval stream_options
+    thinking_token_budget truncate_prompt_tokens truncation_side use_beam_search
+"""
+_MESSAGES = """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message media_io_kwargs messages
+    mm_processor_kwargs
+"""
+_CHAT_ONLY = """
+    documents include_reasoning max_completion_tokens parallel_tool_calls reasoning_effort return_prompt_text
+    tool_choice tools top_logprobs
+"""
+_RESPONSES_ONLY = """
+    background chat_template_kwargs enable_response_messages include include_reasoning input instructions
+    max_output_tokens max_tool_calls media_io_kwargs mm_processor_kwargs parallel_tool_calls previous_input_messages
+    previous_response_id prompt reasoning text tool_choice tools top_logprobs truncation
+"""
+_POOLING = """
+    cache_salt chat_template_kwargs mm_processor_kwargs model padding priority request_id truncate_prompt_tokens
+    truncation_side use_activation
+"""
+_SCORING = "instruction max_tokens_per_doc max_tokens_per_query"
+
+
+def _set(*names: str) -> frozenset[str]:
+    return frozenset(" ".join(names).split()) | NO_EFFECT
+
+
+KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
+    CHAT: _set(_GENERATE, _TEXT, _MESSAGES, _CHAT_ONLY),
+    COMPLETIONS: _set(_GENERATE, _TEXT, "prompt prompt_embeds suffix"),
+    RESPONSES: _set(_GENERATE, _RESPONSES_ONLY),
+    EMBEDDINGS: _set(_POOLING, _MESSAGES, "add_special_tokens dimensions embed_dtype encoding_format endianness input"),
+    RERANK: _set(_POOLING, _SCORING, "documents query top_n"),
+    SCORE: _set(_POOLING, _SCORING, "data_1 data_2 documents items queries text_1 text_2"),
+}
+
+
+def unknown_fields(url: str, body: bytes, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> list[str]:
+    """The members of a request body that the engine would ignore; none for a URL that is not known."""
+    fields = known.get(url)
+    return [] if fields is None else [name for name in split_object(body) if name not in fields]
+
+
+def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> str:
+    """The sentence that refuses unknown fields, each with the name that it may have been meant to be."""
+    named = []
+    for name in unknown[:8]:
+        nearest = difflib.get_close_matches(name, known[url], n=1)
+        named.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
+    more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+    return f"the engine does not know the field {', '.join(named)}{more} of {url} and would ignore it; remove it"
+
+
+def fields_of_openapi(document: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """What a running server itself says it knows, for those of our URLs whose body it describes."""
+    found = {}
+    for url in KNOWN_FIELDS:
+        schema = _body_schema(document, url)
+        names = _properties(document, schema) if schema is not None else frozenset()
+        if names:
+            found[url] = names | NO_EFFECT
+    return found
+
+
+def _body_schema(document: dict[str, Any], url: str) -> Any:
+    match document.get("paths", {}).get(url, {}).get("post"):
+        case {"requestBody": {"content": {"application/json": {"schema": schema}}}}:
+            return schema
+    return None
+
+
+def _properties(document: dict[str, Any], schema: dict[str, Any], depth: int = 0) -> frozenset[str]:
+    """The property names of a schema; of all its alternatives together, where it has several."""
+    if depth > 8:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        named = document.get("components", {}).get("schemas", {}).get(reference.rsplit("/", 1)[-1], {})
+        return _properties(document, named, depth + 1)
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
+    return frozenset(schema.get("properties", ())).union(
+        *(_properties(document, alternative, depth + 1) for alternative in alternatives)
+    )

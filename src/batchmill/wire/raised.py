@@ -1,0 +1,30 @@
+"""Errors on their way from one process to another."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from batchmill import errors
+from batchmill.errors import BatchmillError, JobPaused
+from batchmill.states import PauseReason
+
+
+class Raised(Struct, frozen=True, tag="raised"):
+    """A BatchmillError as it travels."""
+
+    kind: str
+    code: str
+    message: str
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, error: BatchmillError) -> Raised:
+        reason = str(error.reason) if isinstance(error, JobPaused) else None
+        return cls(type(error).__name__, error.code, error.message, reason)
+
+    def error(self) -> BatchmillError:
+        """The error itself, of the kind it was."""
+        kind = getattr(errors, self.kind, BatchmillError)
+        if issubclass(kind, JobPaused):
+            return kind(self.message, reason=PauseReason(self.reason) if self.reason else None)
+        return kind(self.message, code=self.code)
