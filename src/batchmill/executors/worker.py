@@ -115,7 +115,7 @@ class Worker:
                     self._open(message)
                 case Grant() as message:
                     self._grant(message)
-                case Ack(lease, seq, counted):
+                case Ack(lease, counted=counted):
                     if not counted:
                         self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
                 case Revoke(job):

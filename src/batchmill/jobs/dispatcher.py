@@ -63,7 +63,7 @@ class Dispatcher:
         self._work.set()
 
     async def remove(self, run: JobRun, *, at_once: bool = False) -> None:
-        """Take a run back: no more grants; rows in flight get `RELEASE_S` seconds to end, and their commits are counted."""
+        """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted."""
         job_id = run.spec.id
         workers = [w for pool in self._pools.values() for w in pool.workers.values() if job_id in w.opened]
         for worker in workers:

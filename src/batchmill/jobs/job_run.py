@@ -91,7 +91,7 @@ class JobRun:
         return messages.replace_rows(Grant(n=0, condemned=given_up, **base), pairs)
 
     def _is_careful(self, shard: Shard) -> bool:
-        """One row at a time after a death: at once for user code, which shares the worker's process; else after three."""
+        """One row at a time after a death: at once for user code, which shares the worker's process."""
         engine = self.spec.models[shard.model].engine
         return self._deaths.get(shard.number, 0) >= (1 if engine == "function" else CRASHES_MAX)
 

@@ -154,7 +154,7 @@ class Ledger:
             shards.c.job == job_id, shards.c.generation == generation
         )
         with self._engine.connect() as db:
-            return dict(db.execute(query).tuples().all())
+            return {name: value for name, value in db.execute(query)}
 
     def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
         """Count outcomes: (commit, its cost in USD) each. One transaction for all.
@@ -237,7 +237,7 @@ class Ledger:
             .group_by(commits.c.segment)
         )
         with self._engine.connect() as db:
-            return dict(db.execute(query).tuples().all())
+            return {name: value for name, value in db.execute(query)}
 
     def forget(self, job_id: str) -> None:
         """Drop everything that was counted for a job: before its ledger is made anew from its segments."""

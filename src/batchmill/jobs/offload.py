@@ -26,7 +26,7 @@ _ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
 
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-    """Run `target` in a child process. Raises what it raised; a child that died is a BatchmillError with its last words.
+    """Run `target` in a child process. Raises what it raised, or a BatchmillError when the child died.
 
     Cancelling kills the child.
     """

@@ -54,8 +54,8 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
     if format_ == "openai":
         if given:
             raise InvalidInput(
-                f"{given[0]} makes requests from the columns of a table, but {order.dataset.paths[0]} holds OpenAI batch "
-                "rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
+                f"{given[0]} makes requests from the columns of a table, but {order.dataset.paths[0]} holds OpenAI "
+                "batch rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
                 code="prompt_without_table",
             )
         return OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
@@ -85,7 +85,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
 
 
 def identity(order: JobOrder, form: Form) -> str:
-    """sha256 of what a job computes and where to, but for the bytes of its input and its code: not workers, limits, prices."""
+    """sha256 of what a job computes and where to, but for the bytes of its input and code; no workers, limits, prices."""
     if isinstance(form, OpenAIForm):
         form = OpenAIForm()
     what = {

@@ -1,0 +1,198 @@
+"""The ledger: who holds the lease is heard, nobody else; and nothing is counted twice."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
+from batchmill.jobs.ledger import Ledger, Verdict, mask_of, open_ledger, undone
+from batchmill.states import JobState
+from batchmill.store import tables
+from batchmill.store.segments import pack_positions
+from batchmill.types import Commit, DatasetSpec, JobSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
+from batchmill.wire.forms import OpenAIForm
+
+SHARD = Shard(0, 100, 120, 0)
+
+
+def spec(job_id: str = "job_1", identity: str = "same", created: float = 1.0) -> JobSpec:
+    return JobSpec(
+        id=job_id, dataset=DatasetSpec(["/data/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],
+        form=OpenAIForm(), policy=Policy(), output=None, identity=identity, code={}, created=created,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    opened = open_ledger(tmp_path / "batchmill.db")
+    opened.create(spec())
+    yield opened
+    opened.close()
+
+
+def commit(lease: Lease, seq: int, positions: list[int], *, failed: int = 0, offset: int = 0) -> Commit:
+    return Commit(
+        lease=lease, seq=seq, ref=SegmentRef("w-0001.seg", offset, 10), done=pack_positions(positions, SHARD.lo),
+        rows_ok=len(positions) - failed, rows_failed=failed, usage=Usage(2, 1, 3),
+        errors={"boom": failed} if failed else {}, samples={"boom": "it broke"} if failed else {},
+    )  # fmt: skip
+
+
+def test_counts_what_the_holder_commits(ledger):
+    """A commit under the lease moves the counters, the bitmap, the tokens, the cost and the causes of errors."""
+    lease = ledger.lease("job_1", 0, SHARD).lease
+    assert ledger.commit([(commit(lease, 0, [100, 101, 105], failed=1), 0.5)]) == [Verdict.COUNTED]
+    record = ledger.job("job_1")
+    assert (record["rows_ok"], record["rows_failed"], record["cost"]) == (2, 1, 0.5)
+    assert (record["input_tokens"], record["cached_tokens"], record["output_tokens"]) == (2, 1, 3)
+    assert ledger.errors("job_1") == {"boom": (1, "it broke")}
+    assert ledger.lease("job_1", 0, SHARD).bitmap == 0b100011
+    assert ledger.progress("job_1", 0) == {0: 3}
+
+
+def test_refuses_a_lost_lease(ledger):
+    """Once the shard was leased again, whatever its earlier holder commits is refused and changes nothing."""
+    first = ledger.lease("job_1", 0, SHARD).lease
+    ledger.lease("job_1", 0, SHARD)
+    assert ledger.commit([(commit(first, 0, [100]), None)]) == [Verdict.STALE]
+    assert ledger.job("job_1")["rows_ok"] == 0
+
+
+def test_a_stale_commit_does_not_stop_its_neighbours(ledger):
+    """One refused commit of a batch leaves the others counted."""
+    old = ledger.lease("job_1", 0, SHARD).lease
+    new = ledger.lease("job_1", 0, SHARD).lease
+    verdicts = ledger.commit([(commit(old, 0, [100]), None), (commit(new, 0, [100], offset=50), None)])
+    assert verdicts == [Verdict.STALE, Verdict.COUNTED]
+
+
+def test_a_repeated_commit_counts_once(ledger):
+    """A commit whose acknowledgement was lost is recognised when it comes again."""
+    lease = ledger.lease("job_1", 0, SHARD).lease
+    again = commit(lease, 0, [100])
+    assert ledger.commit([(again, None)]) == [Verdict.COUNTED]
+    assert ledger.commit([(again, None)]) == [Verdict.REPEATED]
+    assert ledger.job("job_1")["rows_ok"] == 1
+
+
+@pytest.mark.parametrize("positions", [[100], [120], [99 + 21]])
+def test_stops_rather_than_count_twice(ledger, positions):
+    """A commit that overlaps what is counted, or leaves its shard, breaks the ledger and changes nothing."""
+    lease = ledger.lease("job_1", 0, SHARD).lease
+    ledger.commit([(commit(lease, 0, [100, 101]), None)])
+    with pytest.raises(LedgerBroken):
+        ledger.commit([(commit(lease, 1, positions, offset=10), None)])
+    assert ledger.job("job_1")["rows_ok"] == 2
+
+
+def test_states_follow_the_table(ledger):
+    """A job's state changes only as the table allows."""
+    with pytest.raises(InvalidTransition, match="validating"):
+        ledger.move("job_1", JobState.COMPLETED)
+    ledger.move("job_1", JobState.PLANNING)
+    assert ledger.job("job_1")["state"] == "planning"
+
+
+def test_finds_a_job_by_the_beginning_of_its_id(ledger):
+    """A unique prefix names a job; an ambiguous or unknown one is an error that says so."""
+    ledger.create(spec("job_22"))
+    assert ledger.job("job_2")["id"] == "job_22"
+    with pytest.raises(UnknownName, match="several"):
+        ledger.job("job")
+    with pytest.raises(UnknownName, match="unknown"):
+        ledger.job("job_3")
+    with pytest.raises(UnknownName):
+        ledger.job("%")
+
+
+def test_identity_finds_the_newest_job(ledger):
+    """The newest job of an identity is found, refused ones apart."""
+    ledger.create(spec("job_2", created=2.0))
+    assert ledger.by_identity("same")["id"] == "job_2"
+    ledger.move("job_2", JobState.FAILED)
+    assert ledger.by_identity("same")["id"] == "job_1"
+    assert ledger.by_identity("other") is None
+
+
+def test_refuses_a_database_of_another_version(tmp_path):
+    """A database that a later batchmill wrote is refused by name and left as it is."""
+    ledger = open_ledger(tmp_path / "batchmill.db")
+    with ledger._engine.begin() as db:
+        db.exec_driver_sql("UPDATE schema SET version = 99")
+    ledger.close()
+    with pytest.raises(InvalidConfig, match="99"):
+        open_ledger(tmp_path / "batchmill.db")
+
+
+def test_refuses_a_file_that_is_no_database(tmp_path):
+    """A file that is no database is an error, not a traceback."""
+    (tmp_path / "batchmill.db").write_bytes(b"hello" * 1000)
+    with pytest.raises(InvalidConfig, match="cannot be opened"):
+        open_ledger(tmp_path / "batchmill.db")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Two workers lease, commit, repeat and resume as zombies; a plain set says what must be counted."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.ledger = _memory_ledger()
+        self.ledger.create(spec())
+        self.counted: set[int] = set()
+        self.held: dict[str, list] = {}
+        self.sent: list[Commit] = []
+
+    @rule(worker=st.sampled_from("ab"))
+    def lease(self, worker: str) -> None:
+        standing = self.ledger.lease("job_1", 0, SHARD)
+        assert standing.bitmap == mask_of(pack_positions(sorted(self.counted), SHARD.lo))
+        self.held[worker] = [standing.lease, standing.seq, list(undone(standing.bitmap, SHARD.hi - SHARD.lo))]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.held)))
+        lease, seq, left = self.held[worker]
+        if not left:
+            return
+        n = data.draw(st.integers(1, len(left)))
+        positions = [SHARD.lo + i for i in left[:n]]
+        is_holder = lease.epoch == max(held[0].epoch for held in self.held.values())
+        made = commit(lease, seq, positions, offset=10 * len(self.sent))
+        (verdict,) = self.ledger.commit([(made, None)])
+        assert verdict is (Verdict.COUNTED if is_holder else Verdict.STALE)
+        if is_holder:
+            self.counted.update(positions)
+            self.held[worker][1:] = [seq + 1, left[n:]]
+            self.sent.append(made)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        (verdict,) = self.ledger.commit([(data.draw(st.sampled_from(self.sent)), None)])
+        assert verdict is Verdict.REPEATED
+
+    @invariant()
+    def accounts(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert self.ledger.job("job_1")["rows_ok"] == len(self.counted)
+        assert sum(self.ledger.commit_sums("job_1").values()) == len(self.counted)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+
+
+def _memory_ledger() -> Ledger:
+    engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
+    tables.metadata.create_all(engine)
+    return Ledger(engine)
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLedgerMachine = LedgerMachine.TestCase
