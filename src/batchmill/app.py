@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from batchmill.config import Config
+from batchmill.datasets.orders import SealReport
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs import preview
 from batchmill.jobs.control import ControlClient, OwnerGone, serve
+from batchmill.jobs.estimate import Estimate
 from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.plan import Explanation
 from batchmill.jobs.service import JobService
 from batchmill.ports import Jobs
 from batchmill.states import JobState, PauseReason
@@ -23,6 +28,8 @@ from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 300
+
+Progress = Callable[[float], None]
 
 
 class Owner:
@@ -132,6 +139,9 @@ class OpenJobs:
     async def retry(self, job_id: str) -> JobView:
         return await self._ask("retry", job_id)
 
+    async def partial(self, job_id: str) -> str:
+        return await self._ask("partial", job_id)
+
     async def verify(self, job_id: str) -> LedgerReport:
         return await self._ask("verify", job_id)
 
@@ -163,6 +173,39 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
         raise
     finally:
         await jobs.close(at_once=at_once)
+
+
+async def preview_validate(order: JobOrder, config: Config, progress: Progress) -> SealReport:
+    """Check every row of an order; none is run."""
+    _prepare_data_dir(config.data_dir)
+    return await preview.validate(order, config.data_dir, progress)
+
+
+async def preview_plan(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Explanation | None]:
+    """Explain in which order the rows would run; no explanation where the dataset was refused."""
+    _prepare_data_dir(config.data_dir)
+    return await preview.plan(order, config.data_dir, progress)
+
+
+async def preview_estimate(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Estimate | None]:
+    """Estimate tokens, cost and time; no estimate where the dataset was refused."""
+    _prepare_data_dir(config.data_dir)
+    return await preview.estimate(order, config.data_dir, progress)
+
+
+async def partial_results(config: Config, job_id: str, out: BinaryIO) -> int:
+    """Write the lines of every row that has its outcome, in row order; returns how many."""
+    async with open_jobs(config) as jobs:
+        path = Path(await jobs.partial(job_id))
+    rows = 0
+    try:
+        with open(path, "rb") as lines:
+            for line in lines:
+                out.write(line)
+                rows += 1
+    finally:
+        path.unlink()
+    return rows
 
 
 def _prepare_data_dir(data_dir: Path) -> None:

@@ -105,6 +105,9 @@ class Jobs(Protocol):
     async def retry(self, job_id: str) -> JobView:
         """Open another generation over the rows that failed and may be run again."""
 
+    async def partial(self, job_id: str) -> str:
+        """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
+
     async def verify(self, job_id: str) -> LedgerReport:
         """Audit the ledger against the segments; changes nothing."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from batchmill import faults
 from batchmill.executors.feed import Held, Unsent
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
 from batchmill.types import Commit, Outcome, RowError, Usage
@@ -105,7 +106,9 @@ class Recorder:
     def _append(self, held: Held, part: BlockRows, *, ok: bool, meta: BlockMeta) -> None:
         lease = held.lease
         data = frame(part, generation=lease.generation, shard=lease.shard, epoch=lease.epoch, ok=ok, meta=meta)
+        faults.point("before_append")
         ref = held.job.segment.append(data)
+        faults.point("after_append")
         n = len(part.rows)
         last = held.unsent[-1] if held.unsent else None
         if last is None or last.ref.segment != ref.segment or last.ref.offset + last.ref.length != ref.offset:
@@ -161,6 +164,7 @@ class Recorder:
             if not held.stale:
                 self._commit(_commit_of(held, part))
                 held.seq += 1
+                faults.point("after_send")
 
     @property
     def is_idle(self) -> bool:
@@ -171,6 +175,7 @@ class Recorder:
 def _sync_all(segments: list[SegmentFile]) -> None:
     for segment in segments:
         segment.sync()
+    faults.point("after_sync")
 
 
 def _commit_of(held: Held, part: Unsent) -> Commit:

@@ -31,7 +31,7 @@ class ListJobs(Struct, frozen=True, tag="list"):
 
 
 class Ask(Struct, frozen=True, tag="ask"):
-    verb: str  # show, pause, resume, cancel, retry, verify, rebuild
+    verb: str  # one of VERBS
     job: str
 
 
@@ -56,13 +56,17 @@ class Audited(Struct, frozen=True, tag="audited"):
     report: LedgerReport
 
 
+class Written(Struct, frozen=True, tag="written"):
+    path: str
+
+
 class End(Struct, frozen=True, tag="end"):
     pass
 
 
 _call = msgspec.msgpack.Decoder(Submit | ListJobs | Ask | Watch)
-_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | End | Raised)
-VERBS = {"show", "pause", "resume", "cancel", "retry", "verify", "rebuild"}
+_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | Written | End | Raised)
+VERBS = {"show", "pause", "resume", "cancel", "retry", "partial", "verify", "rebuild"}
 
 
 class OwnerGone(ConnectionError):
@@ -103,8 +107,13 @@ async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIt
             yield End()
         case Ask(verb, job):
             assert verb in VERBS, verb
-            found = await getattr(jobs, verb)(job)
-            yield Audited(found) if isinstance(found, LedgerReport) else Viewed(found)
+            match await getattr(jobs, verb)(job):
+                case LedgerReport() as report:
+                    yield Audited(report)
+                case str() as path:
+                    yield Written(path)
+                case view:
+                    yield Viewed(view)
 
 
 class ControlClient:
@@ -169,6 +178,9 @@ class ControlClient:
 
     async def retry(self, job_id: str) -> JobView:
         return (await self._ask(Ask("retry", job_id))).view
+
+    async def partial(self, job_id: str) -> str:
+        return (await self._ask(Ask("partial", job_id))).path
 
     async def verify(self, job_id: str) -> LedgerReport:
         return (await self._ask(Ask("verify", job_id))).report

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from batchmill import faults
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, JobPaused
 from batchmill.jobs import recovery, retry
 from batchmill.jobs.commits import Books
@@ -122,6 +123,7 @@ class Drive:
         if answer is None:
             await self._move(JobState.CANCELLED, finished=self._clock.now())
             return False
+        faults.point("after_prepare")
         prepared = msgspec.json.decode(answer, type=Prepared)
         report = prepared.report
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
@@ -193,7 +195,9 @@ class Drive:
     async def _publish(self, publishing: Publishing, *, cancelled: bool) -> None:
         """Write the results of a job that is finalizing or being cancelled, and end it."""
         blocks = await self._call(self._ledger.committed, self.spec.id)
+        faults.point("before_publish")
         manifest = await publishing.finish(blocks, cancelled=cancelled, progress=self._show)
+        faults.point("after_publish")
         await self._call(self._ledger.set_errors, self.spec.id, manifest.causes)
         await self._move(
             JobState.CANCELLED if cancelled else JobState.COMPLETED,

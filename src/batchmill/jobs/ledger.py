@@ -13,6 +13,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
+from batchmill import faults
 from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
 from batchmill.states import NEXT, JobState
 from batchmill.store import tables
@@ -145,6 +146,7 @@ class Ledger:
                 )  # fmt: skip
                 return Standing(Lease(job_id, generation, shard.number, 1), 0, 0)
             db.execute(shards.update().where(key).values(epoch=found.epoch + 1))
+        faults.point("after_lease")
         lease = Lease(job_id, generation, shard.number, found.epoch + 1)
         return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
 
@@ -154,7 +156,7 @@ class Ledger:
             shards.c.job == job_id, shards.c.generation == generation
         )
         with self._engine.connect() as db:
-            return {name: value for name, value in db.execute(query)}
+            return dict(db.execute(query).all())
 
     def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
         """Count outcomes: (commit, its cost in USD) each. One transaction for all.
@@ -162,7 +164,10 @@ class Ledger:
         Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
         """
         with self._engine.begin() as db:
-            return [self._commit_one(db, commit, cost) for commit, cost in batch]
+            verdicts = [self._commit_one(db, commit, cost) for commit, cost in batch]
+            faults.point("in_commit")
+        faults.point("after_commit")
+        return verdicts
 
     def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
         lease = commit.lease
@@ -237,7 +242,7 @@ class Ledger:
             .group_by(commits.c.segment)
         )
         with self._engine.connect() as db:
-            return {name: value for name, value in db.execute(query)}
+            return dict(db.execute(query).all())
 
     def forget(self, job_id: str) -> None:
         """Drop everything that was counted for a job: before its ledger is made anew from its segments."""

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
+from batchmill.jobs.gathering import partial
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.offload import offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream
-from batchmill.jobs.streaming_results import StreamingResults
-from batchmill.store.segments import read_ref
+from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, JobSpec, SegmentRef
 
 Committed = list[tuple[int, SegmentRef]]
@@ -33,19 +33,19 @@ class Publishing:
         """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
         if can_stream(self._output, run.plan.plan):
             run.counted_hooks.append(self._counted)
-            self._copying = asyncio.create_task(self._copy())
+            self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
 
     def _counted(self, commit: Commit) -> None:
         self._queue.put_nowait(commit.ref)
 
-    async def _copy(self) -> Manifest:
-        streaming = StreamingResults(self._files.dataset, self._output, self._spec.form)
+    async def _copy(self, rows: int) -> Manifest:
+        gather = StreamingGather(self._files.segments, self._output, self._spec.form, rows)
         try:
             while (ref := await self._queue.get()) is not None:
-                await asyncio.to_thread(lambda ref=ref: streaming.offer(read_ref(self._files.segments, ref)))
-            return await asyncio.to_thread(streaming.finish)
+                await asyncio.to_thread(gather.offer, [ref])
+            return await asyncio.to_thread(gather.finish)
         finally:
-            streaming.close()
+            gather.discard()
 
     async def abandon(self) -> None:
         """Drop what was copied: the results will be gathered when the job has ended."""
@@ -84,3 +84,10 @@ def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: P
         output=str(output),
         cancelled=cancelled,
     )
+
+
+def write_partial(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: write the rows that have an outcome so far to the order's output; the number of rows as JSON."""
+    asked = msgspec.json.decode(order, type=GatherOrder)
+    with open(asked.output, "xb") as out:
+        return msgspec.json.encode(partial(asked, out))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
 
+from batchmill import faults
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
-from batchmill.jobs import orders, recovery, views
+from batchmill.jobs import orders, publishing, recovery, views
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.drive import Drive
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.offload import offload
 from batchmill.jobs.plan import PlanReader
 from batchmill.ports import Clock, Executor
 from batchmill.states import JobState, PauseReason
@@ -67,7 +70,9 @@ class JobService:
             active = [record for record in await self._call(self._ledger.all_jobs) if record["id"] in self._drives]
             orders.refuse_if_taken(spec, active, overwrite=order.overwrite or order.restart)
             await asyncio.to_thread(JobFiles(self._data_dir, spec.id).write_spec, spec)
+            faults.point("after_describe")
             await self._call(self._ledger.create, spec)
+            faults.point("after_create")
             await self._start(spec, resume=False)
             return Submitted(spec.id, "started")
 
@@ -145,6 +150,15 @@ class JobService:
             done, _ = await asyncio.wait({drive.task}, timeout=interval_s)
             if done:
                 self._drives.pop(view.id, None)
+
+    async def partial(self, job_id: str) -> str:
+        record = await self._record(job_id)
+        files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
+        committed = await self._call(self._ledger.committed, spec.id)
+        path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
+        order = publishing.gather_order(spec, files, committed, path, cancelled=False)
+        await offload("batchmill.jobs.publishing:write_partial", msgspec.json.encode(order), lambda _: None)
+        return str(path)
 
     # -- steering -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,37 @@
+"""Named points between two durable steps at which a test may kill the process: BATCHMILL_FAULT=NAME:COUNT.
+
+The process that passes the point NAME for the COUNT-th time ends as by SIGKILL. Unset, a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = (
+    "after_describe",  # job.json is written, the ledger knows nothing of the job
+    "after_create",  # the job is in the ledger, nothing of its dataset is sealed
+    "after_prepare",  # sealed and planned, the ledger says validating
+    "after_lease",  # an epoch was raised, nobody was told
+    "before_append",  # outcomes are in memory
+    "after_append",  # and in the kernel
+    "after_sync",  # and on disk, no commit was sent
+    "after_send",  # the commit is on its way to the owner
+    "in_commit",  # inside the ledger's transaction
+    "after_commit",  # counted, not acknowledged
+    "before_publish",  # every row has its outcome, no result file is there
+    "after_publish",  # the result files are there, the ledger says finalizing
+)
+
+_name, _, _count = os.environ.get("BATCHMILL_FAULT", "").partition(":")
+_left = int(_count or 1)
+
+
+def point(name: str) -> None:
+    """Die here if a test asks for it."""
+    global _left
+    if name != _name:
+        return
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

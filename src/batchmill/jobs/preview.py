@@ -1,0 +1,67 @@
+"""What would happen: validate, plan and estimate an order in a folder that is gone afterwards. No row runs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from batchmill.datasets.orders import SealReport
+from batchmill.jobs import orders
+from batchmill.jobs.estimate import Estimate, EstimateOrder
+from batchmill.jobs.offload import offload
+from batchmill.jobs.plan import Explanation, PlanReader, explain
+from batchmill.jobs.preparation import Prepared, PrepareOrder
+from batchmill.types import JobOrder, JobSpec
+
+Progress = Callable[[float], None]
+
+
+@asynccontextmanager
+async def _prepared(
+    order: JobOrder, data_dir: Path, progress: Progress
+) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
+    """The order's dataset, sealed and planned in a folder of its own, which goes with the context."""
+    spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
+    home = Path(tempfile.mkdtemp(prefix="preview-", dir=data_dir))
+    try:
+        (home / "dataset").mkdir()
+        (home / "plan").mkdir()
+        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"))
+        answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
+        yield spec, home, msgspec.json.decode(answer, type=Prepared)
+    finally:
+        shutil.rmtree(home)
+
+
+async def validate(order: JobOrder, data_dir: Path, progress: Progress) -> SealReport:
+    """Check every row."""
+    async with _prepared(order, data_dir, progress) as (_, _, prepared):
+        return prepared.report
+
+
+async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[SealReport, Explanation | None]:
+    """Explain in which order the rows would run. The explanation is None where the dataset was refused."""
+    async with _prepared(order, data_dir, progress) as (spec, home, prepared):
+        if prepared.plan is None:
+            return prepared.report, None
+        reader = PlanReader(home / "plan")
+        try:
+            return prepared.report, explain(prepared.plan, [model.name for model in spec.models], reader.shards())
+        finally:
+            reader.close()
+
+
+async def estimate(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[SealReport, Estimate | None]:
+    """Estimate tokens, cost and time. The estimate is None where the dataset was refused."""
+    async with _prepared(order, data_dir, progress) as (spec, home, prepared):
+        if prepared.plan is None:
+            return prepared.report, None
+        asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"))
+        answer = await offload("batchmill.jobs.estimate:estimate_offloaded", msgspec.json.encode(asked), progress)
+        return prepared.report, msgspec.json.decode(answer, type=Estimate)

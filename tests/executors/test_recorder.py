@@ -1,0 +1,152 @@
+"""The recorder and the feed: every outcome of a lease ends in exactly one commit, whatever the order and the timing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sealing import seal
+from batchmill.errors import InputChanged
+from batchmill.executors import recorder as recording
+from batchmill.executors.feed import GrantFeed, Held, OpenJob
+from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
+from batchmill.types import Commit, DatasetSpec, Lease, Outcome, RowError, Usage
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.messages import Grant, pack_u32
+
+ROWS = 40
+
+
+@pytest.fixture
+def job(tmp_path):
+    source = tmp_path / "in.jsonl"
+    line = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"n":%d}}\n'
+    source.write_text("".join(line % (n, n) for n in range(ROWS)))
+    for folder in ("dataset", "segments"):
+        (tmp_path / folder).mkdir()
+    seal(SealOrder(DatasetSpec([str(source)])), tmp_path / "dataset", lambda _: None)
+    segment = SegmentFile(tmp_path / "segments", SegmentHead("job_1", "same", "w1"))
+    rows = SealedRows(tmp_path / "dataset")
+    yield OpenJob("job_1", OpenAIForm(), rows, segment)
+    segment.close()
+    rows.close()
+
+
+class Desk:
+    """Collects what a worker would send to its owner."""
+
+    def __init__(self, job: OpenJob, tmp_path) -> None:
+        self.job, self.wants, self.commits, self.changed, self.broken = job, 0, [], [], []
+        self.feed = GrantFeed(want=self._want, changed=lambda *it: self.changed.append(it), suspect=tmp_path / "suspect")
+        self.recorder = Recorder(commit=self.commits.append, settled=self.feed.settled, broken=self.broken.append)
+
+    def _want(self) -> None:
+        self.wants += 1
+
+    def grant(self, shard: int, grant: Grant) -> Held:
+        held = Held(
+            lease=grant.lease, job=self.job, seq=0, base=grant.base, key="k", undone=grant.n, careful=grant.careful,
+            ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[], unsent=[],
+        )  # fmt: skip
+        self.feed.grant(held, grant)
+        return held
+
+
+def lease(shard: int) -> Lease:
+    return Lease("job_1", 0, shard, 1)
+
+
+def rows_of(job: OpenJob, commit: Commit) -> list[int]:
+    return [row for block in read_ref(job.segment.folder, commit.ref) for row in block.rows()]
+
+
+async def test_every_outcome_is_committed_once(job, tmp_path):
+    """Rows of interleaved leases, ok and failed, out of order: each is in one commit of its own lease."""
+    desk = Desk(job, tmp_path)
+    desk.grant(0, Grant(lease(0), 0, 0, 20))
+    numbers = [39, 20, 31, 25]
+    desk.grant(1, Grant(lease(1), 0, 20, 4, positions=pack_u32([20, 21, 22, 23]), rows=pack_u32(numbers)))
+    desk.feed.end()
+    taken = [row for _ in range(3) for row in await desk.feed.take(17)]
+    assert await desk.feed.take(1) == []
+    for row in sorted(taken, key=lambda row: -row.number):
+        error = RowError("odd", "an odd row") if row.number % 2 else None
+        desk.recorder.put([Outcome(row, None if error else b"{}", error, usage=Usage(1, 0, 1))])
+    desk.recorder.flush()
+    await desk.recorder.sync()
+    counted = {shard: [] for shard in (0, 1)}
+    for commit in desk.commits:
+        positions = [p + (0, 20)[commit.lease.shard] for s, n in unpack_positions(commit.done) for p in range(s, s + n)]
+        assert len(positions) == commit.rows_ok + commit.rows_failed == commit.usage.input_tokens
+        counted[commit.lease.shard] += rows_of(job, commit)
+    assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
+    assert sum(commit.errors.get("odd", 0) for commit in desk.commits) == 10 + 3
+    assert desk.recorder.is_idle
+
+
+async def test_lines_hold_the_rows_own_ids(job, tmp_path):
+    """A block's lines are the finished output lines of its rows."""
+    desk = Desk(job, tmp_path)
+    desk.grant(0, Grant(lease(0), 0, 0, 2, row=7))
+    desk.recorder.put([Outcome(row, b'{"x":1}') for row in await desk.feed.take(5)])
+    await desk.recorder.sync()
+    (commit,) = desk.commits
+    (block,) = read_ref(job.segment.folder, commit.ref)
+    first, second = read_payload(block).splitlines()
+    assert b'"custom_id":"r7"' in first and b'"custom_id":"r8"' in second
+
+
+async def test_a_full_disk_names_no_byte(job, tmp_path, monkeypatch):
+    """When the disk cannot be written, no commit is sent and the error is reported."""
+    desk = Desk(job, tmp_path)
+    desk.grant(0, Grant(lease(0), 0, 0, 2))
+
+    def refuse(segments: list[SegmentFile]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recording, "_sync_all", refuse)
+    desk.recorder.put([Outcome(row, b"{}") for row in await desk.feed.take(5)])
+    await desk.recorder.sync()
+    assert desk.commits == [] and [error.errno for error in desk.broken] == [28]
+
+
+async def test_careful_rows_come_alone(job, tmp_path):
+    """Under a careful lease a row waits until the one before it is recorded, and its place is noted first."""
+    desk = Desk(job, tmp_path)
+    pairs = {"positions": pack_u32([3, 4]), "rows": pack_u32([3, 4])}
+    desk.grant(0, Grant(lease(0), 0, 0, 2, careful=True, **pairs))
+    (first,) = await desk.feed.take(10)
+    assert (tmp_path / "suspect").read_text().split() == ["job_1", "0", "0", "3"]
+    waiting = asyncio.create_task(desk.feed.take(10))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    desk.recorder.put([Outcome(first, b"{}")])
+    (second,) = await waiting
+    assert second.number == 4
+
+
+async def test_asks_ahead(job, tmp_path):
+    """The feed asks for the next grant while a grant's worth of rows is still in hand."""
+    desk = Desk(job, tmp_path)
+    desk.grant(0, Grant(lease(0), 0, 0, 10))
+    assert desk.wants == 1
+    desk.grant(1, Grant(lease(1), 0, 10, 10, position=10, row=10))
+    assert desk.wants == 1
+    await desk.feed.take(10)
+    assert desk.wants == 2
+
+
+async def test_a_changed_file_stops_its_job_only(job, tmp_path):
+    """Rows that are not what was sealed are never run; the job they belong to hears of it."""
+    desk = Desk(job, tmp_path)
+    source = tmp_path / "in.jsonl"
+    source.write_text(source.read_text().replace('"n":5}', '"n":6}'))
+    desk.grant(0, Grant(lease(0), 0, 0, 10))
+    desk.feed.end()
+    assert await desk.feed.take(10) == []
+    ((job_id, error),) = desk.changed
+    assert job_id == "job_1" and isinstance(error, InputChanged)
