@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -76,8 +77,6 @@ def _parent(pid: int) -> int:
 
 def _wait(pidfd: int) -> None:
     """Block until a process is dead; the test's own time limit is the deadline."""
-    import select
-
     select.select([pidfd], [], [])
 
 
@@ -190,7 +189,7 @@ async def test_the_exit_of_a_server_is_told_with_its_last_exception(tmp_path):
     server = ServerProcess.claim(tmp_path)
     await server.start(_command(server, "print('x'); raise ValueError('no such model')"), os.environ)
     assert await server.wait() == 1
-    assert server.complaint() == "ValueError: no such model"
+    assert server.complaint() == "exit code 1: ValueError: no such model"
     await server.stop()
 
 
@@ -207,6 +206,7 @@ async def test_a_signal_that_ended_the_server_is_in_its_exit_code(tmp_path):
     server = ServerProcess.claim(tmp_path)
     await server.start(_command(server, "import os; os.kill(os.getpid(), 9)"), os.environ)
     assert await server.wait() == 137
+    assert server.complaint() == "killed by signal 9: it wrote nothing"
 
 
 async def test_the_log_is_bounded(tmp_path):

@@ -239,6 +239,11 @@ async def load_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
 
+async def not_found(request: web.Request) -> web.Response:
+    """What FastAPI says to a path it does not have."""
+    return web.json_response({"detail": "Not Found"}, status=404)
+
+
 async def serve(options: argparse.Namespace, core: int) -> None:
     app = web.Application(client_max_size=1 << 30)
     app[ENGINE] = Engine(options, core)
@@ -248,6 +253,7 @@ async def serve(options: argparse.Namespace, core: int) -> None:
         app.add_routes([web.post("/v1/embeddings", embeddings)])
     else:
         app.add_routes([web.post("/v1/chat/completions", chat)])
+    app.router.add_route("*", "/{path:.*}", not_found)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, options.uds).start()

@@ -16,7 +16,7 @@ from batchmill.engines import guard
 from batchmill.engines.server_log import read_tail, telling_lines
 from batchmill.errors import ModelFailed
 
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
+GRACE_S = 6.0  # from SIGTERM to SIGKILL; vLLM takes one to three
 SLOTS_MAX = 256  # engines at once under one home
 SOCKET_NAME = "s"
 SOCKET_BYTES_MAX = 100  # Linux allows 107, macOS 103
@@ -131,9 +131,13 @@ class ServerProcess:
             await asyncio.wait([self._ended])
 
     def complaint(self) -> str:
-        """What the server's log says about its end, in a few lines."""
-        said = telling_lines(read_tail(self.log_path, self._log_offset))
-        return said or "it wrote nothing"
+        """How the server ended and what its log says about it, in a few lines."""
+        said = telling_lines(read_tail(self.log_path, self._log_offset)) or "it wrote nothing"
+        code = self.exit_code
+        if code is None:
+            return said
+        ending = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+        return f"{ending}: {said}"
 
 
 def make_scratch() -> Path:

@@ -1,0 +1,96 @@
+"""How many rows are in flight to an engine server, from what its metrics say. Pure: samples in, a limit out.
+
+The engine is full when a few rows wait inside it; more of them only take memory, and come back when it dies.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+LIMIT_START = 256
+LIMIT_MIN = 8
+LIMIT_MAX = 1024
+SPARE_ROWS = 16  # rows that wait inside the engine, at least
+SPARE_SHARE = 0.25  # of the rows that run
+KV_FULL = 0.9  # share of the KV cache above which rows that wait are not for want of slots
+SHRINK = 0.85
+CALM_SAMPLES = 8  # samples without preemption before the limit grows over where it happened
+
+_SUMMED = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "output_tokens",
+}
+_KV_USAGE = "vllm:kv_cache_usage_perc"
+_SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^\n]*\})? ([0-9.eE+-]+)(?: \d+)?$", re.MULTILINE)
+
+
+class Gauges(Struct, frozen=True):
+    """One look at a server's metrics, summed over its engines. Counters start at 0 with the server."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0..1, of the fullest engine
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Grows as long as the engine does anything."""
+        return self.prompt_tokens + self.output_tokens
+
+
+def read_gauges(text: str) -> Gauges:
+    """Read vLLM's /metrics. Source: Prometheus' text format, vllm/v1/metrics/loggers.py."""
+    sums = dict.fromkeys(_SUMMED.values(), 0.0)
+    kv_usage = 0.0
+    for name, value in _SAMPLE.findall(text):
+        if name in _SUMMED:
+            sums[_SUMMED[name]] += float(value)
+        elif name == _KV_USAGE:
+            kv_usage = max(kv_usage, float(value))
+    return Gauges(kv_usage=kv_usage, **{name: int(value) for name, value in sums.items()})
+
+
+class Flight:
+    """The limit on rows in flight.
+
+    It grows while the engine takes all it gets, shrinks when rows are preempted (their work was for nothing), and
+    otherwise follows what runs, so that what waits in the engine stays small.
+    """
+
+    def __init__(self, *, limit_max: int | None = None, start: int = LIMIT_START) -> None:
+        self.limit_max = LIMIT_MAX if limit_max is None else max(1, limit_max)
+        self.limit_min = min(LIMIT_MIN, self.limit_max)
+        self.limit = min(start, self.limit_max)
+        self._preemptions = 0
+        self._calm = CALM_SAMPLES
+        self._most_running = 0
+
+    def restarted(self) -> None:
+        """The server is a new one: its counters begin at 0."""
+        self._preemptions = 0
+
+    def observe(self, gauges: Gauges, in_flight: int) -> None:
+        """Take a sample in, with the rows that we had in flight at that moment."""
+        preempted = gauges.preemptions - self._preemptions
+        self._preemptions = gauges.preemptions
+        self._calm = 0 if preempted > 0 else self._calm + 1
+        spare = max(SPARE_ROWS, int(SPARE_SHARE * gauges.running))
+        if preempted > 0:
+            self._set(min(self.limit, max(gauges.running, int(self.limit * SHRINK))))
+        elif in_flight < self.limit - spare:
+            return  # rows were missing, not room: the sample says nothing about the limit
+        elif gauges.waiting < spare // 2:
+            if self._calm >= CALM_SAMPLES or gauges.kv_usage < KV_FULL:
+                self._set(min(2 * self.limit, self.limit + 2 * spare + gauges.running // 2))
+        elif gauges.waiting > 2 * spare:
+            self._set(max(gauges.running + spare, int(self.limit * SHRINK)))
+
+    def _set(self, limit: int) -> None:
+        self.limit = max(self.limit_min, min(self.limit_max, limit))

@@ -1,0 +1,141 @@
+"""The engine for an LLM that batchmill serves itself: a managed vLLM server that is kept alive and kept full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from batchmill.engines import guard
+from batchmill.engines.clock import SystemClock
+from batchmill.engines.flight import Flight
+from batchmill.engines.llm_calls import Calls
+from batchmill.engines.llm_flow import Flow
+from batchmill.engines.vllm_launch import find_python
+from batchmill.engines.vllm_server import VllmServer
+from batchmill.errors import JobPaused, ModelFailed
+from batchmill.ports import Clock, Feed, Sink
+from batchmill.states import PauseReason
+from batchmill.types import EngineStats, ModelSpec
+
+RESTARTS_MAX = 5  # without a finished row between them
+RESTARTS_WINDOW_S = 600.0
+RESTART_DELAY_MAX_S = 30.0
+
+
+class LlmEngine:
+    """Runs rows of `model.source` and its adapters on a vLLM server of its own.
+
+    `engine_args` are vLLM's flags. `limits.in_flight_max` bounds the rows in flight; `limits.attempt_timeout_s` is how
+    long the engine may be silent, not one token in or out, before it is started anew: a row alone may take longer.
+    `home` keeps the server's log (`engine-N.log`), and what the next start needs to end a server that was left behind;
+    engines that run at the same time may share it, and should.
+    """
+
+    def __init__(
+        self, model: ModelSpec, home: Path, *, clock: Clock | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        _refuse_settings(model)
+        self._model = model
+        self._home = home
+        self._clock: Clock = clock or SystemClock()
+        self._env = dict(os.environ if env is None else env)
+        self._flight = Flight(limit_max=model.limits.in_flight_max)
+        self._calls = Calls(model)
+        self._restarts: list[float] = []  # when, on the monotonic clock
+        self._server: VllmServer | None = None
+        self._flow: Flow | None = None
+        self._python = ""
+        self._note = ""
+        self._stopped = False
+
+    @property
+    def server(self) -> VllmServer:
+        assert self._server is not None, "start() comes first"
+        return self._server
+
+    async def start(self) -> None:
+        self._set_note("looking for vLLM")
+        self._python = await asyncio.to_thread(find_python, self._model, self._env, Path.cwd())
+        await asyncio.to_thread(guard.sweep, self._home)
+        await self._launch()
+        self._calls.known = await self.server.fields()
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        self._flow = Flow(
+            self,
+            feed,
+            sink,
+            calls=self._calls,
+            flight=self._flight,
+            limits=self._model.limits,
+            clock=self._clock,
+        )
+        await self._flow.run()
+
+    async def stop(self) -> None:
+        self._stopped = True
+        if self._server is not None:
+            await self._server.stop()
+
+    def stats(self) -> EngineStats:
+        in_flight = self._flow.in_flight if self._flow is not None else 0
+        return EngineStats(in_flight, self._flight.limit, self._note)
+
+    async def relaunch(self) -> None:
+        """Put a new server in the place of the dead one.
+
+        Raises: JobPaused after too many tries without a finished row.
+        """
+        why = self.server.process.complaint()
+        while not self._stopped:
+            delay_s = self._next_delay(why)
+            self._set_note(f"vLLM died and is started again in {delay_s:g} s ({why.splitlines()[0]})")
+            await self._clock.sleep(delay_s)
+            try:
+                await self._launch()
+                return
+            except ModelFailed as error:
+                why = error.message
+        raise ModelFailed("the engine was stopped")
+
+    def progressed(self) -> None:
+        self._restarts.clear()
+
+    async def _launch(self) -> None:
+        self._server = await VllmServer.launch(
+            self._model, self._python, home=self._home, env=self._env, clock=self._clock, note=self._set_note
+        )
+
+    def _next_delay(self, why: str) -> float:
+        now = self._clock.monotonic()
+        self._restarts = [when for when in self._restarts if now - when < RESTARTS_WINDOW_S]
+        if len(self._restarts) >= RESTARTS_MAX:
+            raise JobPaused(
+                f"vLLM died {RESTARTS_MAX + 1} times and finished no row in between; the last time: {why}\n"
+                f"(its log: {self.server.process.log_path})",
+                reason=PauseReason.ENGINE_FAILED,
+            )
+        self._restarts.append(now)
+        tries = len(self._restarts)
+        return 0.0 if tries == 1 else min(RESTART_DELAY_MAX_S, 2.0 ** (tries - 2))
+
+    def _set_note(self, note: str) -> None:
+        self._note = note
+
+
+def _refuse_settings(model: ModelSpec) -> None:
+    """What a model's description may not say of an engine of our own. Raises: ModelFailed."""
+    limits = model.limits
+    reasons = {
+        "base_url": (model.base_url, "its server is started by batchmill; for one that runs already use openai:"),
+        "api_key": (model.api_key, "its server needs no key"),
+        "limits.requests_per_minute": (limits.requests_per_minute, "it runs as fast as it can; use in_flight_max"),
+        "limits.tokens_per_minute": (limits.tokens_per_minute, "it runs as fast as it can; use in_flight_max"),
+    }
+    for name, (value, reason) in reasons.items():
+        if value is not None:
+            raise ModelFailed(
+                f"{name} = {value!r} has no meaning for a managed engine: {reason}", code="invalid_config"
+            )

@@ -1,0 +1,68 @@
+"""Rows turned into calls of a managed engine server, or refused before it would ignore what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import InvalidRow
+from batchmill.types import ModelSpec, Row, RowError
+from batchmill.wire.fields import KNOWN_FIELDS, refusal, unknown_fields
+from batchmill.wire.forms import URLS, with_model
+
+
+class Call:
+    """One row on its way through the engine, over all of its attempts."""
+
+    __slots__ = ("attempts", "body", "deaths", "row", "url")
+
+    def __init__(self, row: Row, url: str, body: bytes) -> None:
+        self.row = row
+        self.url = url
+        self.body = body
+        self.attempts = 0  # failed calls that the server outlived
+        self.deaths = 0  # of the server, while this row was in flight
+
+
+class _Head(Struct, gc=False):
+    model: str | None = None
+    stream: bool | None = None
+
+
+_head = msgspec.json.Decoder(_Head)
+
+
+class Calls:
+    """Makes the calls of one model. `known` are the fields that its server understands, by URL."""
+
+    def __init__(self, model: ModelSpec, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> None:
+        self._targets = model.targets()
+        self._model = model.name
+        self.known = known
+
+    def read(self, row: Row) -> Call | RowError:
+        """The call that a row asks for, or why it cannot be made."""
+        try:
+            return self._read(row)
+        except InvalidRow as error:
+            return RowError(error.code, error.message)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            return RowError("invalid_row", f"the row cannot be read as a request: {error}")
+
+    def _read(self, row: Row) -> Call:
+        request = row.form.request(row)
+        if request.url not in URLS:
+            raise InvalidRow(f"no engine answers {request.url!r}; there are {', '.join(URLS)}", code="unknown_url")
+        if unknown := unknown_fields(request.url, request.body, self.known):
+            raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")
+        head = _head.decode(request.body)
+        if head.stream:
+            raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="invalid_parameter")
+        if not head.model:
+            return Call(row, request.url, with_model(request.body, self._model))
+        if head.model not in self._targets:
+            served = ", ".join(sorted(self._targets))
+            raise InvalidRow(f"the model {head.model!r} is not served here; there are {served}", code="unknown_model")
+        return Call(row, request.url, request.body)

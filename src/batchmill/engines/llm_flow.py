@@ -1,0 +1,251 @@
+"""Rows through an engine server that may die: what is in flight, what is tried again, which row is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from msgspec import Struct
+
+from batchmill.engines.flight import Flight
+from batchmill.engines.llm_calls import Call, Calls
+from batchmill.engines.replies import read_reply
+from batchmill.engines.retry import is_result
+from batchmill.engines.vllm_server import CallLost, ReplyTooLarge, VllmServer
+from batchmill.ports import Clock, Feed, Sink
+from batchmill.types import Limits, Outcome, Row, RowError
+
+TUNE_S = 0.5
+RETRY_S = 0.5  # doubled with each attempt of a row
+DEATHS_MAX = 3  # of the server while a row was in flight; from then on it runs alone
+TAKE_SHARE = 16  # rows are taken when one in so many of the limit is free
+
+
+class Host(Protocol):
+    """Who owns the server."""
+
+    server: VllmServer
+
+    async def relaunch(self) -> None:
+        """Put a new server in the place of a dead one. Raises: JobPaused when that has gone on for too long."""
+
+    def progressed(self) -> None:
+        """A row is finished."""
+
+
+class _Lost(Struct):
+    """A call that came to nothing: no reply, or one that says the server failed."""
+
+    call: Call
+    cause: RowError
+    outcome: Outcome | None = None
+
+
+class Flow:
+    """One run of a feed. Rows go out in the feed's order, and again in that order after the server has died."""
+
+    def __init__(
+        self, host: Host, feed: Feed, sink: Sink, *, calls: Calls, flight: Flight, limits: Limits, clock: Clock
+    ) -> None:
+        self._host = host
+        self._feed = feed
+        self._sink = sink
+        self._calls = calls
+        self._flight = flight
+        self._limits = limits
+        self._clock = clock
+        self._ready: deque[Call] = deque()
+        self._suspects: deque[Call] = deque()
+        self._in_flight: dict[asyncio.Task[None], Call] = {}
+        self._lost: list[_Lost] = []
+        self._taking: asyncio.Task[list[Row]] | None = None
+        self._ended = False
+        self._bug: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._moved_at = clock.monotonic()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def run(self) -> None:
+        """Return when the feed has ended and every row of it has its outcome."""
+        tuning = asyncio.create_task(self._tune())
+        tuning.add_done_callback(self._task_ended)
+        try:
+            while not self._is_done():
+                if self._lost or not self._host.server.process.is_alive:
+                    await self._recover()
+                self._send()
+                self._take()
+                if self._bug is not None:
+                    raise self._bug
+                if not self._is_done():
+                    await self._wake.wait()
+                    self._wake.clear()
+        finally:
+            await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
+
+    def _is_done(self) -> bool:
+        return self._ended and not (self._ready or self._suspects or self._in_flight or self._lost)
+
+    @staticmethod
+    async def _cancel(tasks: list[asyncio.Task]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _task_ended(self, task: asyncio.Task) -> None:
+        """No task of ours is meant to raise; what one does raise must not be lost."""
+        if not task.cancelled() and task.exception() is not None:
+            self._bug = task.exception()
+        self._wake.set()
+
+    # -- rows in -------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._ended or self._taking is not None or self._suspects:
+            return
+        room = self._flight.limit - len(self._in_flight) - len(self._ready)
+        if room * TAKE_SHARE >= self._flight.limit:
+            self._taking = asyncio.create_task(self._feed.take(room))
+            self._taking.add_done_callback(self._taken)
+
+    def _taken(self, task: asyncio.Task[list[Row]]) -> None:
+        self._taking = None
+        self._task_ended(task)
+        if task.cancelled() or task.exception() is not None:
+            return
+        rows = task.result()
+        self._ended = not rows
+        refused = []
+        for row in rows:
+            call = self._calls.read(row)
+            if isinstance(call, RowError):
+                refused.append(Outcome(row, error=call, status=0))
+            else:
+                self._ready.append(call)
+        if refused:
+            self._sink.put(refused)
+
+    # -- calls out -----------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Fill the engine, or run one suspect with nothing beside it."""
+        if self._suspects:
+            if not self._in_flight:
+                self._start(self._suspects[0])
+            return
+        while self._ready and len(self._in_flight) < self._flight.limit:
+            self._start(self._ready.popleft())
+
+    def _start(self, call: Call) -> None:
+        if not self._in_flight:
+            self._moved_at = self._clock.monotonic()
+        task = asyncio.create_task(self._call(call))
+        self._in_flight[task] = call
+        task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        del self._in_flight[task]
+        self._task_ended(task)
+
+    async def _call(self, call: Call) -> None:
+        if call.attempts:
+            await self._clock.sleep(RETRY_S * 2 ** (call.attempts - 1))
+        try:
+            status, data = await self._host.server.post(call.url, call.body)
+        except CallLost as fault:
+            cause = RowError("connection_failed", f"the connection to the engine broke: {fault}")
+            self._lost.append(_Lost(call, cause))
+            return
+        except ReplyTooLarge as fault:
+            self._finish(call, Outcome(call.row, error=RowError("reply_too_large", str(fault)), status=0))
+            return
+        reply = read_reply(status, data)
+        if is_result(reply):
+            self._finish(call, reply.ok(call.row))
+        elif status < 300 or (status >= 500 and status != 501):
+            self._lost.append(_Lost(call, reply.row_error(), reply.refused(call.row)))
+        elif status == 404 and (reply.error is None or not reply.error.code):
+            text = f"the engine does not answer {call.url} for this model; a pooling model may need runner=pooling"
+            self._finish(call, Outcome(call.row, reply.body, RowError("url_not_supported", text), status))
+        else:
+            self._finish(call, reply.refused(call.row))
+
+    def _finish(self, call: Call, outcome: Outcome) -> None:
+        if self._suspects and call is self._suspects[0]:
+            self._suspects.popleft()
+        self._sink.put([outcome])
+        self._moved_at = self._clock.monotonic()
+        self._host.progressed()
+
+    # -- when calls are lost -------------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        server = self._host.server
+        if server.process.is_alive and await server.is_healthy():
+            self._try_again()
+            return
+        await server.stop()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
+        self._bury()
+        await self._host.relaunch()
+        self._flight.restarted()
+        self._moved_at = self._clock.monotonic()
+
+    def _take_lost(self) -> list[_Lost]:
+        lost, self._lost = self._lost, []
+        return sorted(lost, key=lambda one: one.call.row.position)
+
+    def _try_again(self) -> None:
+        """The server lives, so the fault is the row's or the moment's."""
+        for lost in reversed(self._take_lost()):
+            call = lost.call
+            call.attempts += 1
+            if call.attempts >= self._limits.attempts_max:
+                self._finish(call, lost.outcome or Outcome(call.row, error=lost.cause, status=0))
+            elif call.deaths < DEATHS_MAX:
+                self._ready.appendleft(call)
+
+    def _bury(self) -> None:
+        """The server died. Its rows run again, those that saw it die too often one at a time."""
+        again = []
+        for lost in self._take_lost():
+            call = lost.call
+            call.deaths += 1
+            if self._suspects and call is self._suspects[0]:
+                complaint = self._host.server.process.complaint()
+                message = (
+                    f"the engine died {call.deaths} times with this row in flight, at last with it alone: {complaint}"
+                )
+                self._finish(call, Outcome(call.row, error=RowError("engine_crashed", message), status=0))
+            elif call.deaths >= DEATHS_MAX:
+                self._suspects.append(call)
+            else:
+                again.append(call)
+        self._ready.extendleft(reversed(again))
+
+    # -- watching the engine -------------------------------------------------------------------------------------------
+
+    async def _tune(self) -> None:
+        """Follow the server's metrics; end a server that has stopped moving, so that it is started anew."""
+        tokens = -1
+        while True:
+            await self._clock.sleep(TUNE_S)
+            server = self._host.server
+            if not self._in_flight or not server.process.is_alive:
+                continue
+            gauges = await server.gauges()
+            if server is not self._host.server:
+                continue
+            now = self._clock.monotonic()
+            if gauges is not None:
+                if gauges.tokens != tokens:
+                    tokens, self._moved_at = gauges.tokens, now
+                self._flight.observe(gauges, len(self._in_flight))
+                self._wake.set()
+            if now - self._moved_at > self._limits.attempt_timeout_s and self._in_flight:
+                await server.stop()

@@ -1,0 +1,243 @@
+"""How vLLM is started for a model: its Python, its command line, its environment. Starts nothing itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.engines.vllm_models import adapter_rank, find_files, refuse_remote_code
+from batchmill.errors import ModelFailed
+from batchmill.types import ModelSpec
+
+Flag = str | int | float | bool | None
+
+PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
+REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
+MODULE = "vllm.entrypoints.openai.api_server"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has room for
+LORA_RANK_DEFAULT = 16
+LORAS_ACTIVE_MAX = 4  # rows come grouped by adapter, so few are in one batch
+LORAS_KEPT_MAX = 64
+CPU_KV_GIB_MAX = 4
+CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's own 128 leaves a small model waiting
+PROBE_TIMEOUT_S = 60
+_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+
+# Flags that batchmill sets itself -> what to do instead.
+_OWNED = {
+    "model": "name the model in --model vllm:SOURCE",
+    "served-model-name": "the model's name and source are both served",
+    "lora-modules": "use --adapter NAME=PATH",
+    "uds": "the server listens on a private socket",
+    "host": "the server listens on a private socket",
+    "port": "the server listens on a private socket",
+    "api-key": "the server listens on a private socket that needs no key",
+    "ssl-keyfile": "the server listens on a private socket",
+    "ssl-certfile": "the server listens on a private socket",
+    "root-path": "the server listens on a private socket",
+    "config": "pass each flag as an engine argument",
+    "headless": "batchmill talks to the server's HTTP port",
+}
+# Not for the server: a key would be asked of us, and the rest belongs to another interpreter.
+_DROPPED_VARIABLES = ("VLLM_API_KEY", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+
+
+class Launch(Struct, frozen=True):
+    """What starts one server."""
+
+    command: list[str]
+    env: dict[str, str]
+
+
+class Machine(Struct, frozen=True):
+    """What decides between a CPU's and a GPU's settings."""
+
+    gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
+    memory_free_bytes: int
+
+    @classmethod
+    def here(cls, env: Mapping[str, str]) -> Machine:
+        found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        names = [str(number) for number in found]
+        if visible is not None:
+            names = [name.strip() for name in visible.split(",") if name.strip()] if found else []
+        elif not found and Path("/dev/kfd").exists():
+            names = ["rocm"]
+        free = (
+            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+        )
+        return cls(names, free)
+
+
+def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Machine) -> Launch:
+    """The command and environment for a server on `socket`.
+
+    Raises: ModelFailed for flags that are not the caller's to set, and for a model that cannot be started like this.
+    """
+    flags = read_flags(model.engine_args)
+    source = str(Path(model.source).absolute()) if Path(model.source).is_dir() else model.source
+    refuse_remote_code(
+        model.source, find_files(source, env), trusted=flags.get("trust-remote-code", False) in (True, None)
+    )
+    ours: dict[str, Flag] = {"enable-prompt-tokens-details": True, "disable-uvicorn-access-log": True}
+    if not machine.gpus:
+        ours["max-num-seqs"] = CPU_SEQS
+        if not {"compilation-config", "O", "optimization-level"} & flags.keys():
+            ours["enforce-eager"] = True  # compiling takes a CPU over a minute
+    ours |= _lora_flags(model, env)
+    command = [python, "-m", MODULE, f"--model={source}", "--served-model-name", *_served_names(model)]
+    command += [f"--uds={socket}", *_lora_modules(model), *_render_flags({**ours, **flags})]
+    return Launch(command, _environment(flags, socket, env, machine))
+
+
+def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Engine arguments by vLLM's own names. Raises: ModelFailed for one that batchmill sets itself."""
+    flags = {}
+    for name, value in engine_args.items():
+        flag = name.lstrip("-").replace("_", "-")
+        if flag in _OWNED:
+            raise ModelFailed(f"the engine argument {name!r} is not yours to set: {_OWNED[flag]}")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
+            raise ModelFailed(
+                f"the engine argument {name!r} is no flag's name; write it as vLLM does, like max-model-len"
+            )
+        words = {"true": True, "false": False}
+        flags[flag] = words.get(value.lower(), value) if isinstance(value, str) else value
+    return flags
+
+
+def _render_flags(flags: Mapping[str, Flag]) -> list[str]:
+    """`--flag` (true, or no value), `--no-flag` (false) or `--flag=value`; `-O3` for a flag of one letter."""
+    rendered = []
+    for name, value in flags.items():
+        if value is True or value is None:
+            rendered.append(f"--{name}")
+        elif value is False:
+            rendered.append(f"--no-{name}")
+        else:
+            rendered.append(f"--{name}={value}" if len(name) > 1 else f"-{name}{value}")
+    return rendered
+
+
+def _served_names(model: ModelSpec) -> list[str]:
+    return list(dict.fromkeys([model.name, model.source]))
+
+
+def _lora_flags(model: ModelSpec, env: Mapping[str, str]) -> dict[str, Flag]:
+    count = len(model.adapters)
+    if not count:
+        return {}
+    for name in model.adapters:
+        if name in _served_names(model):
+            raise ModelFailed(f"the adapter {name!r} has the base model's name; give it another")
+    ranks = [adapter_rank(name, path, env) for name, path in model.adapters.items()]
+    rank = max([LORA_RANK_DEFAULT, *(rank for rank in ranks if rank is not None)])
+    room = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
+    if room is None:
+        raise ModelFailed(f"an adapter has rank {rank}; vLLM serves at most {LORA_RANKS[-1]}")
+    return {
+        "enable-lora": True,
+        "max-loras": min(count, LORAS_ACTIVE_MAX),
+        "max-cpu-loras": min(count, LORAS_KEPT_MAX),
+        "max-lora-rank": room,
+    }
+
+
+def _lora_modules(model: ModelSpec) -> list[str]:
+    """Each adapter as JSON, the one notation in which a path may hold an equals sign."""
+    modules = []
+    for name, path in model.adapters.items():
+        place = str(Path(path).absolute()) if Path(path).is_dir() else path
+        modules.append(msgspec.json.encode({"name": name, "path": place}).decode())
+    return ["--lora-modules", *modules] if modules else []
+
+
+def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    chosen = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
+    # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
+    chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
+    chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if not machine.gpus:
+        gib = machine.memory_free_bytes // (4 * 1024**3)
+        chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
+    elif REPLICA_VARIABLE in env:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(flags, env[REPLICA_VARIABLE], machine.gpus))
+    return chosen
+
+
+def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
+    """This replica's own GPUs."""
+    each = 1
+    for name in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
+        each *= int(flags.get(name) or 1)
+    first = int(replica) * each
+    mine = gpus[first : first + each]
+    if len(mine) < each:
+        raise ModelFailed(
+            f"replica {replica} needs {each} GPUs of its own and {len(gpus)} are visible; "
+            f"at most {len(gpus) // each} replicas fit"
+        )
+    return mine
+
+
+# Where vLLM is
+
+
+def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
+    """The interpreter of the environment that holds vLLM. Blocks while it tries one.
+
+    Raises: ModelFailed when the one that was named has no vLLM, or none is found.
+    """
+    for origin, named in (("the model's python", model.python), (PYTHON_VARIABLE, env.get(PYTHON_VARIABLE))):
+        if named:
+            python = shutil.which(os.path.expanduser(named), path=env.get("PATH"))
+            if python is None:
+                raise ModelFailed(f"{origin} is {named!r}, which is no program")
+            if not _has_vllm(python, env):
+                raise ModelFailed(f"{origin} is {named!r}, and vLLM is not installed there")
+            return python
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    for python in (str(here / ".venv-vllm/bin/python"), _python_of_command(env)):
+        if python is not None and os.access(python, os.X_OK) and _has_vllm(python, env):
+            return python
+    raise ModelFailed(
+        "vLLM was not found: install it in an environment of its own with "
+        "`python tools/install_vllm.py --venv .venv-vllm` (`make demo` does), or with `pip install vllm` beside "
+        f"batchmill, or name the Python that has it in {PYTHON_VARIABLE}"
+    )
+
+
+def _has_vllm(python: str, env: Mapping[str, str]) -> bool:
+    clean = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], env=clean, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _python_of_command(env: Mapping[str, str]) -> str | None:
+    """The interpreter that the `vllm` on PATH runs under: from its first line, or beside it."""
+    command = shutil.which("vllm", path=env.get("PATH"))
+    if command is None:
+        return None
+    with open(command, "rb") as file:
+        first = file.readline(4096)
+    words = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else []
+    if words and "python" in Path(words[0]).name:
+        return words[0]
+    return str(Path(command).resolve().parent / "python")
