@@ -17,6 +17,7 @@ import aiohttp
 
 import batchmill
 from batchmill.engines.clock import SystemClock
+from batchmill.engines.deadlines import Deadlines
 from batchmill.engines.dispatch import Dispatch
 from batchmill.engines.outgoing import Call, Composer
 from batchmill.engines.pacing import IN_FLIGHT_CEILING, Pacer
@@ -57,6 +58,7 @@ class HttpEngine:
         self._refuse_unknown(arguments)
         self._secrets: list[bytes] = []  # what no reply may repeat into a result file
         self._session: aiohttp.ClientSession | None = None
+        self._deadlines = Deadlines(self._limits.attempt_timeout_s)
         ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
         self._pacer = Pacer(
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, _allow_files(ceiling))
@@ -67,11 +69,8 @@ class HttpEngine:
 
         Raises: ModelFailed when a key is missing.
         """
-        timeout = aiohttp.ClientTimeout(
-            total=self._limits.attempt_timeout_s,
-            connect=self._limits.connect_timeout_s,
-            sock_connect=self._limits.connect_timeout_s,
-        )
+        # The time of a whole call is kept by `Deadlines`.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout_s)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -121,11 +120,8 @@ class HttpEngine:
 
     async def _send(self, call: Call) -> Outcome | Fault:
         """One call and what became of it."""
-        assert self._session is not None, "start() comes first"
-        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
         try:
-            async with self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False) as response:
-                body = await self._read(response)
+            response, body = await self._deadlines.limit(self._exchange, call)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return self._translate(error)
         request_id = response.headers.get("x-request-id")
@@ -141,23 +137,30 @@ class HttpEngine:
                 reply = read_reply(response.status, body)
         return judge(reply, response.headers, self._clock.now(), request_id=request_id)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
-        """The whole body, decoded; None when it is too large."""
-        content = response.content
-        size = response.content_length
-        if (
-            content.is_eof()
-            and size is not None
-            and size <= REPLY_BYTES_MAX
-            and "Content-Encoding" not in response.headers
-        ):
-            return await response.read()
+    async def _exchange(self, call: Call) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Send a call and read the whole reply, decoded; None for one that is too large."""
+        assert self._session is not None, "start() comes first"
+        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
+        response = await self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False)
+        try:
+            is_small = (response.content_length or REPLY_BYTES_MAX) < REPLY_BYTES_MAX
+            if is_small and response.content.is_eof() and "Content-Encoding" not in response.headers:
+                body = await response.read()
+            else:
+                body = await self._read_pieces(response.content)
+        except BaseException:
+            response.close()
+            raise
+        if body is None:
+            response.close()
+        return response, body
+
+    async def _read_pieces(self, content: aiohttp.StreamReader) -> bytes | None:
         pieces, total = [], 0
         async with asyncio.timeout(self._idle_timeout_s) as idle:
             while piece := await content.readany():
                 total += len(piece)
                 if total > REPLY_BYTES_MAX:
-                    response.close()
                     return None
                 pieces.append(piece)
                 idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)

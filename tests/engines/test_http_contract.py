@@ -1,0 +1,41 @@
+"""The http engine keeps the promises that every engine makes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from contract.engine_suite import EngineSuite, chat_row
+from fakes.openai_service import HANG, Answer, OpenAIService, refusal
+
+from batchmill.engines.http import HttpEngine
+from batchmill.types import Limits, ModelSpec, Row
+
+
+LIMITS = Limits(in_flight_max=64)
+
+
+class TestHttpEngine(EngineSuite):
+    held_max = 160
+
+    @pytest.fixture
+    async def engine(self, tmp_path: Path) -> AsyncIterator[HttpEngine]:
+        async with OpenAIService() as service:
+            for n in range(100):
+                service.script[f"bad {n}"] = [refusal(400, "bad_thing")]
+                service.script[f"endless {n}"] = [Answer(act=HANG)]
+            model = ModelSpec(name="m", engine="http", source="remote", base_url=service.base_url, limits=LIMITS)
+            engine = HttpEngine(model, tmp_path)
+            await engine.start()
+            yield engine
+            await engine.stop()
+
+    def good_row(self, number: int, lease: object = None) -> Row:
+        return chat_row(number, f"good {number}", lease=lease)
+
+    def bad_row(self, number: int) -> Row:
+        return chat_row(number, f"bad {number}")
+
+    def endless_row(self, number: int) -> Row:
+        return chat_row(number, f"endless {number}")
