@@ -1,0 +1,151 @@
+"""What the body of a request may hold, for each path of the OpenAI API that batchmill runs.
+
+Fields that are not listed go through unseen: servers know more of them than we do.
+Source: OpenAI's API reference and vLLM's request models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from batchmill.errors import InvalidRow
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+
+# They would send a row, or our credentials, somewhere else (CVE-2024-6587).
+REFUSED_FIELDS = ("api_base", "base_url", "api_key", "headers", "extra_body", "extra_headers")
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+CountOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=16_384)]
+Temperature = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Body(Struct, gc=False):
+    """What any body may hold."""
+
+    model: str | None = None
+    api_base: Raw | UnsetType = UNSET
+    base_url: Raw | UnsetType = UNSET
+    api_key: Raw | UnsetType = UNSET
+    headers: Raw | UnsetType = UNSET
+    extra_body: Raw | UnsetType = UNSET
+    extra_headers: Raw | UnsetType = UNSET
+
+
+class _Generating(_Body, gc=False):
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class _Message(Struct, gc=False):
+    role: str
+
+
+class _Chat(_Generating, gc=False, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+
+
+class _Completion(_Generating, gc=False, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: CountOrNone | None = None  # 0 is how log-probabilities of a prompt are asked for
+
+
+class _Embedding(_Body, gc=False):
+    input: str | list[Any] | None = None
+    messages: list[_Message] | None = None  # vLLM embeds conversations too
+
+
+class _Response(_Generating, gc=False, kw_only=True):
+    input: str | list[Any]
+    max_output_tokens: Count | None = None
+
+
+class _Rerank(_Body, gc=False, kw_only=True):
+    query: Any
+    documents: Any
+    top_n: CountOrNone | None = None
+
+
+class _Score(_Body, gc=False):
+    text_1: Any = None
+    text_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+
+_BODIES: dict[str, type[_Body]] = {
+    CHAT: _Chat,
+    COMPLETIONS: _Completion,
+    EMBEDDINGS: _Embedding,
+    RESPONSES: _Response,
+    RERANK: _Rerank,
+    SCORE: _Score,
+}
+_decoders: dict[str, Callable[[bytes | Raw], _Body]] = {
+    url: msgspec.json.Decoder(body).decode for url, body in _BODIES.items()
+}
+
+
+def check(url: str, body: bytes | Raw) -> str | None:
+    """The `model` that the body names. A path we do not know is checked for nothing but the model.
+
+    Raises: InvalidRow (`invalid_field`, `number_out_of_range`, `parameter_not_allowed`, `streaming_not_supported`).
+    """
+    try:
+        found = _decoders.get(url, _decode_any)(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _explained(url, error) from None
+    for name in REFUSED_FIELDS:
+        if getattr(found, name) is not UNSET:
+            raise InvalidRow(
+                f"body.{name} is not allowed: a row cannot say where it goes", code="parameter_not_allowed"
+            )
+    match found:
+        case _Generating(stream=True):
+            raise InvalidRow(
+                "body.stream is true; a batch has no streaming: leave it out", code="streaming_not_supported"
+            )
+        case _Embedding(input=None, messages=None):
+            raise InvalidRow(f"body lacks `input`, which {url} needs", code="invalid_field")
+        case _Score() if not _has_pair(found):
+            raise InvalidRow(f"body lacks `text_1` and `text_2`, which {url} needs", code="invalid_field")
+    return found.model
+
+
+_decode_any = msgspec.json.Decoder(_Body).decode
+
+
+def _has_pair(body: _Score) -> bool:
+    pairs = ((body.text_1, body.text_2), (body.queries, body.documents), (body.data_1, body.data_2))
+    return any(left is not None and right is not None for left, right in pairs)
+
+
+def _explained(url: str, error: Exception) -> InvalidRow:
+    """msgspec's sentence in our words: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    what, _, where = str(error).partition(" - at `$")
+    place = f"body{where.rstrip('`')}"
+    if what.startswith("Object missing required field "):
+        return InvalidRow(f"{place} lacks {what.rsplit(' ', 1)[1]}, which {url} needs", code="invalid_field")
+    if "out of range" in what or " >= " in what or " <= " in what:
+        return InvalidRow(f"{place}: {_lower(what)}", code="number_out_of_range")
+    return InvalidRow(f"{place}: {_lower(what)}", code="invalid_field")
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]

@@ -1,0 +1,177 @@
+"""CSV becomes rows: a header, then one record a row; every cell is a string. Source: RFC 4180."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from batchmill.datasets.conversion import Converted
+from batchmill.datasets.formats import Source
+from batchmill.datasets.inflate import Advance, blocks
+from batchmill.datasets.orders import Refused
+from batchmill.errors import InvalidDataset
+from batchmill.types import DatasetSpec
+
+COLUMNS_MAX = 10_000
+PIECE_BYTES = 1024 * 1024
+
+_encode = msgspec.json.encode
+
+
+def columns(source: Source, spec: DatasetSpec) -> list[str]:
+    """The names in the header. Raises: InvalidDataset (`invalid_header`, `invalid_csv`)."""
+    with _records(source, spec, lambda _: None) as records:
+        return _header(source, records)
+
+
+def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
+    """Every record as a JSON object. Raises: InvalidDataset where the rest of the file cannot be told apart."""
+    with _records(source, spec, advance) as records:
+        names = _header(source, records)
+        if names != expected:
+            raise InvalidDataset(
+                f"{source.path} has the columns {', '.join(names)}, and the first file {', '.join(expected)}: "
+                "the files of a dataset must have the same columns in the same order",
+                code="schema_mismatch",
+            )
+        piece = _Piece(names, spec.line_bytes_max)
+        for line, cells, flaw in _each(source, records):
+            piece.add(line, cells, flaw)
+            if len(piece.data) >= PIECE_BYTES:
+                yield piece.take()
+        yield piece.take()
+
+
+class _Piece:
+    """Rows on their way to the file."""
+
+    def __init__(self, names: list[str], line_bytes_max: int) -> None:
+        self._names = names
+        self._line_bytes_max = line_bytes_max
+        self.data = bytearray()
+        self._rows = 0
+        self._refused: list[Refused] = []
+
+    def add(self, line: int, cells: list[str], flaw: str) -> None:
+        names = self._names
+        if flaw:
+            self._refuse(line, "invalid_csv", flaw)
+        elif len(cells) != len(names):
+            message = f"the record has {len(cells)} cells, the header {len(names)}"
+            self._refuse(line, "bad_row_width", message)
+        row = dict(zip(names, cells, strict=False))
+        try:
+            data = _encode(row)
+        except UnicodeEncodeError:
+            if not flaw and len(cells) == len(names):
+                self._refuse(line, "invalid_encoding", "a cell is not UTF-8")
+            data = _encode({name: cell.encode(errors="replace").decode() for name, cell in row.items()})
+        if len(data) > self._line_bytes_max and not flaw and len(cells) == len(names):
+            self._refuse(line, "line_too_long", f"the record is longer than {self._line_bytes_max} bytes as JSON")
+        self.data += data
+        self.data += b"\n"
+        self._rows += 1
+
+    def _refuse(self, line: int, code: str, message: str) -> None:
+        self._refused.append(Refused(self._rows, line, code, message))
+
+    def take(self) -> Converted:
+        piece = Converted(bytes(self.data), self._rows, self._refused)
+        self.data, self._rows, self._refused = bytearray(), 0, []
+        return piece
+
+
+class _Stream(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, source: Iterator[bytes]) -> None:
+        self._source = source
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        if not self._rest:
+            self._rest = next(self._source, b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
+class _Records:
+    """Records of a CSV, and the line on which each begins."""
+
+    def __init__(self, text: io.TextIOBase) -> None:
+        # strict: a quote that is never closed must not swallow the rest of the file in silence
+        self._reader = csv.reader(text, strict=True)
+        self.line = 0
+
+    def read(self) -> list[str]:
+        """The next record that is not blank. Raises: csv.Error, StopIteration."""
+        while True:
+            self.line = self._reader.line_num + 1
+            cells = next(self._reader)
+            if cells:
+                return cells
+
+
+@contextmanager
+def _records(source: Source, spec: DatasetSpec, advance: Advance) -> Iterator[_Records]:
+    limit = csv.field_size_limit(spec.line_bytes_max)  # a setting of the whole process
+    contents = blocks(source.path, source.codec, advance)
+    # Bytes that are no UTF-8 survive as surrogates, so that they are refused in their own row.
+    raw = io.BufferedReader(_Stream(contents), 1024 * 1024)
+    text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    try:
+        yield _Records(text)
+    finally:
+        text.close()
+        contents.close()
+        csv.field_size_limit(limit)
+
+
+def _header(source: Source, records: _Records) -> list[str]:
+    try:
+        names = records.read()
+    except StopIteration:
+        raise InvalidDataset(f"{source.path} has no header row", code="invalid_header") from None
+    except csv.Error as error:
+        raise InvalidDataset(f"{source.path}, line {records.line}: {error}", code="invalid_csv") from None
+    if len(names) > COLUMNS_MAX:
+        raise InvalidDataset(
+            f"{source.path} has {len(names)} columns; {COLUMNS_MAX} is the most", code="invalid_header"
+        )
+    seen: set[str] = set()
+    for name in names:
+        if not name.strip() or not name.isprintable():
+            raise InvalidDataset(f"the header of {source.path} has a column {name!r}", code="invalid_header")
+        if name in seen:
+            raise InvalidDataset(f"the header of {source.path} has {name!r} twice", code="invalid_header")
+        seen.add(name)
+    return names
+
+
+def _each(source: Source, records: _Records) -> Iterator[tuple[int, list[str], str]]:
+    """(line, cells, flaw) of every record."""
+    while True:
+        try:
+            cells = records.read()
+        except StopIteration:
+            return
+        except csv.Error as error:
+            flaw = str(error)
+            if "unexpected end of data" in flaw or "field limit" in flaw or "field larger" in flaw:
+                raise InvalidDataset(
+                    f"{source.path}: the record that begins on line {records.line} does not end: {flaw}; "
+                    "is a quote left open?",
+                    code="invalid_csv",
+                ) from None
+            yield records.line, [], f"not CSV: {flaw}"
+        else:
+            yield records.line, cells, ""

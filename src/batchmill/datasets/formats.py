@@ -1,0 +1,185 @@
+"""What kind of file a dataset is: by name, by its first bytes, and for JSONL by its first row."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.datasets import layout
+from batchmill.datasets.inflate import blocks
+from batchmill.datasets.sources import describe, kind
+from batchmill.errors import InvalidDataset
+from batchmill.types import DatasetSpec
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # name -> how the file is written
+# Modules that turn a source into rows: imported only when a dataset is of their format.
+READERS = {"csv": "batchmill.datasets.csv_rows", "parquet": "batchmill.datasets.parquet_rows"}
+MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+FIRST_ROWS_MAX = 100  # lines that are tried before the first that can be read
+
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class Source(Struct, frozen=True):
+    """A file of a dataset and how it is to be read."""
+
+    path: str
+    format: str  # jsonl, csv, parquet
+    codec: str | None  # gzip, zstd
+
+
+class Detected(Struct, frozen=True):
+    """What a dataset seems to be; only its first row has been read."""
+
+    format: str  # openai, jsonl, csv, parquet
+    columns: list[str]  # of a table; empty for OpenAI rows
+
+
+def detect(spec: DatasetSpec) -> Detected:
+    """What kind of dataset this is.
+
+    Raises: InvalidDataset (`format_mismatch`, `unknown_format`, `empty_file`, `not_jsonl`, `invalid_encoding` …).
+    """
+    sources = classify(spec)
+    if not sources:
+        raise InvalidDataset(f"{_names(spec.paths)} is empty: there is nothing to run", code="empty_file")
+    first = sources[0]
+    if first.format in READERS:
+        return Detected(first.format, reader(first.format).columns(first, spec))
+    names = _first_names(sources, spec)
+    if spec.format == "openai" or (spec.format is None and _is_openai(names)):
+        return Detected("openai", [])
+    return Detected("jsonl", list(names or ()))
+
+
+def classify(spec: DatasetSpec) -> list[Source]:
+    """Every file that holds something, and how to read it. Raises: InvalidDataset."""
+    if spec.format is not None and spec.format not in FORMATS:
+        raise InvalidDataset(
+            f"there is no format {spec.format!r}; known are {', '.join(FORMATS)}", code="unknown_format"
+        )
+    if not spec.paths:
+        raise InvalidDataset("no input file was named", code="no_input")
+    sources = [_classified(path, spec.format) for path in spec.paths if describe(path).size_bytes]
+    for source in sources:
+        if source.format != sources[0].format:
+            raise InvalidDataset(
+                f"{sources[0].path} is {sources[0].format} and {source.path} is {source.format}: "
+                "the files of a dataset must have one format",
+                code="format_mismatch",
+            )
+    return sources
+
+
+def reader(format_: str) -> Any:
+    """The module that reads a format."""
+    try:
+        return importlib.import_module(READERS[format_])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "pyarrow":
+            raise
+        raise InvalidDataset(
+            "reading Parquet needs pyarrow: pip install 'batchmill[parquet]'", code="missing_dependency"
+        ) from None
+
+
+def columns_schema(home: Path) -> pyarrow.Schema | None:
+    """The Arrow schema of the file that was sealed into `home`; None: its format has no types."""
+    if not (home / layout.SCHEMA).exists():
+        return None
+    return reader("parquet").read_schema(home / layout.SCHEMA)
+
+
+def lines_of(source: Source, line_bytes_max: int) -> Iterator[bytes]:
+    """The lines of a source, without the BOM; one that is too long comes in pieces."""
+    rest = b""
+    first = True
+    for block in blocks(source.path, source.codec, lambda _: None):
+        rest += block
+        if first and len(rest) >= len(layout.BOM):
+            rest, first = rest.removeprefix(layout.BOM), False
+        *lines, rest = rest.split(b"\n")
+        yield from lines
+        if len(rest) > line_bytes_max:
+            yield rest
+            rest = b""
+    if rest:
+        yield rest
+
+
+def _classified(path: str, wanted: str | None) -> Source:
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    promised, codec = kind(path)
+    seen = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    packed = seen if seen in ("gzip", "zstd") else None
+    if codec != packed and (codec is not None or promised is not None):
+        what = f"{packed} data" if packed else f"no {codec} data"
+        raise InvalidDataset(f"{path} holds {what}, which its name does not say: rename it", code="format_mismatch")
+    written = FORMATS[wanted] if wanted is not None else promised
+    if written is None and packed is None:
+        written = (
+            "parquet" if seen == "parquet" else "jsonl" if head.removeprefix(layout.BOM).lstrip()[:1] == b"{" else None
+        )
+    if written is None:
+        raise InvalidDataset(
+            f"nothing says what {path} is: name it with --format {'|'.join(FORMATS)}", code="unknown_format"
+        )
+    if (seen == "parquet") != (written == "parquet"):
+        what = "is a Parquet file" if seen == "parquet" else "is no Parquet file"
+        raise InvalidDataset(f"{path} {what}, and was taken for {written}", code="format_mismatch")
+    if head.startswith(UTF16) and written != "parquet":
+        raise InvalidDataset(f"{path} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`", code="invalid_encoding")
+    return Source(path, written, packed)
+
+
+def _first_names(sources: list[Source], spec: DatasetSpec) -> list[str] | None:
+    """The field names of the first row that can be read; None where none of the first can."""
+    tried = 0
+    for source in sources:
+        for line in lines_of(source, spec.line_bytes_max):
+            if not line.strip():
+                continue
+            if tried == 0:
+                _refuse_other_json(source.path, line)
+            try:
+                return list(_members(line))
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                tried += 1
+            if tried == FIRST_ROWS_MAX:
+                return None
+    return None
+
+
+def _refuse_other_json(path: str, line: bytes) -> None:
+    """See that the file is no JSON array and no object over many lines."""
+    start = b"".join(line[:4096].split())[:2]
+    if start in (b"[", b"[{"):
+        raise InvalidDataset(
+            f"{path} is a JSON array; make it JSONL, one object a line, with `jq -c '.[]'`", code="not_jsonl"
+        )
+    if start == b"{":
+        raise InvalidDataset(
+            f"{path} holds an object over many lines; make it JSONL, one object a line, with `jq -c .`",
+            code="not_jsonl",
+        )
+
+
+def _is_openai(names: list[str] | None) -> bool:
+    """A first row that cannot be read is taken for a request: then every flaw is reported."""
+    if names is None:
+        return True
+    return {"url", "body"} <= set(names) or ("custom_id" in names and ("url" in names or "body" in names))
+
+
+def _names(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"every one of {len(paths)} files"

@@ -1,0 +1,83 @@
+"""The bytes of a file as they are once gzip or zstd is undone, in blocks of bounded size.
+
+A file may consist of several members or frames, as `cat a.gz b.gz` makes it; one that ends early is refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+
+import zstandard
+
+from batchmill.errors import InvalidDataset
+
+BLOCK_BYTES = 1024 * 1024
+ZSTD_SLICE_BYTES = 512  # zstd packs at most 128 KiB into 4 bytes: a slice cannot become more than 16 MiB
+ZSTD_WINDOW_BYTES_MAX = 128 * 1024 * 1024
+
+Advance = Callable[[int], None]  # told how many bytes of the file have been used
+
+
+def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
+    """The contents of a file. Raises: InvalidDataset (`invalid_gzip`, `invalid_zstd`)."""
+    with open(path, "rb") as file:
+        raw = _raw(file.read, advance)
+        match codec:
+            case "gzip":
+                yield from _gzip(path, raw)
+            case "zstd":
+                yield from _zstd(path, raw)
+            case _:
+                yield from raw
+
+
+def _raw(read: Callable[[int], bytes], advance: Advance) -> Iterator[bytes]:
+    while block := read(BLOCK_BYTES):
+        advance(len(block))
+        yield block
+
+
+def _gzip(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
+    member, within = zlib.decompressobj(wbits=31), False
+    for data in raw:
+        while data:
+            if not within and not data.strip(b"\0"):
+                break  # zeros between and behind members are padding, as tapes leave it
+            within = True
+            try:
+                block = member.decompress(data, BLOCK_BYTES)
+            except zlib.error as error:
+                raise InvalidDataset(f"{path} is damaged: {error}", code="invalid_gzip") from None
+            if block:
+                yield block
+            data = member.unconsumed_tail
+            if member.eof:
+                data, member, within = member.unused_data, zlib.decompressobj(wbits=31), False
+    if within:
+        rest = member.flush()  # what fitted in no block
+        if not member.eof:
+            raise InvalidDataset(f"{path} ends in the middle of its gzip data", code="invalid_gzip")
+        yield rest
+
+
+def _zstd(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX)
+    frame, within = decompressor.decompressobj(), False
+    for data in raw:
+        view = memoryview(data)
+        while view:
+            within = True
+            try:
+                block = frame.decompress(view[:ZSTD_SLICE_BYTES])
+            except zstandard.ZstdError as error:
+                raise InvalidDataset(f"{path} is damaged: {error}", code="invalid_zstd") from None
+            if block:
+                yield block
+            used = min(ZSTD_SLICE_BYTES, len(view))
+            if frame.eof:
+                used -= len(frame.unused_data)
+                frame, within = decompressor.decompressobj(), False
+            view = view[used:]
+    if within:
+        raise InvalidDataset(f"{path} ends in the middle of its zstd data", code="invalid_zstd")

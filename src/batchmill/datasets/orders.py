@@ -1,0 +1,96 @@
+"""What sealing is asked for, what it reports, and what its processes say to each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from batchmill.types import DatasetSpec, Problem, Seal
+from batchmill.wire.forms import Form
+
+Fold = Literal["deterministic", "all", "none"]
+
+
+class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
+    """What to seal and which rows to allow.
+
+    A target is (number of the model, number of model and adapter together); `urls` has one entry for each model.
+    """
+
+    dataset: DatasetSpec
+    form: Form | None = None  # None: OpenAI rows, or a table whose columns are a function's arguments
+    targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
+    default: tuple[int, int] = (0, 0)  # for rows that name no model
+    urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
+    keys: bool = False  # write the columns that the plan is made from
+    fold: Fold = "none"  # which rows may share an answer
+    problems_max: int = 1000
+    processes: int = 2
+
+
+class SealReport(Struct, frozen=True):
+    """What sealing found. `problems` are the first ones, in the order of the lines."""
+
+    seal: Seal
+    problems: list[Problem]
+    problems_total: int
+    rejected: int
+
+
+class Part(Struct, frozen=True):
+    """Lines of one source: bytes start..end of a file that is read."""
+
+    number: int
+    path: str  # the file that is read
+    source: str  # the file that the caller named
+    base: int  # where byte 0 of the file lies when all files are counted as one
+    start: int
+    end: int
+
+
+class Range(Struct, frozen=True):
+    """Bytes for one validator: it checks the lines that start in them."""
+
+    number: int
+    part: Part
+    start: int  # in the file
+    end: int
+
+
+class Refused(Struct, frozen=True, array_like=True):
+    """A row that validation refused; `row` and `line` count from 0, in a chunk or in the whole as said there."""
+
+    row: int
+    line: int
+    code: str
+    message: str
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """What a validator found in a run of whole lines: columns as packed bytes."""
+
+    start: int
+    end: int
+    lines: int
+    rows: int
+    block_rows: int
+    offsets: bytes  # u64 a row
+    crcs: bytes  # u32 a block
+    ids: bytes  # i64 a row: hash of the custom_id; empty for tables
+    keys: tuple[bytes, bytes, bytes, bytes]  # target u16, prefix u64, cost u32, fold 2 x u64; empty without keys
+    refused: list[Refused]
+
+
+class RangeEnd(Struct, frozen=True, array_like=True):
+    """Every chunk of a range has been sent."""
+
+    digest: bytes  # sha256 of the range's bytes
+
+
+class RangeFailed(Struct, frozen=True, array_like=True):
+    """The range could not be read."""
+
+    code: str
+    message: str
+    changed: bool = False  # the file is not what it was when sealing began

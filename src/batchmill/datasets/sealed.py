@@ -1,0 +1,198 @@
+"""Reading rows of a sealed dataset, every byte of them verified against the checksums of the seal.
+
+Workers read with it: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zlib
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets import layout
+from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord
+from batchmill.errors import InputChanged, InvalidDataset
+from batchmill.types import Seal
+
+CACHE_BYTES_MAX = 32 * 1024 * 1024  # verified blocks kept for scattered reads
+OFFSET_BYTES = 8
+CRC_BYTES = 4
+
+
+def load_seal(home: Path) -> Seal:
+    """The seal in `home`. Raises: InvalidDataset where there is none."""
+    try:
+        data = (home / layout.SEAL).read_bytes()
+    except FileNotFoundError:
+        raise InvalidDataset(f"{home} holds no sealed dataset", code="not_sealed") from None
+    return msgspec.json.decode(data, type=Seal)
+
+
+class Rows(Struct, gc=False):
+    """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""
+
+    first: int
+    data: bytes
+    starts: array[int]  # in all files, as `data` starts at starts[0]
+
+    def row(self, number: int) -> bytes:
+        at, base = number - self.first, self.starts[0]
+        return self.data[self.starts[at] - base : self.starts[at + 1] - base].strip()
+
+    def slice(self, first: int, last: int) -> list[bytes]:
+        at, count, base = first - self.first, last - first, self.starts[0]
+        text = self.data[self.starts[at] - base : self.starts[at + count] - base]
+        lines = io.BytesIO(text).readlines()
+        if len(lines) == count:  # every row has a line at least: so each has just one
+            return list(map(bytes.strip, lines))
+        return [self.row(number) for number in range(first, last)]  # blank lines lie between
+
+
+class SealedRows:
+    """The rows of a sealed dataset by number.
+
+    Concurrency: one thread at a time.
+    """
+
+    def __init__(self, home: Path, seal: Seal | None = None) -> None:
+        self._seal = load_seal(home) if seal is None else seal
+        self.rows = self._seal.rows
+        self._offsets = os.open(home / layout.OFFSETS, os.O_RDONLY | os.O_CLOEXEC)
+        self._crcs = os.open(home / layout.CRCS, os.O_RDONLY | os.O_CLOEXEC)
+        with open(home / layout.CHUNKS, "rb") as chunks:
+            self._chunks_map = mmap.mmap(chunks.fileno(), 0, prot=mmap.PROT_READ)
+        self._chunks = memoryview(self._chunks_map).cast("Q")
+        self._chunk_numbers = range(len(self._chunks) // CHUNK_FIELDS)
+        self._bases = [0]
+        for file in self._seal.files:
+            self._bases.append(self._bases[-1] + file.size_bytes)
+        self._files: dict[int, int] = {}  # number of a file -> descriptor
+        self._cache: OrderedDict[int, Rows] = OrderedDict()
+        self._cache_bytes = 0
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        """Rows first <= n < last: JSON objects without BOM and line end. Raises: InputChanged."""
+        assert 0 <= first <= last <= self.rows, (first, last, self.rows)
+        found: list[bytes] = []
+        while first < last:
+            chunk = self.chunk_of(first)
+            end = min(last, chunk.first_row + chunk.rows)
+            from_block = (first - chunk.first_row) // chunk.block_rows
+            to_block = (end - 1 - chunk.first_row) // chunk.block_rows + 1
+            found += self._verified(chunk, from_block, to_block).slice(first, end)
+            first = end
+        return found
+
+    def read_many(self, numbers: Sequence[int]) -> list[bytes]:
+        """Rows in any order; verified blocks are kept for the next ones. Raises: InputChanged."""
+        return [self._block_of(number).row(number) for number in numbers]
+
+    def chunk_of(self, row: int) -> ChunkRecord:
+        """The chunk that a row lies in."""
+        assert 0 <= row < self.rows, (row, self.rows)
+        chunks = self._chunks
+        number = bisect_right(self._chunk_numbers, row, key=lambda n: chunks[n * CHUNK_FIELDS]) - 1
+        return ChunkRecord(*chunks[number * CHUNK_FIELDS : (number + 1) * CHUNK_FIELDS])
+
+    def line_of(self, row: int) -> int:
+        """The 1-based line of a row in its source, as it is read."""
+        chunk = self.chunk_of(row)
+        if chunk.lines == chunk.rows:
+            return chunk.first_line + row - chunk.first_row
+        start = self._u64(row, row + 1)[0]
+        before = self._pread(chunk.start, start, row, row + 1)
+        return chunk.first_line + before.count(b"\n")
+
+    def close(self) -> None:
+        """Release files and memory; safe to call twice."""
+        for fd in (self._offsets, self._crcs, *self._files.values()):
+            if fd >= 0:
+                os.close(fd)
+        self._offsets = self._crcs = -1
+        self._files.clear()
+        self._cache.clear()
+        self._chunks.release()
+        self._chunks_map.close()
+
+    def _block_of(self, row: int) -> Rows:
+        chunk = self.chunk_of(row)
+        block = (row - chunk.first_row) // chunk.block_rows
+        number = chunk.first_block + block
+        found = self._cache.get(number)
+        if found is not None:
+            self._cache.move_to_end(number)
+            return found
+        found = self._verified(chunk, block, block + 1)
+        self._cache[number] = found
+        self._cache_bytes += len(found.data)
+        while self._cache_bytes > CACHE_BYTES_MAX and len(self._cache) > 1:
+            self._cache_bytes -= len(self._cache.popitem(last=False)[1].data)
+        return found
+
+    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> Rows:
+        """The rows of blocks from_block <= b < to_block of a chunk, read and checked."""
+        first = chunk.first_row + from_block * chunk.block_rows
+        rows_left = chunk.rows - from_block * chunk.block_rows
+        rows = min((to_block - from_block) * chunk.block_rows, rows_left)
+        starts = self._u64(first, first + rows + 1)
+        if rows == rows_left:
+            starts[-1] = chunk.end  # the next row may lie behind blank lines, or in the next file
+        base = starts[0]
+        data = self._pread(base, starts[-1], first, first + rows)
+        crcs = self._u32(chunk.first_block + from_block, chunk.first_block + to_block)
+        view = memoryview(data)
+        edges = [*(start - base for start in starts[: -1 : chunk.block_rows]), len(data)]
+        for number, crc in enumerate(crcs):
+            if zlib.crc32(view[edges[number] : edges[number + 1]]) != crc:
+                at = first + number * chunk.block_rows
+                raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
+        return Rows(first, data, starts)
+
+    def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
+        """Bytes start..end of all files; they lie in one file."""
+        number = bisect_right(self._bases, start) - 1
+        fd = self._files.get(number)
+        if fd is None:
+            fd = self._files[number] = self._open(number, first, last)
+        data = os.pread(fd, end - start, start - self._bases[number])
+        if len(data) != end - start:
+            raise self._changed(start, first, last)
+        return data
+
+    def _open(self, number: int, first: int, last: int) -> int:
+        """A file that still has its size. Time and inode may differ: then the checksums decide."""
+        file = self._seal.files[number]
+        try:
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            raise self._changed(self._bases[number], first, last) from None
+        if os.fstat(fd).st_size != file.size_bytes:
+            os.close(fd)
+            raise self._changed(self._bases[number], first, last)
+        return fd
+
+    def _changed(self, start: int, first: int, last: int) -> InputChanged:
+        path = self._seal.files[bisect_right(self._bases, start) - 1].path
+        return InputChanged(
+            f"{path} changed since it was sealed (rows {first} to {last - 1} are not what they were); "
+            "restore it, or start over with --restart"
+        )
+
+    def _u64(self, first: int, last: int) -> array[int]:
+        found = array("Q")
+        found.frombytes(os.pread(self._offsets, (last - first) * OFFSET_BYTES, first * OFFSET_BYTES))
+        return found
+
+    def _u32(self, first: int, last: int) -> array[int]:
+        found = array("I")
+        found.frombytes(os.pread(self._crcs, (last - first) * CRC_BYTES, first * CRC_BYTES))
+        return found

@@ -1,0 +1,150 @@
+"""Sealing: every row of a dataset read once, checked, indexed and checksummed; `seal.json` is written last.
+
+It runs in a child of the owner. Memory does not grow with the files: rows are on their way in ranges.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from batchmill.datasets import layout
+from batchmill.datasets.conversion import Material, convert, copied, in_place
+from batchmill.datasets.fan_out import Crew, validators
+from batchmill.datasets.formats import Detected, classify, detect
+from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder, SealReport
+from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sources import describe, unchanged
+from batchmill.datasets.tables import Tables
+from batchmill.datasets.validation import check_form, column_flaw
+from batchmill.errors import InputChanged, InvalidDataset, InvalidRow, StorageFull
+from batchmill.types import Seal, SealedFile
+from batchmill.wire.forms import OpenAIForm, TableForm
+
+__all__ = ["SealOrder", "SealReport", "seal"]
+
+LATE = {"duplicates": "batchmill.datasets.duplicates"}  # imported once the validators are at work
+COPY_SHARE = 0.5  # of the progress, where rows are copied or converted first
+
+
+def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+    """Seal a dataset into `home`, an existing directory; what an earlier attempt left there is replaced.
+
+    Args: progress is told how much is done, 0 to 1, every few MiB.
+    Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
+    """
+    try:
+        return _seal(order, home, progress)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"no space is left to seal the dataset in {home}: {error.strerror}") from error
+        raise
+
+
+def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+    sources = [describe(path) for path in order.dataset.paths]
+    detected = detect(order.dataset)
+    order = _with_form(order, detected)
+    for leftover in (layout.SEAL, layout.SCHEMA):
+        (home / leftover).unlink(missing_ok=True)
+    material, progress = _material(order, detected, home, progress)
+    with Tables(home, order, material) as tables:
+        digests = _check_rows(order, material, tables, progress)
+        if tables.rows == 0:
+            raise InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
+        if material.converted:
+            digests = [digest for source in sources for digest in _digests(source)]
+        _see_unchanged([*sources, *material.files])
+        sealed = Seal(
+            rows=tables.rows,
+            bytes=sum(file.size_bytes for file in material.files),
+            sha256=hashlib.sha256(b"".join(digests)).hexdigest(),
+            format=detected.format,
+            columns=detected.columns,
+            files=material.files,
+            sources=sources,
+        )
+        return tables.finish(sealed, _duplicates if detected.format == "openai" else None)
+
+
+def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
+    """The order with the form that its rows have. Raises: InvalidDataset when they cannot have it."""
+    form = order.form
+    if form is None:
+        form = OpenAIForm() if detected.format == "openai" else TableForm()
+    if isinstance(form, OpenAIForm) != (detected.format == "openai"):
+        raise InvalidDataset(
+            f"the rows are {'OpenAI requests' if detected.format == 'openai' else 'a table'}, which does not fit what "
+            "was asked for: a prompt is for the columns of a table",
+            code="form_mismatch",
+        )
+    order = msgspec.structs.replace(order, form=form)
+    try:
+        check_form(order)
+    except InvalidRow as error:
+        raise InvalidDataset(f"what the rows become is no request: {error.message}", code=error.code) from None
+    if detected.format in ("csv", "parquet") and (flaw := column_flaw(tuple(detected.columns), form)):
+        raise InvalidDataset(flaw.message, code=flaw.code)
+    return order
+
+
+def _material(
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None]
+) -> tuple[Material, Callable[[float], None]]:
+    """What is read, and the progress that is left for reading it."""
+    spec = order.dataset
+    sources = classify(spec)
+    paths = [source.path for source in sources]
+    plain = all(source.format == "jsonl" and source.codec is None for source in sources)
+    if plain and not spec.copy:
+        return in_place(paths), progress
+
+    def early(share: float) -> None:
+        progress(share * COPY_SHARE)
+
+    def late(share: float) -> None:
+        progress(COPY_SHARE + share * (1 - COPY_SHARE))
+
+    if plain:
+        return copied(paths, home, early), late
+    return convert(sources, spec, detected.columns, home, early), late
+
+
+def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]) -> list[bytes]:
+    """Have every line checked and keep what is found; the digests of the ranges."""
+    total = sum(part.end - part.start for part in material.parts)
+    digests = []
+    done = 0
+    with validators(order, total) as checkers:
+        for range_, found in checkers.findings(material.parts):
+            match found:
+                case Chunk():
+                    tables.add(found, range_.part)
+                case RangeEnd(digest=digest):
+                    if isinstance(checkers, Crew) and not digests and tables.has_ids:
+                        importlib.import_module(LATE["duplicates"])
+                    digests.append(digest)
+                    done += range_.end - range_.start
+                    progress(done / total)
+    return digests
+
+
+def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
+    return importlib.import_module(LATE["duplicates"]).find(hashes, rows)
+
+
+def _digests(source: SealedFile) -> Iterator[bytes]:
+    with open(source.path, "rb") as file:
+        while block := file.read(layout.RANGE_BYTES):
+            yield hashlib.sha256(block).digest()
+
+
+def _see_unchanged(files: list[SealedFile]) -> None:
+    for file in files:
+        if not unchanged(file):
+            raise InputChanged(f"{file.path} changed while it was read; run the command again")

@@ -1,0 +1,189 @@
+"""Writing the files of a sealed dataset as its rows are found, in row order, and the list of what was refused."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from heapq import merge
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets import layout
+from batchmill.datasets.conversion import Material
+from batchmill.datasets.orders import Chunk, Part, SealOrder, SealReport
+from batchmill.datasets.sealed import SealedRows
+from batchmill.types import Problem, Seal
+from batchmill.wire.forms import OpenAIForm
+
+HASHES = "ids.i64"  # only while sealing: a hash means nothing without the seed of its process
+REJECTED_BY_LINE = "rejected-lines.jsonl"
+KEY_FILES = (layout.TARGET, layout.PREFIX, layout.COST, layout.FOLD)
+FEW_ROWS = 100_000  # so many hashes are compared at once, before anything heavy is imported for it
+
+Duplicates = Callable[[Path, SealedRows], Iterator[tuple[int, int]]]
+
+_encode = msgspec.json.encode
+
+
+class Rejection(Struct, frozen=True):
+    """A line of `rejected.jsonl`."""
+
+    row: int
+    code: str
+    message: str
+
+
+class Tables:
+    """The files of one sealing. Rows are added in order; `finish` makes them a sealed dataset."""
+
+    def __init__(self, home: Path, order: SealOrder, material: Material) -> None:
+        self._home = home
+        self._material = material
+        self._problems_max = order.problems_max
+        self._open_files = ExitStack()
+        self._offsets = self._create(layout.OFFSETS)
+        self._chunks = self._create(layout.CHUNKS)
+        self._crcs = self._create(layout.CRCS)
+        self._rejected = self._create(layout.REJECTED)
+        self._keys = [self._create(name) for name in KEY_FILES] if order.keys else []
+        self.has_ids = isinstance(order.form, OpenAIForm)
+        self._hashes = self._create(HASHES) if self.has_ids else None
+        self.rows = 0
+        self._blocks = 0
+        self._end = 0  # behind the last row
+        self._part = -1
+        self._line = 1  # of the part's next chunk
+        self._rejected_count = 0
+        self._problems: list[Problem] = []
+
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open_files.close()
+        (self._home / HASHES).unlink(missing_ok=True)
+
+    def add(self, chunk: Chunk, part: Part) -> None:
+        """The next chunk, of lines of `part`."""
+        if part.number != self._part:
+            self._part, self._line = part.number, 1
+        if chunk.rows:
+            record = (self.rows, chunk.rows, chunk.block_rows, self._blocks, chunk.start, chunk.end)
+            self._chunks.write(layout.CHUNK.pack(*record, self._line, chunk.lines, part.number))
+            self._offsets.write(chunk.offsets)
+            self._crcs.write(chunk.crcs)
+            if self._hashes is not None:
+                self._hashes.write(chunk.ids)
+            for file, column in zip(self._keys, chunk.keys, strict=False):
+                file.write(column)
+            self._end = chunk.end
+        for refused in chunk.refused:
+            row = self.rows + refused.row
+            self._rejected.write(_encode(Rejection(row, refused.code, refused.message)) + b"\n")
+            if len(self._problems) < self._problems_max:
+                line = self._line + refused.line
+                self._problems.append(Problem(refused.code, refused.message, line, part.source, row))
+        self._rejected_count += len(chunk.refused)
+        self._blocks += len(chunk.crcs) // 4
+        self._line += chunk.lines
+        self.rows += chunk.rows
+
+    def finish(self, seal: Seal, duplicates: Duplicates | None) -> SealReport:
+        """Find repeated custom_ids, make everything durable, and write the seal last."""
+        self._offsets.write(array("Q", [self._end]).tobytes())
+        self._open_files.close()
+        repeated: list[Problem] = []
+        late = None
+        if duplicates is not None and self._may_have_duplicates():
+            late = self._duplicates(seal, duplicates, repeated)
+        if self._material.refused is not None or late is not None:
+            self._merge_rejected(late or iter(()))
+        problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
+        seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
+        self._make_durable(seal)
+        return SealReport(seal, problems, self._rejected_count, self._rejected_count)
+
+    def _create(self, name: str) -> BinaryIO:
+        return self._open_files.enter_context(open(self._home / name, "wb"))
+
+    def _may_have_duplicates(self) -> bool:
+        if self.rows > FEW_ROWS:
+            return True
+        hashes = array("q")
+        hashes.frombytes((self._home / HASHES).read_bytes())
+        return len(set(hashes)) < len(hashes)
+
+    def _duplicates(self, seal: Seal, duplicates: Duplicates, problems: list[Problem]) -> Iterator[Rejection]:
+        """A rejection for every row whose custom_id an earlier one has; the first of them become problems."""
+        rows = SealedRows(self._home, seal)
+        sources = [part.source for part in self._material.parts]
+        try:
+            for row, first in duplicates(self._home / HASHES, rows):
+                here, there = rows.chunk_of(row).part, rows.chunk_of(first).part
+                place = f"line {rows.line_of(first)}" + ("" if here == there else f" of {sources[there]}")
+                line = rows.line_of(row)
+                message = f"the custom_id of line {line} is that of {place} too"
+                if len(problems) < self._problems_max:
+                    problems.append(Problem("duplicate_custom_id", message, line, sources[here], row))
+                yield Rejection(row, "duplicate_custom_id", message)
+        finally:
+            rows.close()
+
+    def _merge_rejected(self, late: Iterator[Rejection]) -> None:
+        """One list of all refused rows in row order; a row that was refused more than once keeps the first reason."""
+        lines, target = self._home / REJECTED_BY_LINE, self._home / layout.REJECTED
+        target.rename(lines)
+        early = self._material.refused
+        streams = [_read(early) if early is not None else iter(()), _read(lines), late]
+        last = -1
+        self._rejected_count = 0
+        with open(target, "wb") as file:
+            for rejection in merge(*streams, key=attrgetter("row")):
+                if rejection.row != last:
+                    file.write(_encode(rejection) + b"\n")
+                    self._rejected_count += 1
+                last = rejection.row
+        lines.unlink()
+        if early is not None:
+            early.unlink()
+
+    def _make_durable(self, seal: Seal) -> None:
+        for path in self._home.iterdir():
+            if path.is_file():
+                _sync(path)
+        temporary = self._home / f"{layout.SEAL}.tmp"
+        temporary.write_bytes(_encode(seal))
+        _sync(temporary)
+        temporary.rename(self._home / layout.SEAL)
+        _sync(self._home)
+
+
+def _read(path: Path) -> Iterator[Rejection]:
+    decode = msgspec.json.Decoder(Rejection).decode
+    with open(path, "rb") as file:
+        yield from map(decode, file)
+
+
+def _first_of(lists: list[list[Problem]], count: int) -> list[Problem]:
+    """The first problems of all, one a row, the earlier list's where several have one."""
+    by_row: dict[int | None, Problem] = {}
+    for problem in merge(*lists, key=lambda problem: problem.row or 0):
+        by_row.setdefault(problem.row, problem)
+    return list(by_row.values())[:count]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

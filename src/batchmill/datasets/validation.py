@@ -1,0 +1,323 @@
+"""The rules for one line: OpenAI batch rows, and rows of a table. They know bytes, no files and no line numbers."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.datasets import bodies
+from batchmill.datasets.orders import SealOrder
+from batchmill.errors import InvalidRow
+from batchmill.types import Request, Row, RowError
+from batchmill.wire.forms import RowLine, TableForm
+
+CUSTOM_ID_CHARS_MAX = 512
+URL_CHARS_MAX = 2048
+SHOWN_CHARS = 80  # of an offending value, in a message
+NAMES_SHOWN = 20
+
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class Checked(Struct, gc=False):
+    """What a line turned out to be. `error` is None for a row that may run."""
+
+    custom_id: str | None = None
+    error: RowError | None = None
+    request: Request | None = None  # None for a table's row that is no request by itself
+    model: int = 0
+    target: int = 0
+
+
+class Rules(Protocol):
+    has_ids: bool  # each row has a custom_id of its own
+
+    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+        """The custom_ids of lines that are all good rows ([] for tables); None: look at each line."""
+
+    def check(self, line: bytes) -> Checked:
+        """One line that is not blank and that passes the rules for text."""
+
+
+class _Object(Struct, gc=False):
+    """Any JSON object: its members are skipped, and seen to be JSON."""
+
+
+class _Envelope(Struct, forbid_unknown_fields=True, gc=False):
+    custom_id: str
+    url: str
+    body: _Object
+    method: Literal["POST"] = "POST"
+
+
+class _Id(Struct, gc=False):
+    custom_id: str
+
+
+class _Model(Struct, gc=False):
+    model: str | None = None
+
+
+_envelope = msgspec.json.Decoder(_Envelope).decode
+_row = msgspec.json.Decoder(RowLine).decode
+_id = msgspec.json.Decoder(_Id).decode
+_model = msgspec.json.Decoder(_Model).decode
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+_any = msgspec.json.Decoder().decode
+_FIELDS = tuple(RowLine.__struct_fields__)
+
+
+def id_of(line: bytes) -> str | None:
+    """The custom_id of a line, good or not; None where there is none that can be read."""
+    try:
+        return _id(line).custom_id
+    except DECODE_ERRORS:
+        return None
+
+
+class OpenAIRules:
+    """Rows of the OpenAI Batch API."""
+
+    has_ids = True
+
+    def __init__(self, order: SealOrder) -> None:
+        self._targets = order.targets
+        self._default = order.default
+        self._urls = order.urls
+        # One function takes what it is given: what its rows hold is its own business, their model too.
+        self._envelope_only = order.urls == [None] and not order.keys
+
+    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+        if not self._envelope_only:
+            return None
+        try:
+            rows = list(map(_envelope, lines))
+        except DECODE_ERRORS:
+            return None
+        ids = [row.custom_id for row in rows]
+        if "" in ids or max(map(len, ids)) > CUSTOM_ID_CHARS_MAX or b"\\u0000" in text:
+            return None
+        return ids if all(map(_is_path, {row.url for row in rows})) else None
+
+    def check(self, line: bytes) -> Checked:
+        try:
+            row = _row(line)
+        except DECODE_ERRORS as error:
+            return _refusal(line, _explained(line, error))
+        try:
+            return self._check_row(row)
+        except InvalidRow as error:
+            return _refusal(line, error)
+
+    def _check_row(self, row: RowLine) -> Checked:
+        _check_id(row.custom_id)
+        if row.method != "POST":
+            raise InvalidRow(f"method is {_shown(row.method)}; only POST can be run", code="invalid_method")
+        if not _is_path(row.url):
+            raise InvalidRow(
+                f"url is {_shown(row.url)}; it must be a path like /v1/chat/completions", code="invalid_url"
+            )
+        body = row.body
+        if bytes(memoryview(body)[:1]) != b"{":
+            raise InvalidRow(f"body is {_kind(body)}; it must be an object", code="invalid_body")
+        model, target = self.route(row.url, body)
+        return Checked(row.custom_id, None, Request(row.url, bytes(body), row.custom_id), model, target)
+
+    def route(self, url: str, body: Raw) -> tuple[int, int]:
+        """Which model a body goes to, once that model is known to take it."""
+        if self._urls == [None]:
+            return self._default
+        model, target = self.resolve(_model_of(body))
+        allowed = self._urls[model]
+        if allowed is None:
+            return model, target
+        if url not in allowed:
+            raise InvalidRow(f"url is {_shown(url)}; this model takes {', '.join(sorted(allowed))}", code="invalid_url")
+        bodies.check(url, body)
+        return model, target
+
+    def resolve(self, name: str | None) -> tuple[int, int]:
+        if not name:
+            return self._default
+        found = self._targets.get(name)
+        if found is None:
+            names = sorted(self._targets)
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            raise InvalidRow(
+                f"body.model is {_shown(name)}; this job has {', '.join(names[:NAMES_SHOWN])}{more}",
+                code="unknown_model",
+            )
+        return found
+
+
+class TableRules:
+    """Rows of a table: any JSON object with the columns that the prompt needs."""
+
+    has_ids = False
+
+    def __init__(self, order: SealOrder, form: TableForm) -> None:
+        self._form = form
+        self._needed = form.columns()
+        self._order = order
+        self._resolver = OpenAIRules(order)
+        self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> what is wrong with them
+
+    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+        if self._order.keys:
+            return None
+        try:
+            shapes = set(map(tuple, map(_members, lines)))
+        except DECODE_ERRORS:
+            return None
+        return [] if all(self._flaw(shape) is None for shape in shapes) else None
+
+    def check(self, line: bytes) -> Checked:
+        try:
+            names = tuple(_members(line))
+        except DECODE_ERRORS as error:
+            return Checked(error=_row_error(_no_object(line, error)))
+        flaw = self._flaw(names)
+        if flaw is not None:
+            return Checked(error=_row_error(flaw))
+        if self._form.prompt is None or not self._order.keys:
+            return Checked(model=self._order.default[0], target=self._order.default[1])
+        request = self._form.request(Row(0, 0, line, self._form))
+        model, target = self._resolver.resolve(_model_of(request.body))
+        return Checked(None, None, request, model, target)
+
+    def _flaw(self, names: tuple[str, ...]) -> InvalidRow | None:
+        if names not in self._shapes:
+            if len(self._shapes) >= 1024:  # rows of ever new shapes must not fill the memory
+                self._shapes.clear()
+            self._shapes[names] = column_flaw(names, self._form)
+        return self._shapes[names]
+
+
+def rules_for(order: SealOrder) -> Rules:
+    if isinstance(order.form, TableForm):
+        return TableRules(order, order.form)
+    return OpenAIRules(order)
+
+
+def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
+    """What is wrong with a table of these columns; None: nothing."""
+    for name in form.reserved:
+        if name in names:
+            return InvalidRow(
+                f"a column is named {name!r}, as one of the result's own is: rename it", code="column_conflict"
+            )
+    for name in form.columns():
+        if name not in names:
+            shown = ", ".join(names[:NAMES_SHOWN]) or "none"
+            return InvalidRow(
+                f"the prompt needs a column {_shown(name)}; there are {shown}{_nearest(name, names)}",
+                code="missing_column",
+            )
+    return None
+
+
+def check_form(order: SealOrder) -> None:
+    """See once that what a table's rows are turned into is a request its model takes.
+
+    Raises: InvalidRow with the code that every row would have.
+    """
+    form = order.form
+    if not isinstance(form, TableForm) or form.prompt is None:
+        return
+    sample = msgspec.json.encode(dict.fromkeys(form.columns(), "text"))
+    request = form.request(Row(0, 0, sample, form))
+    OpenAIRules(order).route(request.url, Raw(request.body))
+
+
+def _model_of(body: bytes | Raw) -> str | None:
+    try:
+        return _model(body).model
+    except DECODE_ERRORS as error:
+        raise InvalidRow(f"body.model must be a string ({error})", code="invalid_field") from None
+
+
+def _is_path(url: str) -> bool:
+    return url.startswith("/") and len(url) <= URL_CHARS_MAX and url.isprintable() and " " not in url
+
+
+def _check_id(custom_id: str) -> None:
+    if not custom_id:
+        raise InvalidRow("custom_id is empty", code="invalid_custom_id")
+    if len(custom_id) > CUSTOM_ID_CHARS_MAX:
+        raise InvalidRow(
+            f"custom_id {_shown(custom_id)} is longer than {CUSTOM_ID_CHARS_MAX} characters", code="invalid_custom_id"
+        )
+    if "\0" in custom_id:
+        raise InvalidRow(f"custom_id {_shown(custom_id)} holds a NUL", code="invalid_custom_id")
+
+
+def _refusal(line: bytes, error: InvalidRow) -> Checked:
+    return Checked(id_of(line), _row_error(error))
+
+
+def _row_error(error: InvalidRow) -> RowError:
+    return RowError(error.code, error.message)
+
+
+def _explained(line: bytes, error: Exception) -> InvalidRow:
+    """Why a line is no RowLine, field by field."""
+    try:
+        fields = _members(line)
+    except DECODE_ERRORS as broken:
+        return _no_object(line, broken)
+    for name in fields:
+        if name not in _FIELDS:
+            hint = _nearest(name, _FIELDS)
+            return InvalidRow(
+                f"unknown field {_shown(name)}; a row has custom_id, method, url and body{hint}", code="unknown_field"
+            )
+    for name in ("custom_id", "url", "method"):
+        if name not in fields:
+            if name == "method":
+                continue
+            code = "missing_custom_id" if name == "custom_id" else "invalid_url"
+            return InvalidRow(f"the row has no {name}", code=code)
+        if bytes(memoryview(fields[name])[:1]) != b'"':
+            return InvalidRow(f"{name} is {_kind(fields[name])}; it must be a string", code=f"invalid_{name}")
+    if "body" not in fields:
+        return InvalidRow("the row has no body", code="missing_body")
+    return InvalidRow(f"the row cannot be read: {error}", code="invalid_json")
+
+
+def _no_object(line: bytes, error: Exception) -> InvalidRow:
+    if isinstance(error, RecursionError):
+        return InvalidRow("the JSON is nested too deep", code="nesting_too_deep")
+    try:
+        value = _any(line)
+    except DECODE_ERRORS as broken:
+        return InvalidRow(f"not JSON: {str(broken).removeprefix('JSON is malformed: ')}", code="invalid_json")
+    return InvalidRow(f"the line is JSON but no object: {_shown(value)}", code="invalid_json")
+
+
+def _kind(value: Raw) -> str:
+    match bytes(memoryview(value)[:1]):
+        case b"[":
+            return "an array"
+        case b"{":
+            return "an object"
+        case b'"':
+            return "a string"
+        case b"n":
+            return "null"
+        case b"t" | b"f":
+            return "true or false"
+        case _:
+            return "a number"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+
+
+def _nearest(name: str, names: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,89 @@
+"""The validators' process: orders come in on stdin, findings go out on stdout, until stdin ends.
+
+It imports little, to start fast. Frames: u32 length and u8 kind, then msgpack. `fan_out` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from batchmill.datasets.inspection import Inspector
+from batchmill.datasets.orders import Chunk, Range, RangeEnd, RangeFailed, SealOrder
+from batchmill.errors import InputChanged
+
+FRAME = struct.Struct("<IB")
+CHUNK_FRAME, END_FRAME, FAILED_FRAME = range(3)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """`size` bytes; fewer only when the other end is gone."""
+    pieces = []
+    while size > 0:
+        piece = os.read(fd, size)
+        if not piece:
+            break
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def frame(kind: int, message: object) -> bytes:
+    payload = _encoder.encode(message)
+    return FRAME.pack(len(payload), kind) + payload
+
+
+def serve(orders: int, findings: int) -> None:
+    """Answer ranges until `orders` ends. The first frame is the SealOrder; every other is a Range."""
+    decode = msgspec.msgpack.Decoder(Range).decode
+    order = _receive(orders)
+    if not order:
+        return
+    inspector = Inspector(msgspec.msgpack.decode(order, type=SealOrder))
+    while payload := _receive(orders):
+        for kind, message in _answer(inspector, decode(payload)):
+            write_all(findings, frame(kind, message))
+
+
+def _receive(fd: int) -> bytes:
+    head = read_exactly(fd, FRAME.size)
+    if len(head) < FRAME.size:
+        return b""
+    size, _ = FRAME.unpack(head)
+    payload = read_exactly(fd, size)
+    return payload if len(payload) == size else b""
+
+
+def _answer(inspector: Inspector, range_: Range) -> Iterator[tuple[int, Chunk | RangeEnd | RangeFailed]]:
+    try:
+        for found in inspector.inspect(range_):
+            yield (CHUNK_FRAME if isinstance(found, Chunk) else END_FRAME), found
+    except InputChanged as error:
+        yield FAILED_FRAME, RangeFailed(error.code, error.message, changed=True)
+    except OSError as error:
+        yield FAILED_FRAME, RangeFailed("unreadable_file", f"{range_.part.source} cannot be read: {error.strerror}")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asked; this process ends when its orders end
+    try:
+        serve(sys.stdin.fileno(), sys.stdout.fileno())
+    except BrokenPipeError:
+        os._exit(0)  # whoever asked is gone
+
+
+if __name__ == "__main__":
+    main()
