@@ -50,6 +50,7 @@ class ResultLines:
     def __init__(self, output: Path, errors_apart: bool) -> None:
         self.ok = self.failed = 0
         self._errors_apart = errors_apart
+        self.output = output
         self._errors_path = errors_path(output)
         self._lines = LineFile(output)
         self._errors: LineFile | None = None
@@ -75,7 +76,7 @@ class ResultLines:
         errors = None
         if self._errors is not None:
             errors = self._errors.publish()
-        else:
+        elif self._errors_apart:
             remove_files([self._errors_path])  # of an earlier generation
         return self._lines.publish(), errors
 

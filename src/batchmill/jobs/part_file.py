@@ -37,6 +37,8 @@ class PartFile:
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; the caller leaves its bytes as they are."""
         size = len(data)
+        if not size:
+            return 0
         self._buffer.append(data)
         self._buffered += size
         self.size_bytes += size

@@ -17,7 +17,6 @@ from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
-PARTIAL_KIND = "jsonl"
 
 
 class GatherOrder(Struct, frozen=True):
@@ -67,9 +66,7 @@ def output_kind(path: Path) -> tuple[str, str]:
             code="invalid_output",
         )
     if kind == "parquet" and packed:
-        raise InvalidInput(
-            f"{str(path)!r}: Parquet is compressed inside; leave out {packed!r}", code="invalid_output"
-        )
+        raise InvalidInput(f"{str(path)!r}: Parquet is compressed inside; leave out {packed!r}", code="invalid_output")
     return kind, packed
 
 
@@ -86,20 +83,21 @@ def check_output(path: str, format: str) -> None:
     if output.is_dir():
         raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
     if not output.parent.is_dir():
-        raise InvalidInput(f"the folder {str(output.parent)!r} of the output is not there: make it", code="invalid_output")
+        raise InvalidInput(
+            f"the folder {str(output.parent)!r} of the output is not there: make it", code="invalid_output"
+        )
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
 
 
 def errors_path(output: Path) -> Path:
     """Where the rows that failed go: STEM.errors.jsonl beside the output."""
-    stem = output
-    while stem.suffix.lower() in (*COMPRESSED, *KINDS):
-        stem = stem.with_suffix("")
-    return stem.with_name(stem.name + ".errors.jsonl")
+    _, packed = output_kind(output)
+    stem = Path(output.name[: len(output.name) - len(packed)]).stem
+    return output.with_name(f"{stem}.errors.jsonl")
 
 
 def can_stream(output: Path, plan: Plan) -> bool:
-    """Whether results can be written while the job's first generation runs: blocks copied as they are, in file order."""
+    """Whether results can be written while the first generation runs: blocks copied as they are, in file order."""
     same_order = not (plan.permuted or plan.followers or plan.rejected)
     return same_order and output_kind(output) == ("jsonl", "")

@@ -37,6 +37,22 @@ class _Id(Struct):
     custom_id: Raw = Raw(b"null")
 
 
+class _FailedResponse(Struct):
+    status_code: int = 0
+    body: Any = None
+
+
+class _Failed(Struct):
+    """What an error line says of its cause."""
+
+    response: _FailedResponse | None = None
+    error: RowError | None = None
+
+
+class _TableError(Struct):
+    error: str
+
+
 class BodyHead(Struct):
     """The fields of a request body that decide where it goes and whether its answer can be shared."""
 
@@ -49,6 +65,8 @@ _line = msgspec.json.Decoder(RowLine)
 _arguments = msgspec.json.Decoder(_Arguments)
 _id = msgspec.json.Decoder(_Id)
 _columns = msgspec.json.Decoder(dict[str, Any])
+_failed = msgspec.json.Decoder(_Failed)
+_table_error = msgspec.json.Decoder(_TableError)
 
 
 class OpenAIForm(Struct, frozen=True, tag="openai"):
@@ -94,6 +112,20 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
             members["response"] = response
         members["folded_from"] = Raw(self._custom_id(leader.raw))
         return encode(members) + b"\n"
+
+    def cause(self, line: bytes) -> RowError:
+        """Why a row failed, out of the line that `write` or `follow` made of it."""
+        members = _failed.decode(line)
+        if members.error is not None:
+            return members.error
+        response = members.response or _FailedResponse()
+        error = response.body.get("error") if isinstance(response.body, dict) else response.body
+        code = message = None
+        if isinstance(error, dict):
+            code, message = error.get("code") or error.get("type"), error.get("message")
+        elif isinstance(error, str):
+            message = error
+        return RowError(str(code or f"http_{response.status_code}"), str(message or f"status {response.status_code}"))
 
     @staticmethod
     def _custom_id(raw: bytes) -> bytes:
@@ -173,6 +205,11 @@ class TableForm(Struct, frozen=True, tag="table"):
                 return encode("".join(_response_texts(items)))
             case _:
                 return body
+
+    def cause(self, line: bytes) -> RowError:
+        """Why a row failed, out of the line that `write` or `follow` made of it."""
+        code, _, message = _table_error.decode(line).error.partition(": ")
+        return RowError(code, message)
 
     def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
         """The line of a row that shares its leader's outcome: its own columns and whom it followed."""

@@ -1,0 +1,169 @@
+"""Results written when a job has ended, whatever the order in which its rows ran: the newest outcome of every row.
+
+Runs in a child process of the owner; `partial` in any process. The same outcomes always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.sealed import load_seal
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.line_files import ResultLines
+from batchmill.jobs.plan import Progress
+from batchmill.jobs.results import GatherOrder, Manifest, ResultFile, output_kind
+from batchmill.jobs.row_index import RowIndex
+from batchmill.jobs.row_windows import RowWindows, Window
+from batchmill.wire.forms import Form
+
+INDEX_SHARE = 0.3  # of the progress
+CAUSES_MAX = 1000  # error codes told apart
+OTHER = "other"
+
+TABLES = {"csv": "batchmill.jobs.result_csv", "parquet": "batchmill.jobs.result_parquet"}
+
+
+class TableSource(Struct, frozen=True):
+    """What a table of results is made from."""
+
+    dataset: Path
+    columns: list[str]  # of the input, in order
+    fixed: bool  # no row has others
+    folds: bool  # the results have a column folded_from
+
+
+class TableFile(Protocol):
+    """A table on its way to a file. Made by `create(output, source)` of its module."""
+
+    must_learn: bool  # show it all rows once before they are written
+
+    def learn(self, lines: Sequence[bytes]) -> None: ...
+
+    def write(self, lines: Sequence[bytes]) -> None: ...
+
+    def publish(self) -> ResultFile: ...
+
+    def discard(self) -> None: ...
+
+
+def create_table(kind: str, output: Path, source: TableSource) -> TableFile:
+    """The table file of a kind; its library is loaded only where it is needed."""
+    return importlib.import_module(TABLES[kind]).create(output, source)
+
+
+def gather_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: GatherOrder in, Manifest out, both as JSON."""
+    return msgspec.json.encode(gather(msgspec.json.decode(order, type=GatherOrder), progress))
+
+
+def gather(order: GatherOrder, progress: Progress) -> Manifest:
+    """Write and publish the results of a job.
+
+    Raises: LedgerBroken unless every row 0..N-1 has exactly one outcome (with `cancelled`: at most one) and every
+    byte is what was committed. InputChanged where followers or refused rows need a dataset that is gone. StorageFull.
+    """
+    index = RowIndex(order, lambda share: progress(share * INDEX_SHARE))
+    if index.missing and not order.cancelled:
+        raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
+    windows = RowWindows(order, index)
+    kind, _ = output_kind(Path(order.output))
+    tally = _Tally(order.form, index.rows, lambda share: progress(INDEX_SHARE + (1 - INDEX_SHARE) * share))
+    try:
+        write = _write_lines if kind == "jsonl" else _write_table
+        output, errors = write(order, windows, tally)
+    finally:
+        windows.close()
+        index.reader.close()
+    return Manifest(
+        output, errors, rows=index.rows, ok=index.rows - tally.failed, failed=tally.failed,
+        folded=len(index.followers), rejected=index.refused, cancelled=index.missing, causes=tally.causes,
+    )  # fmt: skip
+
+
+def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -> int:
+    """Write the rows that have an outcome so far as JSON lines, in row order; returns how many.
+
+    Rows that failed go to `errors`, or stand among the others where there is none.
+    """
+    index = RowIndex(order, lambda _: None)
+    windows, rows = RowWindows(order, index, partial=True), 0
+    try:
+        for window in windows:
+            rows += len(window.lines)
+            failed = set(window.failed)
+            for number, line in enumerate(window.lines):
+                (errors if errors is not None and number in failed else out).write(line)
+    finally:
+        windows.close()
+        index.reader.close()
+    return rows
+
+
+def partial_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: GatherOrder in, the number of rows out as JSON. Its output is a new file for all rows there are."""
+    asked = msgspec.json.decode(order, type=GatherOrder)
+    with open(asked.output, "xb") as out:
+        return msgspec.json.encode(partial(asked, out))
+
+
+class _Tally:
+    """The audit: rows come exactly once and in order. Counts those that failed, by cause."""
+
+    def __init__(self, form: Form, rows: int, progress: Progress) -> None:
+        self._form, self._rows, self._progress = form, rows, progress
+        self._next = 0
+        self.failed = 0
+        self.causes: dict[str, tuple[int, str]] = {}
+
+    def count(self, window: Window) -> None:
+        if window.numbers != range(self._next, self._next + len(window.lines)) or None in window.lines:
+            raise LedgerBroken(f"the rows after {self._next - 1} do not follow each other")
+        self._next += len(window.lines)
+        self.failed += len(window.failed)
+        for index in window.failed:
+            error = self._form.cause(window.lines[index])
+            code = error.code if error.code in self.causes or len(self.causes) < CAUSES_MAX else OTHER
+            rows, sample = self.causes.get(code, (0, error.message))
+            self.causes[code] = rows + 1, sample
+        self._progress(self._next / self._rows)
+
+    def finish(self) -> None:
+        if self._next != self._rows:
+            raise LedgerBroken(f"{self._next} rows written of {self._rows}", code="row_missing")
+
+
+def _write_lines(order: GatherOrder, windows: RowWindows, tally: _Tally) -> tuple[ResultFile, ResultFile | None]:
+    lines = ResultLines(Path(order.output), order.form.errors_apart)
+    try:
+        for window in windows:
+            tally.count(window)
+            lines.write_window(window.lines, window.failed)
+        tally.finish()
+        return lines.publish()
+    finally:
+        lines.discard()
+
+
+def _write_table(order: GatherOrder, windows: RowWindows, tally: _Tally) -> tuple[ResultFile, None]:
+    seal = load_seal(Path(order.dataset))
+    source = TableSource(
+        Path(order.dataset), seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds
+    )
+    table = create_table(output_kind(Path(order.output))[0], Path(order.output), source)
+    try:
+        if table.must_learn:
+            for window in windows:
+                table.learn(window.lines)
+        for window in windows:
+            tally.count(window)
+            table.write(window.lines)
+        tally.finish()
+        return table.publish(), None
+    finally:
+        table.discard()

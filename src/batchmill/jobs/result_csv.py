@@ -1,0 +1,56 @@
+"""Results as CSV: strings bare, numbers with the digits they came with, objects and lists as their JSON text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchmill.jobs.gathering import TableSource
+from batchmill.jobs.line_files import LineFile
+from batchmill.jobs.result_columns import ColumnNames
+from batchmill.jobs.results import ResultFile
+from batchmill.wire.json_bytes import split_object, text_of
+
+
+class CsvFile:
+    """A header and a record for every row. An empty cell is null, an empty string, or a column the row lacks."""
+
+    def __init__(self, output: Path, source: TableSource) -> None:
+        self._names = ColumnNames(source)
+        self.must_learn = not source.fixed
+        self._file = LineFile(output)
+        self._columns: list[str] | None = None
+
+    def learn(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._names.note(split_object(line))
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        self._begin()
+        assert self._columns is not None
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        for line in lines:
+            members = split_object(line)
+            writer.writerow([text_of(members[name]) if name in members else "" for name in self._columns])
+        self._file.write(text.getvalue().encode(), len(lines))
+
+    def publish(self) -> ResultFile:
+        self._begin()
+        return self._file.publish()
+
+    def discard(self) -> None:
+        self._file.discard()
+
+    def _begin(self) -> None:
+        if self._columns is None:
+            self._columns = self._names.all()
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerow(self._columns)
+            self._file.write(text.getvalue().encode(), 0)
+
+
+def create(output: Path, source: TableSource) -> CsvFile:
+    return CsvFile(output, source)
