@@ -1,0 +1,211 @@
+"""Commands about jobs that exist: list, show, results, and steering them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from typing import BinaryIO
+
+import click
+
+from batchmill.cli.displays import display_for, done
+from batchmill.cli.following import follow
+from batchmill.cli.run import attend
+from batchmill.cli.session import EXIT_OK, Session, global_options
+from batchmill.cli.summary import lines, pause_lines, show_problems
+from batchmill.cli.text import clean, count, moment, money, table
+from batchmill.config import Config
+from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.ports import Jobs
+from batchmill.states import JobState
+from batchmill.types import JobView, Submitted
+
+COPY_BYTES = 1024 * 1024
+
+
+@click.command()
+@global_options
+@click.pass_obj
+def jobs(session: Session) -> int:
+    """List the jobs, the newest first."""
+    return session.run(_list(session))
+
+
+async def _list(session: Session) -> None:
+    async with session.app.open_jobs(session.config()) as opened:
+        views = await opened.list()
+    if session.as_json:
+        for view in views:
+            session.emit("job", job=view)
+        return
+    if not views:
+        session.print("there are no jobs")
+        return
+    head = ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "MODEL", "CREATED", "INPUT"]
+    for line in table([head, *(_columns(view) for view in views)]):
+        session.print(line)
+
+
+def _columns(view: JobView) -> list[str]:
+    state = clean(f"{view.state} ({view.reason})" if view.reason else view.state, 40)
+    first = clean(view.input[0], 80) if view.input else ""
+    return [
+        view.id, state, count(done(view)), count(view.rows), count(view.rows_failed),
+        "" if view.cost is None else money(view.cost), clean(view.model, 40), moment(view.created),
+        first + (f" and {len(view.input) - 1} more" if len(view.input) > 1 else ""),
+    ]  # fmt: skip
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@global_options
+@click.pass_obj
+def show(session: Session, job_id: str) -> int:
+    """Show a job: its rows, its errors by cause, its cost and its files. The first letters of an ID will do."""
+    return session.run(_show(session, job_id))
+
+
+async def _show(session: Session, job_id: str) -> None:
+    async with session.app.open_jobs(session.config()) as opened:
+        view = await opened.show(job_id)
+    if session.as_json:
+        session.emit("job", job=view)
+        return
+    for line in lines(view):
+        session.print(line)
+    session.print(f"  {'model':<10}{clean(view.model)}")
+    for path in view.input:
+        session.print(f"  {'input':<10}{clean(path, 4096)}")
+    session.print(f"  {'created':<10}{moment(view.created)}")
+    if view.generation:
+        session.print(f"  {'retries':<10}{view.generation}")
+    if view.state == JobState.PAUSED:
+        for line in pause_lines(view):
+            session.print(line)
+    show_problems(session, view.problems, view.problems_total)
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@click.option("--partial", is_flag=True, help="The rows that are finished so far, as JSON lines.")
+@click.option("--errors", is_flag=True, help="The error file instead.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@global_options
+@click.pass_obj
+def results(session: Session, job_id: str, partial: bool, errors: bool, output: str | None) -> int:
+    """Print a job's results as they were written; --json says where they lie instead."""
+    if partial and errors:
+        raise InvalidInput("--partial and --errors do not go together: finished rows come with their errors")
+    return session.run(_results(session, job_id, output, partial=partial, errors=errors))
+
+
+async def _results(session: Session, job_id: str, output: str | None, *, partial: bool, errors: bool) -> None:
+    config = session.config()
+    async with session.app.open_jobs(config) as opened:
+        view = await opened.show(job_id)
+        if partial:
+            await _write_partial(session, config, view, output)
+            return
+    if session.as_json:
+        session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
+        return
+    path = _result_path(view, errors=errors)
+    with open(path, "rb") as file:
+        if output is not None:
+            with open(output, "wb") as out:
+                shutil.copyfileobj(file, out, COPY_BYTES)
+        elif sys.stdout.isatty():
+            _print_file(session, path, file)
+        else:
+            shutil.copyfileobj(file, sys.stdout.buffer, COPY_BYTES)
+
+
+async def _write_partial(session: Session, config: Config, view: JobView, output: str | None) -> None:
+    if output is not None:
+        with open(output, "wb") as out:
+            rows = await session.app.partial_results(config, view.id, out)
+    else:
+        rows = await session.app.partial_results(config, view.id, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    session.say(f"{count(rows)} of {count(view.rows)} rows are finished")
+
+
+def _result_path(view: JobView, *, errors: bool) -> str:
+    path = view.errors_output if errors else view.output
+    if view.state not in (JobState.COMPLETED, JobState.CANCELLED):
+        raise InvalidTransition(
+            f"the job {view.id} is {view.state}, {count(done(view))} of {count(view.rows)} rows are done: "
+            "--partial prints those"
+        )
+    if path is None:
+        raise InvalidInput(f"the job {view.id} has no {'error' if errors else 'result'} file", code="no_file")
+    return path
+
+
+def _print_file(session: Session, path: str, file: BinaryIO) -> None:
+    """Results on a terminal: text, line by line, without what could steer it; other formats by their path."""
+    if not path.endswith((".jsonl", ".csv")):
+        session.print(path)
+        return
+    for line in file:
+        session.print(clean(line.decode(errors="replace"), chars_max=len(line)))
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@global_options
+@click.pass_obj
+def cancel(session: Session, job_id: str) -> int:
+    """Cancel a job. Finished rows are kept and written; the rest become errors."""
+    return session.run(_steer(session, job_id, lambda opened: opened.cancel(job_id)))
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@global_options
+@click.pass_obj
+def pause(session: Session, job_id: str) -> int:
+    """Pause a job. Rows in flight may finish; `resume` goes on from there."""
+    return session.run(_steer(session, job_id, lambda opened: opened.pause(job_id)))
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@global_options
+@click.pass_obj
+def resume(session: Session, job_id: str) -> int:
+    """Go on with a paused job and show it to its end."""
+    return session.run(_go_on(session, lambda opened: opened.resume(job_id), "resumed"))
+
+
+@click.command()
+@click.argument("job_id", metavar="ID")
+@global_options
+@click.pass_obj
+def retry(session: Session, job_id: str) -> int:
+    """Run the rows again that failed, and only those; the results are published anew."""
+    return session.run(_go_on(session, lambda opened: opened.retry(job_id), "resumed"))
+
+
+async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[JobView]]) -> int:
+    """Ask for something and wait until the job has come to rest."""
+    async with session.app.open_jobs(session.config()) as opened:
+        asked = await ask(opened)
+        display = display_for(session)
+        try:
+            view = (await follow(opened, asked.id, display)).view
+        finally:
+            display.close()
+    if session.as_json:
+        session.emit("summary", exit_code=EXIT_OK, job=view)
+        return EXIT_OK
+    for line in lines(view):
+        session.print(line)
+    return EXIT_OK
+
+
+async def _go_on(session: Session, ask: Callable[[Jobs], Awaitable[JobView]], how: str) -> int:
+    async with session.app.open_jobs(session.config()) as opened:
+        view = await ask(opened)
+        return await attend(session, opened, Submitted(view.id, how))

@@ -1,0 +1,65 @@
+"""`batchmill run`: submit, follow, sum up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from batchmill.cli.displays import Display, display_for, done
+from batchmill.cli.following import follow
+from batchmill.cli.order_options import MORE_THAN_NOTHING, build_order, order_options
+from batchmill.cli.session import Session
+from batchmill.cli.summary import show_end
+from batchmill.cli.text import clean, count
+from batchmill.config import Config
+from batchmill.ports import Jobs
+from batchmill.types import JobOrder, Submitted
+
+
+@click.command()
+@order_options
+@click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause when so much is spent.")
+@click.option("--restart", is_flag=True, help="Start over although an unfinished job exists.")
+@click.option("--overwrite", is_flag=True, help="Run again although the job is finished, over its results.")
+@click.pass_obj
+def run(session: Session, **options: Any) -> int:
+    """Run every row of a dataset and write the results.
+
+    INPUT is a JSONL file of OpenAI batch rows or a table in JSONL, CSV or Parquet; several files, a folder or a glob
+    are one dataset. The same command run again goes on where the last one stopped.
+    """
+    config = session.config()
+    return session.run(_run(session, config, build_order(session, config, options)))
+
+
+async def _run(session: Session, config: Config, order: JobOrder) -> int:
+    async with session.app.open_jobs(config) as jobs:
+        submitted = await jobs.submit(order)
+        return await attend(session, jobs, submitted)
+
+
+async def attend(session: Session, jobs: Jobs, submitted: Submitted) -> int:
+    """Show a job that is under way to its end and sum it up; returns the exit code."""
+    display = display_for(session)
+    try:
+        await _announce(session, jobs, submitted, display)
+        followed = await follow(jobs, submitted.id, display)
+    finally:
+        display.close()
+    return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
+
+
+async def _announce(session: Session, jobs: Jobs, submitted: Submitted, display: Display) -> None:
+    if session.as_json:
+        session.emit("submitted", id=submitted.id, how=submitted.how)
+        return
+    view = await jobs.show(submitted.id)
+    rows = f": {count(done(view))} of {count(view.rows)} rows are done" if view.rows else ""
+    told = {
+        "started": f"job {submitted.id}",
+        "resumed": f"resuming job {submitted.id}{rows}",
+        "joined": f"joining job {submitted.id}, which is running{rows}",
+        "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
+    }
+    display.say(clean(told.get(submitted.how, f"job {submitted.id}: {submitted.how}")))

@@ -1,0 +1,185 @@
+"""What every command shares: the global options, the configuration, the way to `batchmill.app`, and the edge at which
+errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+import click
+
+from batchmill import config
+from batchmill.cli.text import clean, json_line
+from batchmill.config import Config
+from batchmill.errors import BatchmillError, InvalidInput, JobPaused
+from batchmill.ports import Jobs
+from batchmill.types import JobOrder
+
+if TYPE_CHECKING:
+    from batchmill.datasets.orders import SealReport
+    from batchmill.jobs.estimate import Estimate
+    from batchmill.jobs.plan import Explanation
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
+EXIT_PIPE = 141  # as a shell shows a process that SIGPIPE ended
+APP = "batchmill.app"
+
+C = TypeVar("C", bound=Callable[..., Any])
+Progress = Callable[[float], None]
+
+
+class OutputClosed(Exception):
+    """Whoever read our output has gone."""
+
+
+class App(Protocol):
+    """What the command line calls of `batchmill.app`."""
+
+    def open_jobs(self, config: Config) -> AbstractAsyncContextManager[Jobs]: ...
+
+    def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> Awaitable[SealReport]: ...
+
+    def preview_plan(
+        self, order: JobOrder, config: Config, progress: Progress
+    ) -> Awaitable[tuple[SealReport, Explanation | None]]:
+        """The plan is None where the dataset was refused."""
+
+    def preview_estimate(
+        self, order: JobOrder, config: Config, progress: Progress
+    ) -> Awaitable[tuple[SealReport, Estimate | None]]: ...
+
+    def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> Awaitable[int]:
+        """Write the lines of every row that has its outcome, in row order; return how many."""
+
+
+class Session:
+    """One call of the command line. Tests hand in an App of their own."""
+
+    def __init__(self, app: App | None = None) -> None:
+        self._app = app
+        self.data_dir: str | None = None
+        self.config_file: str | None = None
+        self.as_json = False
+        self.verbose = False
+
+    @property
+    def app(self) -> App:
+        return self._app if self._app is not None else import_module(APP)  # type: ignore[return-value]
+
+    @property
+    def cwd(self) -> Path:
+        return Path.cwd()
+
+    def config(self) -> Config:
+        """Raises: InvalidConfig."""
+        return config.load(
+            environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file
+        )  # fmt: skip
+
+    def run(self, work: Coroutine[Any, Any, int | None]) -> int:
+        """Run a command's coroutine to its exit code."""
+        try:
+            return asyncio.run(work) or EXIT_OK
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self.say("stopped; what was finished is kept, and the same command goes on from there")
+            return EXIT_INTERRUPTED
+
+    def print(self, text: str = "") -> None:
+        click.echo(text)
+
+    def say(self, text: str) -> None:
+        click.echo(text, err=True)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """One JSON object on standard output."""
+        click.echo(json_line({"type": kind, **fields}))
+
+    def guard(self, call: Callable[[], Any]) -> int:
+        """Run a command and turn whatever it raises into a message and an exit code."""
+        try:
+            code = call()
+            sys.stdout.flush()
+            return code if isinstance(code, int) else EXIT_OK
+        except click.ClickException as error:
+            error.show()
+            return EXIT_USAGE
+        except (click.Abort, KeyboardInterrupt):
+            self.say("interrupted")
+            return EXIT_INTERRUPTED
+        except (OutputClosed, BrokenPipeError):
+            # Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_PIPE
+        except Exception as error:  # the outermost edge: nobody above could say what happened
+            return self._failed(_single(error))
+
+    def _failed(self, error: BaseException) -> int:
+        if not isinstance(error, BatchmillError):
+            return self._crashed(error)
+        if self.as_json:
+            self.emit("error", code=error.code, message=error.message)
+        self.say(f"batchmill: {clean(error.message, lines=True)}")
+        if self.verbose:
+            self.say(_trace(error))
+        if isinstance(error, JobPaused):
+            return EXIT_PAUSED
+        return EXIT_USAGE if isinstance(error, InvalidInput) else EXIT_FAILED
+
+    def _crashed(self, error: BaseException) -> int:
+        if self.as_json:
+            self.emit("error", code="internal_error", message=str(error))
+        told = f"batchmill: internal error: {type(error).__name__}: {clean(str(error))}"
+        if self.verbose:
+            self.say(f"{told}\n{_trace(error)}")
+            return EXIT_FAILED
+        try:
+            folder = self.config().data_dir / "crashes"
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+            path.write_text(f"{' '.join(sys.argv)}\n{_trace(error)}\n")
+        except (OSError, BatchmillError):  # no place to write to: then the terminal is it
+            self.say(f"{told}\n{_trace(error)}")
+            return EXIT_FAILED
+        self.say(f"{told} (details: {path})")
+        return EXIT_FAILED
+
+
+def _trace(error: BaseException) -> str:
+    return clean("".join(traceback.format_exception(error)), chars_max=100_000, lines=True)
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one error of a task group that failed for one reason."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Keep a global option in the session, wherever on the line it stood; the last one wins."""
+    if value not in (None, False):
+        assert param.name is not None
+        setattr(ctx.ensure_object(Session), param.name, value)
+
+
+def global_options(command: C) -> C:
+    """The options that stand before or after a command's name."""
+    for option in (
+        click.option("--verbose", is_flag=True, help="Show tracebacks of errors."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output."),
+        click.option("--config", "config_file", metavar="FILE", help="The configuration file [batchmill.toml]."),
+        click.option("--data-dir", metavar="DIR", help="Where jobs are kept."),
+    ):
+        command = option(command)
+    for param in getattr(command, "params", getattr(command, "__click_params__", [])):
+        if param.name in ("verbose", "as_json", "config_file", "data_dir"):
+            param.callback, param.expose_value = _remember, False
+    return command

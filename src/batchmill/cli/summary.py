@@ -1,0 +1,142 @@
+"""What is printed when a job has ended or paused, and the exit code that says the same to a script."""
+
+from __future__ import annotations
+
+import os
+
+from batchmill.cli.session import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PAUSED,
+    EXIT_ROWS_FAILED,
+    EXIT_USAGE,
+    Session,
+)
+from batchmill.cli.text import clean, count, duration, money, percent
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobView, Problem
+
+CAUSES_MAX = 20
+PROBLEMS_MAX = 1000
+SAMPLE_CHARS_MAX = 160
+WIDTH = 10
+
+# Why a pause came, and what somebody has to do before the job can go on.
+PAUSES = {
+    PauseReason.ASKED: ("paused", ""),
+    PauseReason.INTERRUPTED: ("interrupted", ""),
+    PauseReason.BUDGET: ("the budget is spent", "run the same command with a larger --budget"),
+    PauseReason.QUOTA: ("the account has nothing left to spend", "add to its quota"),
+    PauseReason.AUTH: ("the service refused the credentials", "correct the key"),
+    PauseReason.STORAGE_FULL: ("there is no room left on the disk", "make room"),
+    PauseReason.INPUT_CHANGED: ("an input file changed since it was sealed", "restore it"),
+    PauseReason.ENGINE_FAILED: ("the engine failed", "mend it"),
+}
+
+
+def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
+    """0 all rows ok, 3 some failed, 2 bad input, 1 could not run, 4 paused, 130 interrupted."""
+    match view.state:
+        case JobState.COMPLETED:
+            return EXIT_ROWS_FAILED if view.rows_failed else EXIT_OK
+        case JobState.CANCELLED:
+            return EXIT_ROWS_FAILED
+        case JobState.FAILED:
+            return EXIT_USAGE if view.problems_total or (view.reason or "").startswith("invalid_") else EXIT_FAILED
+    if was_interrupted or view.reason == PauseReason.INTERRUPTED:
+        return EXIT_INTERRUPTED
+    if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:
+        return EXIT_FAILED  # it never ran a row
+    return EXIT_PAUSED
+
+
+def show_end(session: Session, view: JobView, *, was_interrupted: bool = False) -> int:
+    """Print the summary of a job that ended or paused; returns the exit code."""
+    code = exit_code(view, was_interrupted=was_interrupted)
+    if session.as_json:
+        session.emit("summary", exit_code=code, job=view)
+        return code
+    if view.state == JobState.FAILED:
+        show_problems(session, view.problems, view.problems_total)
+    for line in lines(view):
+        session.print(line)
+    if view.state not in (JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED):
+        for line in pause_lines(view):
+            session.say(line)
+    return code
+
+
+def lines(view: JobView) -> list[str]:
+    """A job's figures for people."""
+    head = f"job {view.id}: {clean(view.state)}"
+    if view.elapsed_s:
+        head += f", {duration(view.elapsed_s)} of running"
+    if view.state == JobState.FAILED:
+        return [f"{head}: {clean(view.message, 2000, lines=True)}" if view.message else head]
+    found = [head]
+    if view.rows:
+        found.append(_line("rows", count(view.rows)))
+        found.append(_line("ok", count(view.rows_ok)))
+        found.append(_line("failed", count(view.rows_failed)))
+        found += causes(view)
+        left = view.rows - view.rows_ok - view.rows_failed
+        found += [_line("left", count(left))] if left else []
+    if view.rows_folded:
+        found.append(_line("folded", f"{count(view.rows_folded)} share the answer of an identical row"))
+    usage = view.usage
+    if usage.input_tokens or usage.output_tokens:
+        cached = f" ({percent(usage.cached_tokens, usage.input_tokens)} cached)" if usage.cached_tokens else ""
+        found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
+    if view.cost is not None:
+        found.append(_line("cost", money(view.cost)))
+    if view.state in (JobState.COMPLETED, JobState.CANCELLED):
+        found += [_line("results", clean(view.output, 4096))] if view.output else []
+        found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
+    return found
+
+
+def causes(view: JobView) -> list[str]:
+    """The failed rows by cause, the most frequent first."""
+    by_rows = sorted(view.errors.items(), key=lambda item: (-item[1], item[0]))
+    found = [
+        f"  {count(rows):>{WIDTH}}  {clean(code, 80)}: {clean(view.error_samples.get(code, ''), SAMPLE_CHARS_MAX)}"
+        for code, rows in by_rows[:CAUSES_MAX]
+    ]
+    if len(by_rows) > CAUSES_MAX:
+        rest = by_rows[CAUSES_MAX:]
+        found.append(f"  {count(sum(rows for _, rows in rest)):>{WIDTH}}  of {count(len(rest), 'further cause')}")
+    return [line.removesuffix(": ") for line in found]
+
+
+def pause_lines(view: JobView) -> list[str]:
+    """Why a job stopped and how it goes on."""
+    known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
+    why, first = known or (clean(view.reason or view.state), "")
+    told = clean(view.message, 2000, lines=True)
+    then = f"{first}; then " if first else ""
+    return [
+        f"batchmill: {why}{': ' + told if told and told != why else ''}",
+        f"to go on: {then}batchmill resume {view.id} (or the same command again)",
+    ]
+
+
+def show_problems(session: Session, problems: list[Problem], total: int) -> None:
+    """`FILE:LINE: code: message` for the first problems, and how many there are in all."""
+    for problem in problems[:PROBLEMS_MAX]:
+        session.say(f"{place(problem)}: {clean(problem.code)}: {clean(problem.message)}")
+    shown = min(len(problems), PROBLEMS_MAX)
+    if total:
+        rest = f"; the first {count(shown)} are listed" if total > shown else ""
+        session.say(f"{count(total, 'problem')} in all{rest}")
+
+
+def place(problem: Problem) -> str:
+    """FILE:LINE, the file as seen from the working directory where it lies in it."""
+    path = problem.path
+    with_base = os.path.join(os.getcwd(), "")
+    return f"{clean(path.removeprefix(with_base), 4096) or '-'}:{problem.line}"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{WIDTH}}{value}"

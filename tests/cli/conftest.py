@@ -1,0 +1,163 @@
+"""A command line over jobs that lie in memory: what they go through is written down by the test."""
+
+import asyncio
+import contextlib
+import signal
+
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+
+from batchmill.cli.main import cli
+from batchmill.cli.session import Session
+from batchmill.errors import InvalidTransition, UnknownName
+from batchmill.states import JobState
+from batchmill.types import JobView, LedgerReport, Submitted
+
+
+class MemoryJobs:
+    """`ports.Jobs` over a list of views for each job; `watch` goes through them and stays at the last."""
+
+    def __init__(self):
+        self.views = {}
+        self.orders = []
+        self.asked = []
+        self.how = "started"
+        self.report = LedgerReport("job_1", rows=10, rows_done=10, commits=2, segments=1, bytes=2000)
+        self.before_view = lambda number: None  # called before each view that `watch` gives
+        self.waits_for_pause = False  # `watch` shows the last view only once somebody paused
+        self.pausing = asyncio.Event()
+
+    def add(self, *views):
+        self.views[views[-1].id] = list(views)
+        return self
+
+    def _views(self, job_id):
+        found = [job for job in self.views if job.startswith(job_id)]
+        if len(found) != 1:
+            raise UnknownName(f"no job is called {job_id!r}", code="unknown_job")
+        return self.views[found[0]]
+
+    async def submit(self, order):
+        self.orders.append(order)
+        return Submitted(next(iter(self.views)), self.how)
+
+    async def list(self):
+        return [views[-1] for views in self.views.values()]
+
+    async def show(self, job_id):
+        return self._views(job_id)[0]
+
+    async def watch(self, job_id, interval_s=0.5):
+        views = self._views(job_id)
+        for number, view in enumerate(views[:-1]):
+            self.before_view(number)
+            yield view
+        if self.waits_for_pause:
+            await self.pausing.wait()
+        yield views[-1]
+
+    async def _steer(self, verb, job_id):
+        self.asked.append((verb, job_id))
+        view = self._views(job_id)[-1]
+        if verb == "pause":
+            self.pausing.set()
+        if verb == "pause" and view.state in (JobState.COMPLETED, JobState.FAILED):
+            raise InvalidTransition(f"the job {job_id} has ended")
+        return view
+
+    async def pause(self, job_id):
+        return await self._steer("pause", job_id)
+
+    async def resume(self, job_id):
+        return await self._steer("resume", job_id)
+
+    async def cancel(self, job_id):
+        return await self._steer("cancel", job_id)
+
+    async def retry(self, job_id):
+        return await self._steer("retry", job_id)
+
+    async def verify(self, job_id):
+        return replace(self.report, job=self._views(job_id)[-1].id)
+
+    async def rebuild(self, job_id):
+        return replace(self.report, job=self._views(job_id)[-1].id, adopted=3)
+
+
+class MemoryApp:
+    """What the command line calls of `batchmill.app`, over MemoryJobs."""
+
+    def __init__(self):
+        self.jobs = MemoryJobs()
+        self.configs = []
+        self.report = None
+        self.explanation = None
+        self.estimate = None
+        self.partial = b""
+        self.was_cancelled = False
+
+    @contextlib.asynccontextmanager
+    async def open_jobs(self, config):
+        self.configs.append(config)
+        try:
+            yield self.jobs
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+    async def preview_validate(self, order, config, progress):
+        progress(0.5)
+        self.jobs.orders.append(order)
+        return self.report
+
+    async def preview_plan(self, order, config, progress):
+        self.jobs.orders.append(order)
+        return self.report, self.explanation
+
+    async def preview_estimate(self, order, config, progress):
+        self.jobs.orders.append(order)
+        return self.report, self.estimate
+
+    async def partial_results(self, config, job_id, out):
+        out.write(self.partial)
+        return self.partial.count(b"\n")
+
+
+@pytest.fixture
+def app():
+    return MemoryApp()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with a function, an input and no configuration; the data directory lies in it."""
+    (tmp_path / "app.py").write_text("def f(): ...")
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATCHMILL_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.delenv("BATCHMILL_CONFIG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def call(app, place):
+    """Call the command line as a person would; returns click's result."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def invoke(*args):
+        return CliRunner().invoke(cli, list(args), obj=Session(app))
+
+    yield invoke
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+@pytest.fixture
+def view():
+    """A running job of ten rows; arguments change it."""
+
+    def make(**fields):
+        return replace(JobView(id="job_1", state="running", rows=10, model="m", created=1_700_000_000.0), **fields)
+
+    return make

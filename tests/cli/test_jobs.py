@@ -1,0 +1,107 @@
+"""The commands about jobs that exist."""
+
+import json
+
+import pytest
+
+from batchmill.types import Problem
+
+
+def test_jobs_are_listed_in_columns(app, call, view):
+    """Each job is a line with its state, rows, model and first input."""
+    app.jobs.add(view(rows_ok=4, rows_failed=1, input=["/a", "/b"], cost=0.5))
+    app.jobs.add(view(id="job_2", state="paused", reason="budget", rows=0))
+    head, first, second = call("jobs").stdout.splitlines()
+    assert head.split() == ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "MODEL", "CREATED", "INPUT"]
+    assert first.split()[:7] == ["job_1", "running", "5", "10", "1", "$0.5000", "m"] and first.endswith("/a and 1 more")
+    assert second.startswith("job_2  paused (budget)")
+    lines = [json.loads(line) for line in call("jobs", "--json").stdout.splitlines()]
+    assert [line["job"]["id"] for line in lines] == ["job_1", "job_2"]
+
+
+def test_no_jobs_are_said_to_be_none(call):
+    """An empty list is a sentence, and nothing in JSON."""
+    assert call("jobs").stdout == "there are no jobs\n"
+    assert call("jobs", "--json").stdout == ""
+
+
+def test_show_prints_a_job(app, call, view):
+    """A job is shown with its figures, model, inputs and problems; a unique beginning of its id will do."""
+    problems = [Problem("invalid_json", "no", 3, "/in")]
+    app.jobs.add(view(state="paused", reason="quota", input=["/in"], problems=problems, problems_total=1, generation=1))
+    result = call("show", "job")
+    assert result.exit_code == 0
+    for line in ("job job_1: paused", "  model     m", "  input     /in", "  retries   1"):
+        assert line in result.stdout.splitlines()
+    assert "nothing left to spend" in result.stdout and "/in:3: invalid_json: no" in result.stderr
+    assert json.loads(call("show", "job_1", "--json").stdout)["job"]["reason"] == "quota"
+
+
+def test_an_unknown_job_is_a_usage_error(call):
+    """An id nobody knows is exit code 2."""
+    result = call("show", "job_9")
+    assert (result.exit_code, result.stderr) == (2, "batchmill: no job is called 'job_9'\n")
+
+
+def test_results_are_printed_to_the_byte(app, call, view, place):
+    """The result or error file comes out as it is, to standard output or to a file."""
+    (place / "r.jsonl").write_bytes(b'{"a":"\xc2\x9b"}\r\n')
+    (place / "e.jsonl").write_bytes(b"e\n")
+    app.jobs.add(view(state="completed", output=str(place / "r.jsonl"), errors_output=str(place / "e.jsonl")))
+    assert call("results", "job_1").stdout_bytes == b'{"a":"\xc2\x9b"}\r\n'
+    assert call("results", "job_1", "--errors").stdout_bytes == b"e\n"
+    assert call("results", "job_1", "-o", "copy").stdout_bytes == b""
+    assert (place / "copy").read_bytes() == b'{"a":"\xc2\x9b"}\r\n'
+    told = json.loads(call("results", "job_1", "--json").stdout)
+    assert (told["output"], told["state"]) == (str(place / "r.jsonl"), "completed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "told"),
+    [
+        ({"rows_ok": 4}, (), "the job job_1 is running, 4 of 10 rows are done: --partial prints those"),
+        ({"state": "completed"}, ("--errors",), "has no error file"),
+        ({"state": "completed"}, ("--errors", "--partial"), "do not go together"),
+    ],
+)
+def test_results_that_are_not_there_are_refused(app, call, view, fields, flags, told):
+    """What cannot be printed is refused with what can."""
+    app.jobs.add(view(**fields))
+    result = call("results", "job_1", *flags)
+    assert result.exit_code == 2 and told in result.stderr
+
+
+def test_partial_results_come_while_it_runs(app, call, view, place):
+    """--partial prints the rows that are finished, and says how many those are."""
+    app.partial = b"1\n2\n"
+    app.jobs.add(view())
+    result = call("results", "job_1", "--partial")
+    assert (result.stdout, result.stderr) == ("1\n2\n", "2 of 10 rows are finished\n")
+    assert call("results", "job_1", "--partial", "-o", "part").exit_code == 0
+    assert (place / "part").read_bytes() == b"1\n2\n"
+
+
+@pytest.mark.parametrize(("verb", "state"), [("cancel", "cancelled"), ("pause", "paused")])
+def test_steering_waits_until_the_job_rests(app, call, view, verb, state):
+    """cancel and pause ask for it, wait until it is so and exit with 0."""
+    app.jobs.add(view(), view(state=state, rows_ok=3))
+    result = call(verb, "job_1")
+    assert result.exit_code == 0 and app.jobs.asked == [(verb, "job_1")]
+    assert f"job job_1: {state}" in result.stdout
+    assert json.loads(call(verb, "job_1", "--json").stdout.splitlines()[-1])["job"]["state"] == state
+
+
+@pytest.mark.parametrize("verb", ["resume", "retry"])
+def test_going_on_follows_the_job_to_its_end(app, call, view, verb):
+    """resume and retry show the job like run does, with the same exit codes."""
+    app.jobs.add(view(rows_ok=2), view(state="completed", rows_ok=9, rows_failed=1))
+    result = call(verb, "job_1")
+    assert result.exit_code == 3 and app.jobs.asked == [(verb, "job_1")]
+    assert "resuming job job_1: 2 of 10 rows are done" in result.stderr and "job job_1: completed" in result.stdout
+
+
+def test_what_does_not_fit_the_state_is_refused(app, call, view):
+    """Pausing a job that has ended is exit code 2."""
+    app.jobs.add(view(state="completed"))
+    result = call("pause", "job_1")
+    assert result.exit_code == 2 and "has ended" in result.stderr

@@ -1,0 +1,256 @@
+"""`batchmill run` as a user sees it: what is ordered, shown, summed up, and which exit code comes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchmill.types import Limits, Policy, Problem, Usage
+
+RUN = ("run", "in.jsonl", "--model", "function:app.py:f")
+
+
+def test_flags_become_the_order(app, call, place, view):
+    """Every flag reaches the order, with paths absolute and values as what they are."""
+    (place / "batchmill.toml").write_text(
+        '[models.t]\nengine = "openai"\nsource = "gpt"\nprice = { input = 1 }\n[limits]\ndepth_max = 9\n'
+    )
+    app.jobs.add(view(state="completed", rows_ok=10))
+    result = call(
+        *("run", "in.jsonl", "--model", "t", "--base-url", "http://h/v1", "-o", "out/r.csv", "--format", "jsonl"),
+        *("--copy", "--on-invalid", "skip", "--dedupe", "--budget", "2.5", "--prompt", "Is {a}?", "--system", "S"),
+        *("--url", "/v1/completions", "--param", "temperature=0", "--param", 'stop=["x"]', "--param", "user=me"),
+        *("--rpm", "60", "--tpm", "100", "--in-flight", "7", "--timeout", "1.5", "--restart", "--overwrite"),
+        *("--api-key-env", "KEY", "--adapter", "up=up"),
+    )
+    assert result.exit_code == 0, result.output
+    (order,) = app.jobs.orders
+    assert order.dataset.paths == [str(place / "in.jsonl")]
+    assert (order.dataset.format, order.dataset.copy, order.dataset.depth_max) == ("jsonl", True, 9)
+    assert order.policy == Policy(on_invalid="skip", dedupe=True, budget=2.5)
+    assert order.output == str(place / "out/r.csv") and order.restart and order.overwrite
+    assert (order.prompt, order.system, order.url) == ("Is {a}?", "S", "/v1/completions")
+    assert order.params == {"temperature": 0, "stop": ["x"], "user": "me"}
+    (model,) = order.models
+    assert (model.name, model.engine, model.base_url, model.api_key) == ("t", "http", "http://h/v1", "env:KEY")
+    assert model.adapters == {"up": "up"}
+    assert model.limits == Limits(requests_per_minute=60, tokens_per_minute=100, in_flight_max=7, attempt_timeout_s=1.5)
+    assert app.configs[0].data_dir == place / "data"
+
+
+def test_engine_flags_keep_their_kind(app, call, place, view):
+    """--engine-arg values are numbers, booleans or text as they would be in the file; a bare key is a bare flag."""
+    (place / "tiny").mkdir()
+    app.jobs.add(view(state="completed"))
+    args = ("max-model-len=2048", "--enforce-eager", "x=0.5", "id=007", "off=false", "name=a=b")
+    flags = [each for arg in args for each in ("--engine-arg", arg)]
+    result = call("run", "in.jsonl", "--model", "vllm:tiny", "--replicas", "2", *flags)
+    assert result.exit_code == 0, result.output
+    (model,) = app.jobs.orders[0].models
+    assert model.workers == 2
+    assert model.engine_args == {
+        "max-model-len": 2048, "enforce-eager": True, "x": 0.5, "id": "007", "off": False, "name": "a=b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("run",), "Missing argument"),
+        (("run", "in.jsonl"), "Missing option '--model'"),
+        (("run", "gone.jsonl", "--model", "function:app.py:f"), "there is no file gone.jsonl"),
+        (("run", "in.jsonl", "--model", "function:gone.py:f"), "gone.py"),
+        ((*RUN, "--budget", "1"), "--budget needs a price"),
+        ((*RUN, "--budget", "0"), "Invalid value for '--budget'"),
+        ((*RUN, "--workers", "0"), "Invalid value for '--workers'"),
+        ((*RUN, "--param", "x"), "--param is given as KEY=VALUE"),
+        ((*RUN, "--model", "vllm:x/y", "--workers", "2"), "with several --model"),
+        ((*RUN, "--model", "openai:f"), "two models are called 'f'"),
+        ((*RUN, "--nope"), "No such option"),
+        (("rum",), "No such command 'rum'"),
+        (("--config", "gone.toml", *RUN), "gone.toml cannot be read"),
+    ],
+)
+def test_usage_errors_exit_with_2(call, args, told):
+    """What cannot be run as it is asked for is one line and exit code 2; no job is made."""
+    result = call(*args)
+    assert result.exit_code == 2
+    assert told in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"state": "completed", "rows_ok": 10}, 0),
+        ({"state": "completed", "rows_ok": 9, "rows_failed": 1}, 3),
+        ({"state": "cancelled", "rows_ok": 4}, 3),
+        ({"state": "failed", "reason": "invalid_dataset"}, 2),
+        ({"state": "failed", "reason": "not_jsonl", "problems_total": 1}, 2),
+        ({"state": "failed", "reason": "model_failed"}, 1),
+        ({"state": "paused", "reason": "budget", "rows_ok": 3}, 4),
+        ({"state": "paused", "reason": "quota"}, 4),
+        ({"state": "paused", "reason": "storage_full"}, 4),
+        ({"state": "paused", "reason": "input_changed"}, 4),
+        ({"state": "paused", "reason": "asked"}, 4),
+        ({"state": "paused", "reason": "engine_failed", "rows_ok": 3}, 4),
+        ({"state": "paused", "reason": "engine_failed", "rows_failed": 1, "rows_rejected": 1}, 1),
+        ({"state": "paused", "reason": "interrupted"}, 130),
+    ],
+)
+def test_exit_codes(app, call, view, fields, code):
+    """The exit code says how the job stands, on a terminal and in JSON alike."""
+    app.jobs.add(view(), view(**fields))
+    assert call(*RUN).exit_code == code
+    result = call(*RUN, "--json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout.splitlines()[-1])["exit_code"] == code
+
+
+def test_a_summary_groups_errors_by_cause(app, call, view, place):
+    """The summary has rows, causes with a sample, tokens, cost and the files; nothing steers the terminal."""
+    app.jobs.add(
+        view(
+            state="completed", rows=1234, rows_ok=1200, rows_failed=34, rows_folded=5, elapsed_s=75.0,
+            usage=Usage(1000, 250, 20), cost=0.0123, output=f"{place}/out.jsonl", errors_output=f"{place}/e.jsonl",
+            errors={"timeout": 4, "rate_limited": 30},
+            error_samples={"rate_limited": "slow \x1b[31mdown\x07\n\u202enow"},
+        )
+    )  # fmt: skip
+    result = call(*RUN)
+    assert result.exit_code == 3
+    assert result.stdout.splitlines() == [
+        "job job_1: completed, 1:15 min of running",
+        "  rows      1,234",
+        "  ok        1,200",
+        "  failed    34",
+        "          30  rate_limited: slow down now",
+        "           4  timeout",
+        "  folded    5 share the answer of an identical row",
+        "  tokens    1,000 in (25 % cached), 20 out",
+        "  cost      $0.0123",
+        f"  results   {place}/out.jsonl",
+        f"  errors    {place}/e.jsonl",
+    ]
+
+
+def test_a_pause_says_why_and_how_to_go_on(app, call, view):
+    """A paused job prints its reason and the command that goes on."""
+    app.jobs.add(view(state="paused", reason="budget", message="$1.00 of $1.00 is spent", rows_ok=4))
+    result = call(*RUN)
+    assert "the budget is spent: $1.00 of $1.00 is spent" in result.stderr
+    assert "larger --budget; then batchmill resume job_1" in result.stderr
+    assert "  left      6" in result.stdout
+
+
+def test_problems_are_listed_by_line(app, call, view, place):
+    """A refused dataset lists FILE:LINE: code: message and the total."""
+    problems = [Problem("invalid_json", "not JSON\x1b[2J", 7, f"{place}/in.jsonl"), Problem("empty", "e", 1, "/x/y")]
+    app.jobs.add(
+        view(state="failed", reason="invalid_dataset", message="no row ran", problems=problems, problems_total=5000)
+    )
+    result = call(*RUN)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-3:] == [
+        "in.jsonl:7: invalid_json: not JSON",
+        "/x/y:1: empty: e",
+        "5,000 problems in all; the first 2 are listed",
+    ]
+    assert result.stdout == "job job_1: failed: no row ran\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("started", "job job_1\n"),
+        ("resumed", "resuming job job_1: 4 of 10 rows are done"),
+        ("joined", "joining job job_1, which is running: 4 of 10 rows are done"),
+        ("finished", "job job_1 is finished already; --overwrite runs it again"),
+    ],
+)
+def test_what_became_of_the_order_is_said(app, call, view, how, told):
+    """A job that is started, resumed, joined or finished already is announced as that."""
+    app.jobs.how = how
+    app.jobs.add(view(rows_ok=4), view(state="completed", rows_ok=10))
+    assert told in call(*RUN).stderr
+
+
+def test_json_is_one_object_a_line(app, call, view):
+    """With --json, standard output holds the submission, every view and the summary, in ASCII."""
+    app.jobs.add(view(notes=["bl\x9bue"]), view(state="completed", rows_ok=10))
+    result = call("--json", *RUN)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["type"] for line in lines] == ["submitted", "view", "view", "summary"]
+    assert lines[0] == {"type": "submitted", "id": "job_1", "how": "started"}
+    assert lines[1]["job"]["state"] == "running" and lines[3]["job"]["rows_ok"] == 10
+    assert result.stdout.isascii()
+
+
+def test_errors_are_json_too(call):
+    """With --json an error is an object with its code, and a line for people."""
+    result = call(*RUN, "--budget", "1", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["code"] == "unknown_price"
+    assert result.stderr.startswith("batchmill: --budget needs a price")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_interrupt_pauses_and_waits(app, call, view, number):
+    """Ctrl-C, SIGTERM and a closed terminal ask for a pause, wait for it and exit with 130, resumable."""
+    app.jobs.add(view(), view(), view(state="paused", reason="asked", rows_ok=4))
+    app.jobs.waits_for_pause = True
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), number) if at == 1 else None
+    result = call(*RUN)
+    assert result.exit_code == 130
+    assert app.jobs.asked == [("pause", "job_1")] and not app.was_cancelled
+    assert "pausing:" in result.stderr and "batchmill resume job_1" in result.stderr
+
+
+def test_the_second_interrupt_stops_at_once(app, call, view):
+    """A second Ctrl-C does not wait for anything."""
+    app.jobs.add(view(), view(), view(), view(state="paused", reason="asked"))
+    app.jobs.waits_for_pause = True
+    app.jobs.pausing.set = lambda: None  # the pause never comes to its end
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at else None
+    result = call(*RUN)
+    assert result.exit_code == 130 and app.was_cancelled
+    assert "stopping at once" in result.stderr
+
+
+def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):
+    """A job that completes while it is to be paused is complete."""
+    app.jobs.add(view(), view(state="completed", rows_ok=10))
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT)
+    assert call(*RUN).exit_code == 0
+
+
+def test_a_crash_is_one_line_and_a_file(app, call, view, place):
+    """An error nobody foresaw is one line and a file with its traceback, or the traceback itself with --verbose."""
+    app.jobs.add(view())
+
+    def fail(at):
+        raise RuntimeError("boom\x1b")
+
+    app.jobs.add(view(), view())
+    app.jobs.before_view = fail
+    result = call(*RUN)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("batchmill: internal error: RuntimeError: boom (details: ")
+    details = Path(line.partition("details: ")[2].removesuffix(")"))
+    assert details.is_relative_to(place / "data") and "Traceback" in details.read_text()
+    result = call("--verbose", *RUN)
+    assert result.exit_code == 1 and "Traceback" in result.stderr
+
+
+def test_a_reader_that_left_is_no_crash():
+    """When whoever reads the output has gone, the command ends quietly."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", "from batchmill.cli.main import main; main()", "run", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
