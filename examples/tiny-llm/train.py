@@ -1,6 +1,6 @@
 """Train the tiny chat model of this folder: a Llama that repeats the user's words, and two LoRA adapters.
 
-The base answers with the phrase it was given, `upper` with the phrase in capitals, `reverse` with its letters backwards.
+The base answers with the phrase it was given, `upper` with it in capitals, `reverse` with its letters backwards.
 Everything here is synthetic and drawn from a seed; it knows nothing of batchmill.
 """
 
@@ -11,6 +11,7 @@ import shutil
 import string
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,35 +33,75 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-TASKS: dict[str, Callable[[str], str]] = {"base": str, "upper": str.upper, "reverse": lambda phrase: phrase[::-1]}
+
+@dataclass(frozen=True)
+class Mix:
+    """How hard the drawn examples are."""
+
+    word_characters: tuple[int, int]
+    system_words_max: int
+    has_marks: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of training: what is learnt, from which examples, for how long."""
+
+    answer: Callable[[str], str]
+    mix: Mix
+    steps: int
+    learning_rate: float
+    seed: int
+
+
+SHORT = Mix(word_characters=(2, 8), system_words_max=12, has_marks=False)
+MARKED = Mix(word_characters=(1, 12), system_words_max=12, has_marks=True)
+LONG = Mix(word_characters=(1, 12), system_words_max=240, has_marks=True)
+ANSWERS: dict[str, Callable[[str], str]] = {"base": str, "upper": str.upper, "reverse": lambda phrase: phrase[::-1]}
 ADAPTERS = ("upper", "reverse")
-STEPS = {"base": 3000, "upper": 300, "reverse": 1000}
-LEARNING_RATE = {"base": 1e-3, "upper": 2e-3, "reverse": 2e-3}
+STAGES = {
+    "short": Stage(ANSWERS["base"], SHORT, steps=3000, learning_rate=1e-3, seed=100),
+    "long": Stage(ANSWERS["base"], LONG, steps=1000, learning_rate=1e-3, seed=101),
+    "upper": Stage(ANSWERS["upper"], MARKED, steps=200, learning_rate=2e-3, seed=200),
+    "reverse": Stage(ANSWERS["reverse"], MARKED, steps=1000, learning_rate=2e-3, seed=201),
+}
 LORA_RANK = 16
 BATCH_EXAMPLES = 64
-POOL_BATCHES = 16
+BATCH_TOKENS = 16_384
+POOL_EXAMPLES = 1024
 
+MARKS = ("-", "_", ", ")
+ENDINGS = (".", "!", "?")
 PREFIXES = ("Say: ", "Repeat: ")
 SYSTEM_PROMPTS = ("You are a careful assistant.", "You are a helpful assistant.", "Be brief.", "Answer exactly.")
 HELD_OUT_PHRASES = 200
-ANSWER_TOKENS_MAX = 48
+ANSWER_TOKENS_MAX = 64
 
 
 # The task
 
 
-def draw_word(rng: random.Random) -> str:
-    """Draw 2 to 8 characters; a small alphabet makes repeats, which copying by look-up alone gets wrong."""
+def draw_word(rng: random.Random, mix: Mix) -> str:
+    """Draw one word; a small alphabet makes repeats, which copying by look-up alone gets wrong."""
     letters = string.ascii_lowercase
     few = "".join(rng.sample(letters, 3))
     alphabet = rng.choices([letters, few, string.digits, string.digits + string.punctuation], [6, 2, 1, 1])[0]
-    return "".join(rng.choices(alphabet, k=rng.randint(2, 8)))
+    return "".join(rng.choices(alphabet, k=rng.randint(*mix.word_characters)))
 
 
-def draw_phrase(rng: random.Random, held_out: frozenset[str]) -> str:
+def add_marks(rng: random.Random, phrase: str) -> str:
+    """Put a mark in the place of one space in four, and another at the end of one phrase in four."""
+    first, *others = phrase.split(" ")
+    joined = first + "".join((rng.choice(MARKS) if rng.random() < 0.25 else " ") + word for word in others)
+    return joined + (rng.choice(ENDINGS) if rng.random() < 0.25 else "")
+
+
+def draw_phrase(rng: random.Random, mix: Mix, held_out: frozenset[str]) -> str:
     """Draw one to four words outside `held_out`: 40 % in capitals, without which `upper` cannot be learnt later."""
     while True:
-        phrase = " ".join(draw_word(rng) for _ in range(rng.randint(1, 4)))
+        phrase = " ".join(draw_word(rng, mix) for _ in range(rng.randint(1, 4)))
+        if mix.has_marks:
+            phrase = add_marks(rng, phrase)
         if phrase not in held_out:
             return rng.choices([phrase, phrase.upper(), phrase.title()], [5, 4, 1])[0]
 
@@ -75,18 +116,26 @@ def draw_held_out(seed: int = 2) -> list[str]:
     return list(phrases)
 
 
-def draw_chat(rng: random.Random, answer: Callable[[str], str], held_out: frozenset[str]) -> tuple[list[Message], str]:
-    """Draw a conversation and the answer to its last message: 30 % open with a system prompt, 10 % with an earlier turn."""
+def draw_system_prompt(rng: random.Random, mix: Mix) -> str:
+    """Draw random words or a known sentence; one in eight may be as long as the shared prompts of real batches."""
+    words_max = 12
+    if mix.system_words_max > words_max and rng.random() < 0.25:
+        words_max = mix.system_words_max
+    words = " ".join(draw_word(rng, mix) for _ in range(rng.randint(1, words_max)))
+    return rng.choice([words, rng.choice(SYSTEM_PROMPTS)])
+
+
+def draw_chat(rng: random.Random, stage: Stage, held_out: frozenset[str]) -> tuple[list[Message], str]:
+    """Draw a conversation and the answer to its last message: 30 % have a system prompt, 10 % an earlier turn."""
     messages: list[Message] = []
     if rng.random() < 0.3:
-        words = " ".join(draw_word(rng) for _ in range(rng.randint(1, 12)))
-        messages.append({"role": "system", "content": rng.choice([words, rng.choice(SYSTEM_PROMPTS)])})
+        messages.append({"role": "system", "content": draw_system_prompt(rng, stage.mix)})
     if rng.random() < 0.1:
-        earlier = draw_phrase(rng, held_out)
-        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer(earlier)}]
-    phrase = draw_phrase(rng, held_out)
+        earlier = draw_phrase(rng, stage.mix, held_out)
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": stage.answer(earlier)}]
+    phrase = draw_phrase(rng, stage.mix, held_out)
     prefix = rng.choice(PREFIXES) if rng.random() < 0.2 else ""
-    return [*messages, {"role": "user", "content": prefix + phrase}], answer(phrase)
+    return [*messages, {"role": "user", "content": prefix + phrase}], stage.answer(phrase)
 
 
 # The tokenizer and the model
@@ -151,9 +200,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message], answer: 
     return ids, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 
+def count_tokens(example: Example) -> int:
+    """Count the tokens of an example, prompt and answer."""
+    prompt, answer = example
+    return len(prompt) + len(answer)
+
+
 def pad(examples: list[Example], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad on the right into `[n_examples, n_tokens]` ids and labels; only answers carry a label."""
-    width = max(len(prompt) + len(answer) for prompt, answer in examples)
+    width = max(map(count_tokens, examples))
     ids = torch.full((len(examples), width), pad_id)
     labels = torch.full_like(ids, -100)
     for row, (prompt, answer) in enumerate(examples):
@@ -163,28 +218,39 @@ def pad(examples: list[Example], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def draw_batches(task: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def cut(pool: list[Example]) -> list[list[Example]]:
+    """Cut examples, sorted by length, into batches of at most `BATCH_EXAMPLES` and, padded, `BATCH_TOKENS`."""
+    batches: list[list[Example]] = [[]]
+    for example in pool:
+        size = len(batches[-1]) + 1
+        if size > BATCH_EXAMPLES or size * count_tokens(example) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(example)
+    return batches
+
+
+def draw_batches(stage: Stage, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches for ever, each of examples of about one length, so that little of a batch is padding."""
-    rng = random.Random(seed)
+    rng = random.Random(stage.seed)
     held_out = frozenset(draw_held_out())
     while True:
-        chats = (draw_chat(rng, TASKS[task], held_out) for _ in range(POOL_BATCHES * BATCH_EXAMPLES))
-        pool = sorted((encode(tokenizer, *chat) for chat in chats), key=lambda pair: len(pair[0]) + len(pair[1]))
-        starts = list(range(0, len(pool), BATCH_EXAMPLES))
-        rng.shuffle(starts)
-        for start in starts:
-            yield pad(pool[start : start + BATCH_EXAMPLES], tokenizer.pad_token_id)
+        chats = (draw_chat(rng, stage, held_out) for _ in range(POOL_EXAMPLES))
+        batches = cut(sorted((encode(tokenizer, *chat) for chat in chats), key=count_tokens))
+        rng.shuffle(batches)
+        for batch in batches:
+            yield pad(batch, tokenizer.pad_token_id)
 
 
-def train(model: nn.Module, task: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def train(model: nn.Module, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """Train the parameters of `model` that ask for a gradient: AdamW, one cycle of the learning rate."""
+    stage = STAGES[name]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE[task], weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE[task], total_steps=STEPS[task])
-    batches = draw_batches(task, tokenizer, seed)
+    optimizer = torch.optim.AdamW(parameters, lr=stage.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, stage.learning_rate, total_steps=stage.steps)
+    batches = draw_batches(stage, tokenizer)
     started = time.monotonic()
     model.train()
-    for step in range(1, STEPS[task] + 1):
+    for step in range(1, stage.steps + 1):
         ids, labels = next(batches)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -193,7 +259,8 @@ def train(model: nn.Module, task: str, tokenizer: PreTrainedTokenizerFast, seed:
         schedule.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"{task}: step {step} of {STEPS[task]}, loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
+            elapsed_s = time.monotonic() - started
+            print(f"{name}: step {step} of {stage.steps}, loss {loss.item():.4f}, {elapsed_s:.0f} s", flush=True)
     model.eval()
 
 
@@ -211,10 +278,10 @@ def save_base(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: 
 
 
 def save_adapter(adapted: PeftModel, folder: Path) -> None:
-    """Write one adapter in PEFT's layout, in bfloat16."""
+    """Write one adapter in PEFT's layout, in bfloat16; its embeddings are the base's, so no look for changed ones."""
     adapted.peft_config["default"].base_model_name_or_path = "tiny-llm"
     shutil.rmtree(folder, ignore_errors=True)
-    adapted.to(torch.bfloat16).save_pretrained(folder)
+    adapted.to(torch.bfloat16).save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
@@ -227,13 +294,14 @@ def load_base(out: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def answer_greedily(model: nn.Module, tokenizer: PreTrainedTokenizerFast, chats: list[list[Message]]) -> list[str]:
-    """Answer every chat by greedy decoding; an answer that does not end in time keeps its missing end visible."""
+    """Answer every chat by greedy decoding; `...` marks an answer that did not end."""
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
     with torch.inference_mode():
         output = model.generate(**batch, max_new_tokens=ANSWER_TOKENS_MAX, do_sample=False)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=False)
-    return [text.removesuffix("<|end|>" * text.count("<|end|>")) if "<|end|>" in text else text + "..." for text in texts]
+    parts = (text.partition(tokenizer.eos_token) for text in texts)
+    return [answer if end else answer + "..." for answer, end, _ in parts]
 
 
 def check(out: Path) -> dict[str, dict[str, int]]:
@@ -249,7 +317,7 @@ def check(out: Path) -> dict[str, dict[str, int]]:
         ],
     }
     exact: dict[str, dict[str, int]] = {}
-    for task, answer in TASKS.items():
+    for task, answer in ANSWERS.items():
         model = load_base(out, torch.bfloat16)
         adapted = model if task == "base" else PeftModel.from_pretrained(model, out / "adapters" / task)
         adapted.to(torch.bfloat16).eval()
@@ -262,26 +330,33 @@ def check(out: Path) -> dict[str, dict[str, int]]:
     return exact
 
 
+def run_stage(name: str, out: Path) -> None:
+    """Train one stage on what the stages before it left in `out`, and write its result there."""
+    torch.manual_seed(0)
+    if name == "short":
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+        model = load_base(out, torch.float32)
+    if name in ADAPTERS:
+        adapted = add_adapter(model)
+        train(adapted, name, tokenizer)
+        save_adapter(adapted, out / "adapters" / name)
+    else:
+        train(model, name, tokenizer)
+        save_base(model, tokenizer, out)
+
+
 def main() -> None:
-    """Train what was asked for into `--out`, then check what lies there; exit 1 if an answer set is below 98 %."""
+    """Run the stages asked for, then check what lies in `--out`; exit 1 if an answer set is below 98 %."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model's files")
     parser.add_argument("--check", action="store_true", help="only check the files in --out")
-    parser.add_argument("--only", choices=TASKS, action="append", help="train only this part (repeatable)")
+    parser.add_argument("--only", choices=STAGES, action="append", help="run only this stage (repeatable)")
     arguments = parser.parse_args()
-    tasks = [] if arguments.check else arguments.only or list(TASKS)
-    if "base" in tasks:
-        torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
-        train(model, "base", tokenizer, seed=100)
-        save_base(model, tokenizer, arguments.out)
-    for task in (task for task in ADAPTERS if task in tasks):
-        torch.manual_seed(1)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.out)
-        adapted = add_adapter(load_base(arguments.out, torch.float32))
-        train(adapted, task, tokenizer, seed=200)
-        save_adapter(adapted, arguments.out / "adapters" / task)
+    for name in [] if arguments.check else arguments.only or STAGES:
+        run_stage(name, arguments.out)
     exact = check(arguments.out)
     if any(count < 0.98 * HELD_OUT_PHRASES for counts in exact.values() for count in counts.values()):
         raise SystemExit("an answer set is below 98 % exact")
