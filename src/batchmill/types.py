@@ -69,7 +69,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return names | {adapter: adapter for adapter in self.adapters}
 
 
-class Row(Struct, frozen=True, gc=False):
+class Row(Struct, gc=False):
     """One request on its way through a worker. `raw` is its canonical JSON object without the line end."""
 
     position: int  # place in the plan
@@ -77,6 +77,7 @@ class Row(Struct, frozen=True, gc=False):
     raw: bytes
     form: Any  # a wire.forms.Form: how to read `raw` and how to write the result
     lease: Any = None  # the worker's own handle; an engine hands it back untouched
+    custom_id: bytes | None = None  # as JSON; the form leaves it here when it has read it
 
 
 class Request(Struct, frozen=True, gc=False):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from batchmill import faults
 from batchmill.executors.feed import Held, Unsent
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
-from batchmill.types import Commit, Outcome, RowError, Usage
+from batchmill.types import Commit, Outcome, Usage
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
@@ -18,6 +19,10 @@ COMMIT_ROWS = 16_384  # or until so many rows wait
 COMMIT_BYTES = 8 * 1024 * 1024
 
 NO_USAGE = Usage()
+
+
+def _lease_of(outcome: Outcome) -> Held:
+    return outcome.row.lease
 
 
 def empty_rows() -> BlockRows:
@@ -46,34 +51,35 @@ class Recorder:
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
         """Sink for the engine. Concurrency: on the event loop's thread."""
-        buffered = self._buffered
-        for outcome in outcomes:
-            row, error = outcome.row, outcome.error
-            held: Held = row.lease
-            part = held.ok if error is None else held.failed
-            part.positions.append(row.position)
-            part.rows.append(row.number)
-            part.lines.append(row.form.write(outcome))
-            held.undone -= 1
-            if outcome.usage is not None:
-                self._add_usage(held, outcome.usage, error)
-            if error is not None:
-                held.failures.append(error)
-            if len(part.rows) >= BLOCK_ROWS or held.undone == 0:
+        for held, some in groupby(outcomes, _lease_of):
+            done = list(some)
+            self._take(held, [outcome for outcome in done if outcome.error is None], held.ok)
+            failed = [outcome for outcome in done if outcome.error is not None]
+            if failed:
+                self._take(held, failed, held.failed)
+                held.failures += [outcome.error for outcome in failed]
+            held.undone -= len(done)
+            full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
+            if full or held.undone == 0 or held.careful:
                 self._write(held)
-            elif id(held) not in buffered:
-                buffered[id(held)] = held
+            else:
+                self._buffered[id(held)] = held
             if held.careful:
-                self._write(held)
-                self._settled(outcome)
-        if buffered and self._flush_timer is None:
+                self._settled(done[-1])
+        if self._buffered and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
 
     @staticmethod
-    def _add_usage(held: Held, usage: Usage, error: RowError | None) -> None:
-        if error is None:
+    def _take(held: Held, outcomes: list[Outcome], part: BlockRows) -> None:
+        """Append the lines of outcomes of one lease that are all ok or all errors."""
+        write = held.job.form.write
+        part.positions += [outcome.row.position for outcome in outcomes]
+        part.rows += [outcome.row.number for outcome in outcomes]
+        part.lines += [write(outcome) for outcome in outcomes]
+        usage = sum((outcome.usage for outcome in outcomes if outcome.usage is not None), NO_USAGE)
+        if usage != NO_USAGE and part is held.ok:
             held.ok_usage = held.ok_usage + usage
-        else:
+        elif usage != NO_USAGE:
             held.failed_usage = held.failed_usage + usage
 
     def _flush_on_time(self) -> None:

@@ -106,7 +106,7 @@ def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool,
     """One block. The rows may stand in any order; each line ends with its newline."""
     payload = b"".join(part.lines)
     first, row, n = part.positions[0], part.rows[0], len(part.rows)
-    contiguous = part.positions == list(range(first, first + n)) and part.rows == list(range(row, row + n))
+    contiguous = _runs_on(part.positions) and _runs_on(part.rows)
     table = b""
     if not contiguous:
         first = min(part.positions)
@@ -119,6 +119,12 @@ def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool,
         len(meta_bytes), crc32(payload, crc32(meta_bytes, crc32(table))),
     )  # fmt: skip
     return b"".join((head, _CRC.pack(crc32(head)), table, meta_bytes, payload))
+
+
+def _runs_on(numbers: list[int]) -> bool:
+    """Each number is one more than the one before it."""
+    first = numbers[0]
+    return numbers[-1] == first + len(numbers) - 1 and numbers == list(range(first, first + len(numbers)))
 
 
 def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block]:

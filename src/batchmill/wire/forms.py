@@ -5,6 +5,7 @@ A form is part of a job's description. It knows bytes and JSON only: no files, n
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -29,8 +30,9 @@ class RowLine(Struct, forbid_unknown_fields=True, gc=False):
     method: str = "POST"
 
 
-class _Arguments(Struct):
+class _Arguments(Struct, gc=False):
     body: dict[str, Any]
+    custom_id: Raw
 
 
 class _Id(Struct):
@@ -78,25 +80,24 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
 
     def request(self, row: Row) -> Request:
         line = _line.decode(row.raw)
+        row.custom_id = encode(line.custom_id)
         return Request(line.url, bytes(line.body), line.custom_id)
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """The fields of `body`, for a function."""
-        return _arguments.decode(row.raw).body
+        line = _arguments.decode(row.raw)
+        row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % wants
+        return line.body
 
     def write(self, outcome: Outcome) -> bytes:
         """The finished line of an output or error file."""
-        row, error = outcome.row, outcome.error
-        head = b'{"id":"%s%d","custom_id":%s,' % (self.id_prefix.encode(), row.number, self._custom_id(row.raw))
-        if outcome.body is not None:
-            request_id = encode(outcome.request_id) if outcome.request_id else b'"req_%d"' % row.number
-            return b'%s"response":{"status_code":%d,"request_id":%s,"body":%s},"error":null}\n' % (
-                head,
-                outcome.status,
-                request_id,
-                outcome.body,
-            )
-        return b'%s"response":null,"error":%s}\n' % (head, encode(error))
+        row, body, number = outcome.row, outcome.body, outcome.row.number
+        custom_id = self._custom_id(row.raw) if row.custom_id is None else row.custom_id
+        if body is None:
+            return _failed_line(self.id_prefix) % (number, custom_id, encode(outcome.error))
+        if outcome.request_id is None:
+            return _replied_line(self.id_prefix) % (number, custom_id, outcome.status, number, body)
+        return _answered_line(self.id_prefix) % (number, custom_id, outcome.status, encode(outcome.request_id), body)
 
     def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
         """The line of a row that shares its leader's outcome: its own ids, usage 0, and whom it followed."""
@@ -134,6 +135,28 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
             return bytes(_id.decode(raw).custom_id)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             return b"null"
+
+
+@lru_cache(maxsize=64)
+def _replied_line(id_prefix: str) -> bytes:
+    """Template of a line whose reply has no id of its own: number, custom_id, status, number, body."""
+    return _head(id_prefix) + b'"response":{"status_code":%d,"request_id":"req_%d","body":%b},"error":null}\n'
+
+
+@lru_cache(maxsize=64)
+def _answered_line(id_prefix: str) -> bytes:
+    """Template of a line: number, custom_id, status, the reply's id as JSON, body."""
+    return _head(id_prefix) + b'"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n'
+
+
+@lru_cache(maxsize=64)
+def _failed_line(id_prefix: str) -> bytes:
+    """Template of a line to which no reply came: number, custom_id, error."""
+    return _head(id_prefix) + b'"response":null,"error":%b}\n'
+
+
+def _head(id_prefix: str) -> bytes:
+    return b'{"id":"' + id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":%b,'
 
 
 class TableForm(Struct, frozen=True, tag="table"):
