@@ -153,7 +153,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<|bos|>",
         eos_token="<|end|>",
         pad_token="<|end|>",
-        additional_special_tokens=SPECIAL_TOKENS[2:],
         padding_side="left",
         model_max_length=8192,
         clean_up_tokenization_spaces=False,
@@ -333,12 +332,8 @@ def check(out: Path) -> dict[str, dict[str, int]]:
 def run_stage(name: str, out: Path) -> None:
     """Train one stage on what the stages before it left in `out`, and write its result there."""
     torch.manual_seed(0)
-    if name == "short":
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
-    else:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
-        model = load_base(out, torch.float32)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer) if name == "short" else load_base(out, torch.float32)
     if name in ADAPTERS:
         adapted = add_adapter(model)
         train(adapted, name, tokenizer)
