@@ -104,9 +104,9 @@ async def _results(session: Session, job_id: str, output: str | None, *, partial
     config = session.config()
     async with session.app.open_jobs(config) as opened:
         view = await opened.show(job_id)
-        if partial:
-            await _write_partial(session, config, view, output)
-            return
+    if partial:
+        await _write_partial(session, config, view, output)
+        return
     if session.as_json:
         session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
         return
