@@ -12,7 +12,6 @@ from fakes.openai_service import HANG, Answer, OpenAIService, refusal
 from batchmill.engines.http import HttpEngine
 from batchmill.types import Limits, ModelSpec, Row
 
-
 LIMITS = Limits(in_flight_max=64)
 
 

@@ -16,14 +16,16 @@ from batchmill.types import Limits
 IN_FLIGHT_START = 32
 IN_FLIGHT_CEILING = 1024
 BURST_S = 1.0  # calls and tokens saved up while nothing was sent
-ROUND_S = 0.25  # once the start is over, throughput is judged over at least this long
+# Once the start is over, throughput is judged over so many windows of replies, and at least so long.
+WINDOWS_A_ROUND, ROUND_S = 4, 0.25
+PATIENCE, PATIENCE_MAX = 2, 64  # rounds until more is tried again; doubled each time that it brought nothing
 OUTAGE_FAILURES = 20  # failures in a row, without one reply between them, that mean the service and not the rows
 PROBE_MAX_S = 10.0
 OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
 
 
 class Window:
-    """How many calls may be in flight: the fewest that give the throughput the service has.
+    """How many calls may be in flight: enough for the throughput the service has, and a few times that at most.
 
     It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
     tries a quarter more now and then and keeps it where it helps. Refusals and timeouts shrink it, once a round trip.
@@ -43,7 +45,7 @@ class Window:
         self._flat_rounds = 0
         self._best = 0.0  # replies per second at `_base` in flight
         self._base = self.limit
-        self._patience = 8  # rounds until the next try at more
+        self._patience = PATIENCE
         self._waited = 0
         self._open_round(now)
 
@@ -51,7 +53,7 @@ class Window:
         """A call brought a reply that says nothing against more of them."""
         self.in_flight -= 1
         self._replies += 1
-        if self._starting and self.limit < self.ceiling and self.in_flight * 2 >= self.limit:
+        if self._starting and not self._flat_rounds and self.limit < self.ceiling and self.in_flight * 2 >= self.limit:
             self.limit += 1
         if self._replies >= self._round:
             self._close_round(now)
@@ -74,7 +76,9 @@ class Window:
     def _open_round(self, now: float) -> None:
         self._began = now
         self._replies = 0
-        self._round = self.limit
+        self._allowed = self.limit  # when the round began
+        # Services answer in bursts: over several windows the ends of a burst weigh little.
+        self._round = self.limit if self._starting else self.limit * WINDOWS_A_ROUND
 
     def _close_round(self, now: float) -> None:
         lasted = now - self._began
@@ -82,23 +86,27 @@ class Window:
             self._round += self.limit
             return
         # A window that rows or rates left half empty shows nothing.
-        if lasted > 0 and self.in_flight * 10 >= self._round * 8:
+        if lasted > 0 and self.in_flight * 10 >= self._allowed * 8:
             self._judge(self._replies / lasted, now)
         self._open_round(now)
 
     def _judge(self, rate: float, now: float) -> None:
         if self._starting:
-            self._flat_rounds = 0 if rate > self._best * 1.1 else self._flat_rounds + 1
-            self._best = max(self._best, rate)
+            if rate > self._best * 1.1:
+                self._best, self._base, self._flat_rounds = rate, self._allowed, 0
+            else:
+                self._flat_rounds += 1
             if self._flat_rounds >= 2 or self.limit >= self.ceiling:
+                # One doubling above what gave the best rate: a round may have been slow for reasons of its own.
+                self.limit = min(self.limit, self._base * 2)
                 self._settle(now, self._best)
             return
         if self.limit > self._base:
             if rate > self._best * 1.06:
-                self._base, self._best, self._patience, self._waited = self.limit, rate, 8, self._patience
+                self._base, self._best, self._patience, self._waited = self.limit, rate, PATIENCE, PATIENCE
             else:
                 self.limit = self._base
-                self._patience = min(self._patience * 2, 64)
+                self._patience = min(self._patience * 2, PATIENCE_MAX)
         else:
             self._best = rate if self._best == 0 else 0.7 * self._best + 0.3 * rate
         self._waited += 1
@@ -108,7 +116,7 @@ class Window:
 
     def _settle(self, now: float, rate: float) -> None:
         self._starting = False
-        self._base, self._best, self._patience, self._waited = self.limit, rate, 8, 0
+        self._base, self._best, self._patience, self._waited = self.limit, rate, PATIENCE, 0
         self._open_round(now)
 
 
@@ -125,7 +133,9 @@ class Bucket:
         """Seconds until `amount` may be taken; 0: now."""
         self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
         self._at = now
-        return max(0.0, (min(amount, self._capacity) - self._level) / self._rate)
+        missing = min(amount, self._capacity) - self._level
+        # Rounding must not leave a wait too short for the clock to see.
+        return missing / self._rate if missing > 1e-6 else 0.0
 
     def take(self, amount: float) -> None:
         """Use `amount`; a negative one gives back."""

@@ -17,7 +17,7 @@ from batchmill.wire.forms import usage_of
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
 
-_KEY = re.compile(r"\b(?:sk|pk|rk|key|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}|\bBearer\s+\S+")
+_KEY = re.compile(r"\b(?:sk|pk|rk|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}|\bBearer\s+\S+")
 
 
 class Reply(Struct, frozen=True, gc=False):
