@@ -6,6 +6,7 @@ The engine is full when a few rows wait inside it; more of them only take memory
 from __future__ import annotations
 
 import re
+from collections import deque
 
 from msgspec import Struct
 
@@ -14,9 +15,10 @@ LIMIT_MIN = 8
 LIMIT_MAX = 1024
 SPARE_ROWS = 16  # rows that wait inside the engine, at least
 SPARE_SHARE = 0.25  # of the rows that run
-KV_FULL = 0.9  # share of the KV cache above which rows that wait are not for want of slots
+BACKLOG_ROWS = 128  # rows in flight beyond twice what ran at most lately
+PEAK_SAMPLES = 20  # what "lately" is
 SHRINK = 0.85
-CALM_SAMPLES = 8  # samples without preemption before the limit grows over where it happened
+CALM_SAMPLES = 20  # samples without preemption before the limit grows fast again
 
 _SUMMED = {
     "vllm:num_requests_running": "running",
@@ -60,8 +62,8 @@ def read_gauges(text: str) -> Gauges:
 class Flight:
     """The limit on rows in flight.
 
-    It grows while the engine takes all it gets, shrinks when rows are preempted (their work was for nothing), and
-    otherwise follows what runs, so that what waits in the engine stays small.
+    It grows while the engine takes all it gets, and falls below what runs when rows are preempted, whose work was for
+    nothing. What merely waits in the engine is harmless up to a bound: rows end in waves, and each wave empties it.
     """
 
     def __init__(self, *, limit_max: int | None = None, start: int = LIMIT_START) -> None:
@@ -69,8 +71,8 @@ class Flight:
         self.limit_min = min(LIMIT_MIN, self.limit_max)
         self.limit = min(start, self.limit_max)
         self._preemptions = 0
-        self._calm = CALM_SAMPLES
-        self._most_running = 0
+        self._calm = CALM_SAMPLES  # samples since the last preemption
+        self._running: deque[int] = deque(maxlen=PEAK_SAMPLES)
 
     def restarted(self) -> None:
         """The server is a new one: its counters begin at 0."""
@@ -80,17 +82,20 @@ class Flight:
         """Take a sample in, with the rows that we had in flight at that moment."""
         preempted = gauges.preemptions - self._preemptions
         self._preemptions = gauges.preemptions
-        self._calm = 0 if preempted > 0 else self._calm + 1
-        spare = max(SPARE_ROWS, int(SPARE_SHARE * gauges.running))
+        self._running.append(gauges.running)
         if preempted > 0:
-            self._set(min(self.limit, max(gauges.running, int(self.limit * SHRINK))))
-        elif in_flight < self.limit - spare:
-            return  # rows were missing, not room: the sample says nothing about the limit
-        elif gauges.waiting < spare // 2:
-            if self._calm >= CALM_SAMPLES or gauges.kv_usage < KV_FULL:
-                self._set(min(2 * self.limit, self.limit + 2 * spare + gauges.running // 2))
-        elif gauges.waiting > 2 * spare:
-            self._set(max(gauges.running + spare, int(self.limit * SHRINK)))
+            self._calm = 0
+            self._set(int(SHRINK * min(self.limit, max(gauges.running, LIMIT_MIN))))
+            return
+        self._calm += 1
+        spare = max(SPARE_ROWS, int(SPARE_SHARE * gauges.running))
+        bound = 2 * max(self._running) + BACKLOG_ROWS
+        if in_flight + spare >= self.limit and gauges.waiting < spare:
+            # Over the place where rows were preempted it creeps; elsewhere it doubles.
+            step = self.limit if self._calm > CALM_SAMPLES else max(1, self.limit // 32)
+            self._set(min(self.limit + step, max(self.limit, bound)))
+        elif self.limit > bound and len(self._running) == PEAK_SAMPLES:
+            self._set(bound)
 
     def _set(self, limit: int) -> None:
         self.limit = max(self.limit_min, min(self.limit_max, limit))
