@@ -93,7 +93,7 @@ class OpenAIService:
                 await self.release.wait()
             scripted = self.script.get(text)
             answer = scripted.pop(0) if scripted else self.every
-            return await self._act(request, answer or Answer(200, reply_to(body, text), {"x-request-id": f"id-{text}"}))
+            return await self._act(request, answer or reply_to(body, text))
         finally:
             self.waiting -= 1
 
@@ -127,7 +127,7 @@ def text_of(body: dict[str, Any]) -> str:
     return str(body.get("prompt") or body.get("input") or "")
 
 
-def reply_to(body: dict[str, Any], text: str) -> dict[str, Any]:
+def reply_to(body: dict[str, Any], text: str) -> Answer:
     usage = {
         "prompt_tokens": 7,
         "completion_tokens": 3,
@@ -136,4 +136,5 @@ def reply_to(body: dict[str, Any], text: str) -> dict[str, Any]:
     }
     message = {"role": "assistant", "content": f"echo {text}"}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    return {"id": "c-1", "object": "chat.completion", "model": body.get("model"), "choices": [choice], "usage": usage}
+    reply = {"id": "c-1", "object": "chat.completion", "model": body.get("model"), "choices": [choice], "usage": usage}
+    return Answer(200, reply, {"x-request-id": f"id-{text[:20]}"})
