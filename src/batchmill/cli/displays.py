@@ -56,6 +56,8 @@ class LineDisplay:
         self._shown_at = 0.0
 
     def update(self, view: JobView) -> None:
+        if view.state in _AT_REST:
+            return  # the summary says it
         now = self._monotonic()
         state = (view.state, tuple(view.notes))
         figures = (view.rows_ok, view.rows_failed, view.progress)
@@ -132,3 +134,4 @@ def details(view: JobView) -> list[str]:
 
 
 _PHASES = (JobState.VALIDATING, JobState.PLANNING, JobState.FINALIZING)
+_AT_REST = (JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED)

@@ -185,7 +185,7 @@ def resume(session: Session, job_id: str) -> int:
 @click.pass_obj
 def retry(session: Session, job_id: str) -> int:
     """Run the rows again that failed, and only those; the results are published anew."""
-    return session.run(_go_on(session, lambda opened: opened.retry(job_id), "resumed"))
+    return session.run(_go_on(session, lambda opened: opened.retry(job_id), "retried"))
 
 
 async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[JobView]]) -> int:

@@ -59,6 +59,7 @@ async def _announce(session: Session, jobs: Jobs, submitted: Submitted, display:
     told = {
         "started": f"job {submitted.id}",
         "resumed": f"resuming job {submitted.id}{rows}",
+        "retried": f"retrying {count(view.rows - done(view), 'row')} of job {submitted.id}",
         "joined": f"joining job {submitted.id}, which is running{rows}",
         "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
     }

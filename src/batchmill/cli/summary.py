@@ -113,7 +113,7 @@ def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how it goes on."""
     known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
     why, first = known or (clean(view.reason or view.state), "")
-    told = clean(view.message, 2000, lines=True)
+    told = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
     then = f"{first}; then " if first else ""
     return [
         f"batchmill: {why}{': ' + told if told and told != why else ''}",

@@ -226,7 +226,7 @@ class Calls:
         if self._required and not fields.keys() >= self._required:
             missing = ", ".join(sorted(self._required - fields.keys()))
             return RowError("missing_argument", f"the function needs {missing}, and the row has: {', '.join(fields)}")
-        if self._names is None or fields.keys() <= self._names:
+        if self._names is None or self._names.issuperset(fields):
             return fields
         names = self._names
         return {name: value for name, value in fields.items() if name in names}
