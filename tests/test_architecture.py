@@ -53,6 +53,9 @@ SQL_CALLS = {"execute", "executemany", "executescript", "exec_driver_sql", "text
 # "module.function" of the name tables: what may import inside a function, and why.
 NAME_TABLES: dict[str, str] = {
     "batchmill.__getattr__": "the public names",
+    "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
+    "batchmill.cli.main.get_command": "the commands",
+    "batchmill.cli.session.app": "batchmill.app, once a command is called",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.jobs.offload._main": "the jobs of a child process, named on its command line",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
