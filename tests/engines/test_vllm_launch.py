@@ -1,0 +1,247 @@
+"""How vLLM is found and started for a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from llm_support import FakeVllm
+
+from batchmill.engines.vllm_launch import LORA_RANKS, Machine, find_python, plan_launch
+from batchmill.errors import ModelFailed
+from batchmill.types import ModelSpec
+
+CPU = Machine([], 64 * 1024**3)
+GPUS = Machine(["0", "1", "2", "3"], 64 * 1024**3)
+SOCKET = Path("/tmp/batchmill-x/s")
+
+
+@pytest.fixture
+def fake(tmp_path):
+    return FakeVllm(tmp_path)
+
+
+def launch(model, *, env=None, machine=CPU):
+    return plan_launch(model, "python", SOCKET, env=env or {}, machine=machine)
+
+
+def value(command, flag):
+    """What follows `--flag=`."""
+    return next(word.partition("=")[2] for word in command if word.startswith(f"--{flag}="))
+
+
+def test_the_command_serves_the_model_under_both_names(fake):
+    """Rows may name the model or its source, on a private socket, and replies tell cached tokens."""
+    model = fake.model()
+    command = launch(model).command
+    assert command[:4] == ["python", "-m", "vllm.entrypoints.openai.api_server", f"--model={model.source}"]
+    names = command.index("--served-model-name")
+    assert command[names + 1 : names + 3] == ["tiny", model.source]
+    assert value(command, "uds") == str(SOCKET)
+    assert "--enable-prompt-tokens-details" in command
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "word"),
+    [
+        ("max-model-len", 2048, "--max-model-len=2048"),
+        ("max_model_len", "2048", "--max-model-len=2048"),
+        ("--dtype", "bfloat16", "--dtype=bfloat16"),
+        ("enforce-eager", False, "--no-enforce-eager"),
+        ("enable_prefix_caching", "false", "--no-enable-prefix-caching"),
+        ("enable-prefix-caching", "True", "--enable-prefix-caching"),
+        ("enable-prefix-caching", None, "--enable-prefix-caching"),
+        ("gpu-memory-utilization", 0.5, "--gpu-memory-utilization=0.5"),
+        ("max-num-seqs", 7, "--max-num-seqs=7"),
+        ("hf-overrides", '{"a": 1}', '--hf-overrides={"a": 1}'),
+        ("O", 2, "-O2"),
+    ],
+)
+def test_engine_arguments_become_flags(fake, name, given, word):
+    """Every kind of value is written as vLLM's command line has it, and wins over our default."""
+    command = launch(fake.model(engine_args={name: given})).command
+    assert word in command
+    flag = word.split("=")[0]
+    assert sum(other.split("=")[0] == flag for other in command) == 1
+
+
+@pytest.mark.parametrize("name", ["model", "uds", "port", "lora_modules", "--served-model-name", "api-key"])
+def test_flags_that_are_ours_are_refused(fake, name):
+    """A flag that would lead past batchmill is refused by name, with what to do instead."""
+    with pytest.raises(ModelFailed, match="not yours to set"):
+        launch(fake.model(engine_args={name: "x"}))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x=y", "--"])
+def test_a_name_that_is_no_flag_is_refused(fake, name):
+    """What cannot be a flag's name never reaches a command line."""
+    with pytest.raises(ModelFailed, match="no flag's name"):
+        launch(fake.model(engine_args={name: "x"}))
+
+
+def test_a_cpu_starts_eager_with_a_cache_that_fits(fake):
+    """Without a GPU the engine starts eagerly and its cache has 1 to 4 GiB, unless the caller chose."""
+    plan = launch(fake.model())
+    assert "--enforce-eager" in plan.command
+    assert plan.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert launch(fake.model(), machine=Machine([], 0)).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert launch(fake.model(), env={"VLLM_CPU_KVCACHE_SPACE": "9"}).env["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    assert "--enforce-eager" not in launch(fake.model(engine_args={"O": 3})).command
+
+
+def test_a_gpu_gets_no_setting_of_a_cpu(fake):
+    """With a GPU vLLM's own defaults hold."""
+    plan = launch(fake.model(), machine=GPUS)
+    assert "--enforce-eager" not in plan.command
+    assert not any(word.startswith("--max-num-seqs") for word in plan.command)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in plan.env
+
+
+def test_the_environment_keeps_what_is_the_users_and_drops_what_would_harm(fake):
+    """Settings go through; a server key, which we would be asked for, does not."""
+    env = launch(fake.model(), env={"HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "k", "PYTHONHOME": "/x"}).env
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
+    assert env["VLLM_RPC_BASE_PATH"] == str(SOCKET.parent)
+    assert not {"VLLM_API_KEY", "PYTHONHOME"} & env.keys()
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (512, 512)])
+def test_adapters_get_room_for_the_highest_rank(fake, rank, room):
+    """The ranks are read from the adapters, and rounded up to one that vLLM has."""
+    adapters = {"upper": fake.adapter("upper", rank=8), "reverse": fake.adapter("reverse", rank=rank)}
+    command = launch(fake.model(adapters=adapters)).command
+    assert "--enable-lora" in command
+    assert value(command, "max-lora-rank") == str(room)
+    assert int(value(command, "max-lora-rank")) in LORA_RANKS
+    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("2", "2")
+    modules = command[command.index("--lora-modules") + 1 :][:2]
+    assert [json.loads(module) for module in modules] == [{"name": k, "path": v} for k, v in adapters.items()]
+
+
+def test_many_adapters_take_bounded_room(fake):
+    """A hundred adapters are all served, few of them in one batch."""
+    adapters = {f"a{number}": fake.adapter(f"a{number}") for number in range(100)}
+    command = launch(fake.model(adapters=adapters)).command
+    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("4", "64")
+
+
+def test_a_rank_pattern_counts(fake):
+    """Layers with a rank of their own need room too."""
+    path = Path(fake.adapter("a"))
+    (path / "adapter_config.json").write_text('{"r": 8, "rank_pattern": {"q_proj": 40}}')
+    assert value(launch(fake.model(adapters={"a": str(path)})).command, "max-lora-rank") == "64"
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ("{}", "names its rank"),
+        ("oops", "cannot be read"),
+        ('{"r": 600}', "rank 600"),
+        ('{"r": "8"}', "names its rank"),
+    ],
+)
+def test_a_broken_adapter_is_told_before_anything_starts(fake, config, match):
+    """A folder that is no adapter, or one that is too large, is named in the error."""
+    path = Path(fake.adapter("a"))
+    (path / "adapter_config.json").write_text(config)
+    with pytest.raises(ModelFailed, match=match):
+        launch(fake.model(adapters={"a": str(path)}))
+
+
+def test_an_adapter_or_model_that_is_not_there_is_told(fake):
+    """A path that leads nowhere is an error of the path, not of vLLM."""
+    with pytest.raises(ModelFailed, match="no directory '/no/such'"):
+        launch(fake.model(adapters={"a": "/no/such"}))
+    with pytest.raises(ModelFailed, match="no model directory '/no/such'"):
+        launch(fake.model(source="/no/such"))
+
+
+def test_an_adapter_with_the_models_name_is_refused(fake):
+    """A name that rows use means one thing."""
+    with pytest.raises(ModelFailed, match="base model's name"):
+        launch(fake.model(adapters={"tiny": fake.adapter("a")}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_model_with_code_of_its_own_is_refused_unless_trusted(fake, name):
+    """`auto_map` means Python code from the model; it runs only when the caller says so."""
+    model = fake.model()
+    (Path(model.source) / name).write_text('{"auto_map": {"AutoModel": "x.Y"}}')
+    with pytest.raises(ModelFailed, match="trust-remote-code"):
+        launch(model)
+    trusted = ModelSpec("tiny", "llm", model.source, engine_args={"trust_remote_code": True})
+    assert "--trust-remote-code" in launch(trusted).command
+
+
+def test_a_downloaded_model_is_looked_at_too(fake, tmp_path):
+    """Code is also found in the snapshot of a model that was named by its id."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(ModelFailed, match="auto_map"):
+        launch(ModelSpec("m", "llm", "org/name"), env={"HF_HUB_CACHE": str(tmp_path / "hub")})
+
+
+def test_replicas_split_the_gpus(fake):
+    """Each replica sees its own devices, as many as its tensors are split over, and one too many is refused."""
+    model = fake.model(engine_args={"tensor-parallel-size": 2})
+    seen = [launch(model, env={"BATCHMILL_REPLICA": n}, machine=GPUS).env["CUDA_VISIBLE_DEVICES"] for n in "01"]
+    assert seen == ["0,1", "2,3"]
+    with pytest.raises(ModelFailed, match="at most 2 replicas fit"):
+        launch(model, env={"BATCHMILL_REPLICA": "2"}, machine=GPUS)
+    assert "CUDA_VISIBLE_DEVICES" not in launch(model, machine=GPUS).env
+
+
+# Where vLLM is
+
+
+def environment(folder: Path, name: str, *, has_vllm: bool) -> str:
+    """A Python that has vLLM or not."""
+    site = folder / name / "site"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm" / "__init__.py").touch()
+    python = folder / name / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    path = f"PYTHONPATH={site} " if has_vllm else ""
+    python.write_text(f'#!/bin/sh\n{path}exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_the_python_that_is_named_comes_first(tmp_path):
+    """The model's own setting wins over the environment variable, which wins over what lies beside."""
+    ours, other = (environment(tmp_path, name, has_vllm=True) for name in ("a", "b"))
+    beside = environment(tmp_path, ".venv-vllm", has_vllm=True)
+    env = {"BATCHMILL_VLLM_PYTHON": other}
+    assert find_python(ModelSpec("m", "llm", "s", python=ours), env, tmp_path) == ours
+    assert find_python(ModelSpec("m", "llm", "s"), env, tmp_path) == other
+    assert find_python(ModelSpec("m", "llm", "s"), {}, tmp_path) == beside
+
+
+def test_a_named_python_without_vllm_is_an_error_and_not_passed_over(tmp_path):
+    """Who names an interpreter hears when it cannot do."""
+    bare = environment(tmp_path, "bare", has_vllm=False)
+    with pytest.raises(ModelFailed, match="vLLM is not installed there"):
+        find_python(ModelSpec("m", "llm", "s", python=bare), {}, tmp_path)
+    with pytest.raises(ModelFailed, match="is no program"):
+        find_python(ModelSpec("m", "llm", "s"), {"BATCHMILL_VLLM_PYTHON": "/no/such"}, tmp_path)
+
+
+@pytest.mark.parametrize("first_line", ["#!{python}", "#!/bin/sh"])
+def test_the_vllm_command_leads_to_its_python(tmp_path, first_line):
+    """`vllm` on PATH is followed to the interpreter in its first line, or to the one beside it."""
+    python = environment(tmp_path, "env", has_vllm=True)
+    command = Path(python).parent / "vllm"
+    command.write_text(first_line.format(python=python) + "\n")
+    command.chmod(0o755)
+    assert find_python(ModelSpec("m", "llm", "s"), {"PATH": str(command.parent)}, tmp_path) == python
+
+
+def test_without_vllm_the_error_says_how_to_get_it(tmp_path):
+    """Nothing found is an error that can be acted on."""
+    with pytest.raises(ModelFailed, match="install_vllm.py --venv .venv-vllm"):
+        find_python(ModelSpec("m", "llm", "s"), {"PATH": "/nowhere"}, tmp_path)
