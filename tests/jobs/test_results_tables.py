@@ -1,0 +1,209 @@
+"""Results of tables: CSV and Parquet, with the input's columns as they were."""
+
+import csv
+import gzip
+import io
+import json
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from finished_job import FinishedJob, quiet
+
+from batchmill.errors import InvalidInput
+from batchmill.jobs import result_columns, result_parquet
+from batchmill.jobs.gathering import gather
+from batchmill.store.segments import BlockMeta, BlockRows, frame
+from batchmill.types import Outcome, Row
+from batchmill.wire.forms import TableForm
+
+
+def table_job(tmp_path: Path, rows: list[str], *, keys: bool = False) -> FinishedJob:
+    (tmp_path / "in.jsonl").write_text("".join(row + "\n" for row in rows))
+    return FinishedJob(tmp_path / "job", tmp_path / "in.jsonl", TableForm(), keys=keys)
+
+
+def answer(job: FinishedJob, outputs: list[str]) -> None:
+    """Commit one outcome for each row: the JSON given as its output."""
+    numbers = job.leaders
+    lines = [
+        job.form.write(Outcome(Row(0, number, job.raws[number], job.form), output.encode()))
+        for number, output in zip(numbers, outputs, strict=True)
+    ]
+    part = BlockRows(list(range(len(numbers))), numbers, lines)
+    job.commit(frame(part, generation=0, shard=0, epoch=1, ok=True, meta=BlockMeta()))
+
+
+def read_csv(text: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(text)))
+
+
+def written(job: FinishedJob, path: Path) -> pa.Table:
+    gather(job.order(path), quiet)
+    return pq.read_table(path)
+
+
+def test_csv_keeps_digits_and_text(tmp_path):
+    """Strings are bare, numbers have the digits they came with, objects are JSON, nulls and absent columns empty."""
+    job = table_job(tmp_path, ['{"a":1.10,"b":"x, \\"y\\"\\n"}', '{"b":null,"c":{"d":[1]}}'])
+    answer(job, ["123456789012345678901234567890", '{"e":0.10}'])
+    gather(job.order(tmp_path / "out.csv"), quiet)
+    assert read_csv((tmp_path / "out.csv").read_text()) == [
+        ["a", "b", "c", "output", "error"],
+        ["1.10", 'x, "y"\n', "", "123456789012345678901234567890", ""],
+        ["", "", '{"d":[1]}', '{"e":0.10}', ""],
+    ]
+
+
+def test_csv_rows_that_failed_say_why(tmp_path):
+    """Errors stand in their rows, and no error file is written."""
+    job = table_job(tmp_path, ['{"a":1}', '{"a":2}'])
+    job.run_all(failed={1})
+    manifest = gather(job.order(tmp_path / "out.csv"), quiet)
+    assert read_csv((tmp_path / "out.csv").read_text())[2] == ["2", "", "went_wrong: row 1"]
+    assert (manifest.errors, manifest.failed, manifest.causes) == (None, 1, {"went_wrong": (1, "row 1")})
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_csv_can_be_compressed(tmp_path, suffix):
+    """The name of the output decides how it is packed."""
+    job = table_job(tmp_path, ['{"a":1}', '{"a":2}'])
+    job.run_all()
+    gather(job.order(tmp_path / f"out.csv{suffix}"), quiet)
+    data = (tmp_path / f"out.csv{suffix}").read_bytes()
+    text = gzip.decompress(data) if suffix == ".gz" else zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    assert len(read_csv(text.decode())) == 3
+
+
+def test_folded_rows_have_a_column(tmp_path):
+    """When rows share outcomes a column says whose they have; otherwise there is no such column."""
+    job = table_job(tmp_path, ['{"a":1}', '{"a":2}', '{"a":1}'], keys=True)
+    job.run_all()
+    gather(job.order(tmp_path / "out.csv"), quiet)
+    header, *rows = read_csv((tmp_path / "out.csv").read_text())
+    assert header == ["a", "output", "error", "folded_from"]
+    assert [row[3] for row in rows] == ["", "", "0"]
+    table = written(job, tmp_path / "out.parquet")
+    assert table.schema.field("folded_from").type == pa.int64()
+    assert table.column("folded_from").to_pylist() == [None, None, 0]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind", "values"),
+    [
+        (['"a"', "null", '"b"'], pa.string(), ["a", None, "b"]),
+        (["1", "2", "null"], pa.int64(), [1, 2, None]),
+        (["1", "2.5", "-0.5"], pa.float64(), [1.0, 2.5, -0.5]),
+        (["true", "false", "null"], pa.bool_(), [True, False, None]),
+        (["[0.5,1]", "[]", "null"], pa.list_(pa.float64()), [[0.5, 1.0], [], None]),
+        (['{"b":1.10}', "[1,[2]]", "null"], pa.string(), ['{"b":1.10}', "[1,[2]]", None]),
+        (['"a"', "1", "null"], pa.string(), ['"a"', "1", None]),
+        (["9007199254740993", "2", "3"], pa.int64(), [9007199254740993, 2, 3]),
+        (["9007199254740993", "2.5", "3"], pa.string(), ["9007199254740993", "2.5", "3"]),
+        (["9223372036854775808", "2", "3"], pa.string(), ["9223372036854775808", "2", "3"]),
+        (["1e999", "2", "3"], pa.string(), ["1e999", "2", "3"]),
+        (["null", "null", "null"], pa.string(), [None, None, None]),
+    ],
+)
+def test_parquet_output_has_the_type_of_its_values(tmp_path, outputs, kind, values):
+    """`output` is text, a number, a vector or a truth value where all rows have one, and JSON text where they differ."""
+    job = table_job(tmp_path, ['{"a":1}', '{"a":2}', '{"a":3}'])
+    answer(job, outputs)
+    table = written(job, tmp_path / "out.parquet")
+    assert table.schema.field("output").type == kind
+    assert table.column("output").to_pylist() == values
+    assert table.column("a").to_pylist() == [1, 2, 3]
+
+
+def test_parquet_is_written_in_row_groups(tmp_path, monkeypatch):
+    """Rows go to the file as groups fill, so memory does not grow with them."""
+    monkeypatch.setattr(result_parquet, "BATCH_BYTES", 100)
+    monkeypatch.setattr(result_parquet, "GROUP_ROWS", 10)
+    job = table_job(tmp_path, ['{"a":%d}' % n for n in range(95)])
+    job.run_all(failed={5, 90})
+    table = written(job, tmp_path / "out.parquet")
+    with pq.ParquetFile(tmp_path / "out.parquet") as file:
+        assert file.metadata.num_row_groups >= 9
+    assert table.column("a").to_pylist() == list(range(95))
+    assert [n for n, error in enumerate(table.column("error").to_pylist()) if error] == [5, 90]
+    output = table.column("output").to_pylist()
+    assert (output[5], json.loads(output[6])["answer"]) == (None, "done 6")
+
+
+TYPES = {
+    "i8": (pa.int8(), [1, None, -3]),
+    "u64": (pa.uint64(), [2**64 - 1, None, 0]),
+    "f32": (pa.float32(), [0.1, None, 1e30]),
+    "f16": (pa.float16(), [0.5, None, 2.0]),
+    "text": (pa.large_string(), ["ä", None, ""]),
+    "yes": (pa.bool_(), [True, None, False]),
+    "nothing": (pa.null(), [None, None, None]),
+    "money": (pa.decimal128(20, 3), [Decimal("12345678901234567.125"), None, Decimal("-1.000")]),
+    "wide": (pa.decimal256(60, 0), [Decimal(10**50), None, Decimal(7)]),
+    "day": (pa.date32(), [date(2020, 2, 29), None, date(1, 1, 1)]),
+    "day64": (pa.date64(), [date(2020, 2, 29), None, date(1969, 12, 31)]),
+    "ns": (pa.timestamp("ns"), pa.array([1_582_934_400_123_456_789, None, -1], pa.int64())),
+    "utc": (pa.timestamp("us", "UTC"), [datetime(2020, 2, 29, 1, 2, 3, 4, UTC), None, datetime(1969, 1, 1, tzinfo=UTC)]),
+    "zoned": (pa.timestamp("ms", "Europe/Berlin"), pa.array([1_582_934_400_123, None, 0], pa.int64())),
+    "s": (pa.timestamp("s"), pa.array([327_403_382_400, None, -99_999_999_999], pa.int64())),
+    "clock": (pa.time32("ms"), [time(1, 2, 3, 4000), None, time(23, 59, 59, 999000)]),
+    "fine": (pa.time64("ns"), pa.array([1, None, 86_399_999_999_999], pa.int64())),
+    "took": (pa.duration("ms"), pa.array([1500, None, -1], pa.int64())),
+    "raw": (pa.binary(), [b"\0\xff", None, b""]),
+    "fixed": (pa.binary(2), [b"ab", None, b"\0\0"]),
+    "word": (pa.dictionary(pa.int32(), pa.string()), ["a", None, "a"]),
+    "list": (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.10"), None], None, []]),
+    "large": (pa.large_list(pa.date32()), [[date(2020, 1, 1)], None, []]),
+    "pair": (pa.list_(pa.float64(), 2), [[1.0, 2.0], None, [3.0, None]]),
+    "struct": (pa.struct([("d", pa.date32()), ("n", pa.int64())]), [{"d": date(2020, 1, 1), "n": None}, None, {"d": None, "n": 1}]),
+    "map": (pa.map_(pa.string(), pa.timestamp("s")), [[("k", datetime(2020, 1, 1))], None, []]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_parquet_columns_come_back_as_they_were(tmp_path, name):
+    """A column of any type that can be read is written with the same type and the same values."""
+    kind, values = TYPES[name]
+    column = values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
+    pq.write_table(pa.table({name: column}), tmp_path / "in.parquet")
+    job = FinishedJob(tmp_path / "job", tmp_path / "in.parquet", TableForm())
+    answer(job, ['"x"', '"y"', '"z"'])
+    source, result = pq.read_table(tmp_path / "in.parquet"), written(job, tmp_path / "out.parquet")
+    assert result.schema.field(name).type == source.schema.field(name).type
+    assert result.column(name).combine_chunks().equals(source.column(name).combine_chunks())
+
+
+def test_a_table_from_csv_is_text(tmp_path):
+    """CSV cells are strings, and stay strings in Parquet."""
+    (tmp_path / "in.csv").write_text("a,b\n1,x\n2,\n")
+    job = FinishedJob(tmp_path / "job", tmp_path / "in.csv", TableForm())
+    answer(job, ["1", "2"])
+    table = written(job, tmp_path / "out.parquet")
+    assert table.select(["a", "b"]).to_pydict() == {"a": ["1", "2"], "b": ["x", ""]}
+
+
+def test_too_many_columns_are_refused(tmp_path, monkeypatch):
+    """Rows with ever new columns cannot become a table; as many as are allowed can."""
+    monkeypatch.setattr(result_columns, "COLUMNS_MAX", 3)
+    job = table_job(tmp_path, ['{"a":1,"b":1}', '{"c":1}'])
+    job.run_all()
+    gather(job.order(tmp_path / "out.csv"), quiet)
+    monkeypatch.setattr(result_columns, "COLUMNS_MAX", 2)
+    with pytest.raises(InvalidInput, match="more than 2 columns"):
+        gather(job.order(tmp_path / "out.csv"), quiet)
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_tables_are_written_the_same_each_time(tmp_path, name):
+    """Gathering a table twice gives the same bytes."""
+    job = table_job(tmp_path, ['{"a":%d}' % n for n in range(20)])
+    job.run_all(failed={3})
+    first = gather(job.order(tmp_path / name), quiet)
+    data = (tmp_path / name).read_bytes()
+    assert gather(job.order(tmp_path / name), quiet) == first
+    assert ((tmp_path / name).read_bytes(), first.output.bytes, first.output.rows) == (data, len(data), 20)
