@@ -72,6 +72,11 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
         return tables.finish(sealed, _duplicates if detected.format == "openai" else None)
 
 
+def digest(paths: list[str]) -> str:
+    """The `Seal.sha256` that these files would have. Raises: InvalidDataset when one cannot be read."""
+    return hashlib.sha256(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
+
+
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
     """The order with the form that its rows have. Raises: InvalidDataset when they cannot have it."""
     form = order.form

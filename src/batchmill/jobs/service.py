@@ -88,7 +88,7 @@ class JobService:
             is_new = not same or order.overwrite or order.restart or read_spec(record["spec"]).code != spec.code
             return None if is_new else (record, "finished")
         if order.restart:
-            await self.cancel(record["id"])
+            await self._set_aside(record)
             return None
         if not same:
             if spec.output is None or spec.dataset.paths != read_spec(record["spec"]).dataset.paths:
@@ -107,6 +107,15 @@ class JobService:
                 code="code_changed",
             )
         return record, "joined" if record["id"] in self._drives else "resumed"
+
+    async def _set_aside(self, record: sa.RowMapping) -> None:
+        """End an unfinished job that is started over: it writes no results."""
+        drive = self._drives.get(record["id"])
+        if drive is not None:
+            await drive.pause(PauseReason.ASKED, "about to be started over")
+        text = "started over by another job with --restart; its results were not written"
+        await self._call(self._ledger.move, record["id"], JobState.CANCELLING, reason=None, message=text)
+        await self._call(self._ledger.move, record["id"], JobState.CANCELLED, finished=self._clock.now())
 
     async def _update_spec(self, spec: JobSpec) -> None:
         """Workers, limits, prices and the budget may differ each time a job is resumed."""
@@ -224,8 +233,8 @@ class JobService:
         plan.close()
         found = await self._call(recovery.rebuild, self._ledger, spec, files, generations)
         await self._call(self._ledger.note, job_id, rows=rows, generation=max(0, generations - 1))
-        if record["state"] not in (JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED):
-            text = "the ledger was rebuilt; resume the job and it goes on"
+        if record["state"] != JobState.CANCELLED:
+            text = "the ledger was rebuilt; resume the job: it runs what is missing and writes its results again"
             await self._call(
                 self._ledger.note, job_id, state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=text
             )

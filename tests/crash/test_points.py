@@ -1,0 +1,57 @@
+"""Killed at every point between two durable steps, the same command run again ends with every row exactly once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from batchmill.faults import POINTS
+
+ROWS = 3000
+COUNTING = '''
+import os
+def double(n):
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(f"{n}\\n")
+    return 2 * n
+'''
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    (tmp_path / "app.py").write_text(COUNTING)
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    words = ["run", "in.jsonl", "--model", "function:app.py:double", "-o", "out.jsonl", "--workers", "2"]
+    return [sys.executable, "-m", "batchmill.cli.main", "--data-dir", str(tmp_path / "data"), *words]
+
+
+def run(command: list[str], cwd, fault: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "BATCHMILL_FAULT": fault}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point(point, count, command, tmp_path):
+    """A run that is killed at the point, and the run after it, give each row exactly one result."""
+    run(command, tmp_path, f"{point}:{count}")
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r{n}" for n in range(ROWS)]
+    assert [line["response"]["body"] for line in lines] == [2 * n for n in range(ROWS)]
+
+
+def test_what_was_written_is_not_run_again(command, tmp_path):
+    """Rows whose outcome was in the kernel when everything died are found, not run a second time."""
+    run(command, tmp_path, "after_sync:1")
+    assert run(command, tmp_path).returncode == 0
+    calls = [int(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    repeated = len(calls) - len(set(calls))
+    assert set(calls) == set(range(ROWS)) and repeated < ROWS / 2

@@ -1,0 +1,295 @@
+"""JobService with real workers: what a caller may rely on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.service import JobService
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+
+CODE = '''
+import os, signal, time
+def double(n):
+    return 2 * n
+def fragile(n):
+    if os.path.exists(os.environ.get("BROKEN", "/nowhere")) and n % 10 == 0:
+        raise ValueError(f"no {n}")
+    return n
+def deadly(n):
+    if n == 33:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return n
+def slow(n):
+    time.sleep(0.02)
+    return n
+'''
+ROWS = 200
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "app.py").write_text(CODE)
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+async def opened(folder):
+    services = []
+
+    async def open_service() -> JobService:
+        data_dir = folder / "data"
+        data_dir.mkdir(exist_ok=True)
+        executor = LocalExecutor(data_dir / "workers")
+        executor.sweep()
+        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, SystemClock())
+        await service.recover()
+        services.append(service)
+        return service
+
+    yield open_service
+    for service in services:
+        await service.close(at_once=True)
+
+
+def order(folder, function: str = "double", **more) -> JobOrder:
+    model = ModelSpec(function, "function", f"{folder / 'app.py'}:{function}", workers=more.pop("workers", 1))
+    output = more.pop("output", str(folder / "out.jsonl"))
+    return JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=output, **more)
+
+
+async def end_of(service: JobService, job_id: str) -> JobView:
+    view = None
+    async for view in service.watch(job_id, 0.05):
+        pass
+    assert view is not None
+    return view
+
+
+def answers(folder, name: str = "out.jsonl") -> dict[str, object]:
+    lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return {line["custom_id"]: line["response"] and line["response"]["body"] for line in lines}
+
+
+async def test_runs_every_row(folder, opened):
+    """A job ends with one result for each row, in input order."""
+    service = await opened()
+    submitted = await service.submit(order(folder))
+    view = await end_of(service, submitted.id)
+    assert (submitted.how, view.state, view.rows_ok, view.rows_failed) == ("started", "completed", ROWS, 0)
+    assert list(answers(folder).items()) == [(f"r{n}", 2 * n) for n in range(ROWS)]
+    assert (await service.verify(view.id)).broken == []
+
+
+async def test_a_finished_job_is_not_run_twice(folder, opened):
+    """The same order again is the finished job; with overwrite it is run anew."""
+    service = await opened()
+    first = await service.submit(order(folder))
+    await end_of(service, first.id)
+    again = await service.submit(order(folder))
+    assert (again.id, again.how) == (first.id, "finished")
+    anew = await service.submit(order(folder, overwrite=True))
+    assert anew.id != first.id and (await end_of(service, anew.id)).state == "completed"
+
+
+async def test_an_output_of_others_is_not_written_over(folder, opened):
+    """A file that is there and not this job's is refused unless overwriting was asked for."""
+    (folder / "out.jsonl").write_text("precious")
+    service = await opened()
+    with pytest.raises(InvalidInput, match="--overwrite"):
+        await service.submit(order(folder))
+    assert (folder / "out.jsonl").read_text() == "precious"
+
+
+async def test_pause_and_resume(folder, opened):
+    """A paused job keeps its finished rows and goes on with the others."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    paused = await service.pause(submitted.id)
+    assert (paused.state, paused.reason) == ("paused", "asked") and 0 < paused.rows_ok < ROWS
+    assert (await service.submit(order(folder, "slow"))).how == "resumed"
+    assert (await end_of(service, submitted.id)).rows_ok == ROWS
+    assert len(answers(folder)) == ROWS
+
+
+async def test_partial_results_while_it_runs(folder, opened):
+    """What is finished can be read while the rest runs."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    path = await service.partial(submitted.id)
+    with open(path) as lines:
+        found = [json.loads(line)["custom_id"] for line in lines]
+    assert 0 < len(found) < ROWS and found == sorted(found, key=lambda name: int(name[1:]))
+    await service.cancel(submitted.id)
+
+
+async def test_cancel_keeps_what_is_finished(folder, opened):
+    """A cancelled job has its finished rows as results and the others as errors."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    view = await service.cancel(submitted.id)
+    assert view.state == "cancelled" and view.rows_ok + view.rows_failed == ROWS and view.rows_ok > 0
+    failed = [json.loads(line) for line in (folder / "out.errors.jsonl").read_text().splitlines()]
+    assert len(failed) == view.rows_failed and failed[0]["error"]["code"] == "cancelled"
+    with pytest.raises(InvalidTransition, match="cancelled"):
+        await service.cancel(submitted.id)
+
+
+async def test_cancel_a_paused_job(folder, opened):
+    """A paused job can be cancelled: its finished rows become its results."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    await service.pause(submitted.id)
+    view = await service.cancel(submitted.id)
+    assert view.state == "cancelled" and len(answers(folder)) == view.rows_ok > 0
+
+
+async def test_retry_runs_only_what_failed(folder, opened, monkeypatch):
+    """Retry runs the failed rows again; the results then hold them in their places."""
+    broken = folder / "broken"
+    broken.touch()
+    monkeypatch.setenv("BROKEN", str(broken))
+    service = await opened()
+    submitted = await service.submit(order(folder, "fragile"))
+    view = await end_of(service, submitted.id)
+    assert (view.rows_ok, view.rows_failed, view.errors) == (ROWS * 9 // 10, ROWS // 10, {"ValueError": ROWS // 10})
+    broken.unlink()
+    await service.retry(submitted.id)
+    view = await end_of(service, submitted.id)
+    assert (view.state, view.rows_ok, view.rows_failed, view.errors) == ("completed", ROWS, 0, {})
+    assert list(answers(folder).items()) == [(f"r{n}", n) for n in range(ROWS)]
+    assert not (folder / "out.errors.jsonl").exists()
+    with pytest.raises(InvalidTransition, match="no failed rows"):
+        await service.retry(submitted.id)
+
+
+async def test_a_deadly_row_ends_alone(folder, opened):
+    """A row that kills its worker every time becomes an error; every other row has its result."""
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(folder, "deadly"))).id)
+    assert (view.rows_ok, view.errors) == (ROWS - 1, {"worker_crashed": 1})
+
+
+async def test_changed_input_is_refused_by_name(folder, opened):
+    """An unfinished job is not resumed over another input; restart starts over."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    await service.pause(submitted.id)
+    source = folder / "in.jsonl"
+    source.write_text(source.read_text().replace('"n": 5}', '"n": 6}'))
+    with pytest.raises(InvalidInput, match="in.jsonl changed") as refused:
+        await service.submit(order(folder, "slow"))
+    assert refused.value.code == "input_changed"
+    anew = await service.submit(order(folder, "slow", restart=True))
+    assert anew.how == "started" and anew.id != submitted.id
+
+
+async def test_changed_code_is_refused_by_name(folder, opened):
+    """An unfinished job is not resumed with another function."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    await service.pause(submitted.id)
+    code = folder / "app.py"
+    code.write_text(code.read_text() + "\n# other\n")
+    with pytest.raises(InvalidInput, match="app.py:slow changed"):
+        await service.submit(order(folder, "slow"))
+
+
+async def test_a_copy_of_the_input_is_the_same_input(folder, opened):
+    """The bytes of the input count, not its time stamp."""
+    service = await opened()
+    first = await service.submit(order(folder))
+    await end_of(service, first.id)
+    shutil.copyfile(folder / "in.jsonl", folder / "again.jsonl")
+    (folder / "again.jsonl").replace(folder / "in.jsonl")
+    assert (await service.submit(order(folder))).how == "finished"
+
+
+async def test_a_refused_dataset_runs_no_row(folder, opened):
+    """With a bad row nothing runs, and the job says where; with skip the bad row is an error result."""
+    source = folder / "in.jsonl"
+    source.write_text(source.read_text() + "{nonsense\n")
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(folder))).id)
+    assert (view.state, view.rows_ok, view.problems_total) == ("failed", 0, 1)
+    assert (view.problems[0].code, view.problems[0].line) == ("invalid_json", ROWS + 1)
+    view = await end_of(service, (await service.submit(order(folder, policy=Policy(on_invalid="skip")))).id)
+    assert (view.state, view.rows_ok, view.errors) == ("completed", ROWS, {"invalid_json": 1})
+
+
+async def test_identical_rows_run_once_when_asked(folder, opened):
+    """With dedupe one of identical rows runs, and each has its result."""
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n % 3}} for n in range(30)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(folder, policy=Policy(dedupe=True)))).id)
+    assert (view.rows_ok, view.rows_folded) == (30, 27)
+    assert answers(folder) == {f"r{n}": 2 * (n % 3) for n in range(30)}
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [line.get("folded_from") for line in lines[:4]] == [None, None, None, "r0"]
+
+
+async def test_two_jobs_share_the_workers(folder, opened):
+    """Two jobs of one model run beside each other and both end."""
+    service = await opened()
+    first = await service.submit(order(folder, "slow"))
+    second = await service.submit(order(folder, "slow", output=str(folder / "two.jsonl")))
+    assert second.id != first.id
+    assert {(await end_of(service, each.id)).rows_ok for each in (first, second)} == {ROWS}
+
+
+async def test_one_output_for_one_job(folder, opened):
+    """Two different jobs cannot write to one file at a time."""
+    service = await opened()
+    await service.submit(order(folder, "slow"))
+    with pytest.raises(InvalidInput, match="is writing to"):
+        await service.submit(order(folder, "double"))
+
+
+async def test_an_owner_that_died_leaves_a_paused_job(folder, opened):
+    """What a dead owner left running is paused for the next one, and rebuilt ledgers lose nothing."""
+    service = await opened()
+    submitted = await service.submit(order(folder, "slow"))
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    await service.close(at_once=True)
+    (folder / "data" / "batchmill.db").unlink()
+    heir = await opened()
+    with pytest.raises(UnknownName):
+        await heir.show(submitted.id)
+    report = await heir.rebuild(submitted.id)
+    assert report.adopted > 0 and report.broken == []
+    assert (await heir.show(submitted.id)).state == "paused"
+    await heir.resume(submitted.id)
+    assert (await end_of(heir, submitted.id)).rows_ok == ROWS
+
+
+async def test_a_function_that_cannot_be_loaded(folder, opened):
+    """A model that cannot start pauses the job with the reason; nothing is lost."""
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(folder, "missing"))).id)
+    assert (view.state, view.reason) == ("paused", "engine_failed") and "missing" in view.message
