@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,6 @@ import pytest
 
 from batchmill.datasets.sealing import SealOrder, SealReport, seal
 from batchmill.types import DatasetSpec
-
-
-def openai_row(custom_id: str, body: dict[str, Any] | None = None, url: str = "/v1/chat/completions") -> bytes:
-    body = {"messages": [{"role": "user", "content": "hi"}]} if body is None else body
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
 @pytest.fixture

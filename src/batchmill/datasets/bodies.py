@@ -142,7 +142,7 @@ def _explained(url: str, error: Exception) -> InvalidRow:
     place = f"body{where.rstrip('`')}"
     if what.startswith("Object missing required field "):
         return InvalidRow(f"{place} lacks {what.rsplit(' ', 1)[1]}, which {url} needs", code="invalid_field")
-    if "out of range" in what or " >= " in what or " <= " in what:
+    if "out of range" in what or ((" >= " in what or " <= " in what) and "of length" not in what):
         return InvalidRow(f"{place}: {_lower(what)}", code="number_out_of_range")
     return InvalidRow(f"{place}: {_lower(what)}", code="invalid_field")
 
