@@ -61,6 +61,9 @@ def test_a_configured_model_keeps_its_name_and_base(place):
     )
     key = ModelEntry(engine="openai", source="m", api_key="file:key.txt")
     assert resolve("remote", configured(place, remote=key), cwd=Path("/")).api_key == f"file:{place}/key.txt"
+    header = ModelEntry(engine="openai", source="m", engine_args={"header.X-Key": "file:key.txt", "idle_timeout_s": 9})
+    spec = resolve("remote", configured(place, remote=header), cwd=Path("/"))
+    assert spec.engine_args == {"header.X-Key": f"file:{place}/key.txt", "idle_timeout_s": 9}
 
 
 def test_flags_win_over_the_configuration(place):

@@ -39,11 +39,11 @@ KINDS = {
     "vllm": Kind(
         "llm",
         frozenset({"workers", "price", "adapters", "engine_args", "python"}),
-        frozenset({"in_flight_max", "attempt_timeout_s"}),
+        frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s"}),
     ),
     "openai": Kind(
         "http",
-        frozenset({"price", "adapters", "base_url", "api_key"}),
+        frozenset({"price", "adapters", "base_url", "api_key", "engine_args"}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
     ),
 }
@@ -134,7 +134,7 @@ def _merge(entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> Mo
         | {
             "source": _source(entry, base),
             "adapters": own | further,
-            "engine_args": entry.engine_args | flags.engine_args,
+            "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
             "api_key": _secret(changed.get("api_key", entry.api_key), base),
             "limits": replace(entry.limits, **limits),
@@ -197,6 +197,14 @@ def _secret(reference: str | None, base: Path) -> str | None:
     if kind not in ("env", "file") or not place:
         raise InvalidInput('api_key is "env:NAME" or "file:PATH", never the key itself', code="invalid_secret")
     return reference if kind == "env" else f"file:{base / Path(place).expanduser()}"
+
+
+def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The engine's flags; where one refers to a key in a file, by an absolute path."""
+    return {
+        name: _secret(value, base) if isinstance(value, str) and value.startswith("file:") else value
+        for name, value in args.items()
+    }
 
 
 def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
