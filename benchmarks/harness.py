@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -39,7 +40,7 @@ class Finished:
     """One whole command: from its start to its exit."""
 
     wall_s: float
-    exit_code: int
+    cpu_s: float  # of the command and every process below it that was waited for
     log: str
 
 
@@ -137,6 +138,7 @@ def run_whole(
 ) -> Finished:
     """Run a command to its end, its output in `log`. Raises CommandFailed for an exit status other than 0."""
     with log.open("wb") as file:
+        cpu_before_s = children_cpu_s()
         began = time.perf_counter()
         process = subprocess.Popen(
             [str(word) for word in command],
@@ -159,7 +161,13 @@ def run_whole(
     if process.returncode != 0:
         shown = " ".join(str(word) for word in command)
         raise CommandFailed(f"`{shown}` ended with status {process.returncode}:\n{text[-3000:]}")
-    return Finished(wall_s, process.returncode, text)
+    return Finished(wall_s, children_cpu_s() - cpu_before_s, text)
+
+
+def children_cpu_s() -> float:
+    """Seconds of processor time of every process below this one that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

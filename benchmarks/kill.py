@@ -52,7 +52,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the output and the endpoint's log say. The first six have to be 0."""
+    """What the output and the endpoint's log say. All of it up to `unexpected_ends` has to be 0 or empty."""
 
     rows_lost: int
     rows_twice: int
@@ -60,6 +60,7 @@ class Audit:
     rows_failed: int
     calls_repeated_wrongly: int
     processes_left: int
+    ledger_broken: list[str]
     unexpected_ends: list[str]
     rows: int
     calls: int
@@ -201,6 +202,19 @@ def count_repeats(calls: list[Call], kills: list[Kill]) -> tuple[int, int]:
     return repeated, wrong
 
 
+def verify_ledger(data_dir: Path) -> list[str]:
+    """What `batchmill ledger verify` finds broken in the one job of a data directory."""
+
+    def ask(*words: str) -> dict:
+        command = [harness.BATCHMILL, *words, "--data-dir", data_dir, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not done.stdout:
+            raise harness.CommandFailed(f"{words} said nothing: {done.stderr}")
+        return json.loads(done.stdout.splitlines()[0])
+
+    return ask("ledger", "verify", ask("jobs")["job"]["id"])["report"]["broken"]
+
+
 def audit(source: Path, output: Path, calls: list[Call], story: Story, seconds: float) -> Audit:
     """Compare the output with the input, and the calls with the kills."""
     wanted, written = read_ids(source), read_ids(output)
@@ -214,6 +228,7 @@ def audit(source: Path, output: Path, calls: list[Call], story: Story, seconds: 
         rows_failed=len(failed),
         calls_repeated_wrongly=wrong,
         processes_left=len(left_processes(story)),
+        ledger_broken=verify_ledger(output.parent / "data"),
         unexpected_ends=story.unexpected_ends,
         rows=len(wanted),
         calls=len(calls),
@@ -271,6 +286,7 @@ def main() -> None:
         value = getattr(found, name)
         print(f"=> {name.replace('_', ' ')}: {value}; aim: 0: {harness.verdict(value == 0)}")
     print(f"=> processes left behind: {found.processes_left}; aim: 0: {harness.verdict(found.processes_left == 0)}")
+    print(f"=> ledger verify: {found.ledger_broken or 'sound'}")
     for end in found.unexpected_ends:
         print(f"ended by itself, unfinished: {end}")
 

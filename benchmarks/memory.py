@@ -59,7 +59,7 @@ def rows_done(log: Path) -> int:
     """The finished rows that the last whole view of a `--json` run speaks of."""
     lines = log.read_text().split("\n")[:-1]
     views = [json.loads(line) for line in lines[-3:] if line.startswith("{")]
-    return max((view.get("rows_ok", 0) for view in views), default=0)
+    return max((view["job"]["rows_ok"] for view in views if "job" in view), default=0)
 
 
 def kill_halfway(command: list[str], folder: Path, expected: int) -> int:

@@ -60,6 +60,11 @@ def test_no_answered_call_is_repeated(audit: dict):
     assert audit["calls"] == ROWS + audit["calls_repeated"]
 
 
+def test_the_ledger_is_sound(audit: dict):
+    """After all of it the ledger and the segments agree."""
+    assert audit["ledger_broken"] == []
+
+
 def test_no_process_is_left(audit: dict):
     """Nothing of the run outlives it, and a killed worker never ends the run."""
     assert audit["processes_left"] == 0

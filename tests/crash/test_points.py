@@ -12,13 +12,13 @@ import pytest
 from batchmill.faults import POINTS
 
 ROWS = 3000
-COUNTING = '''
+COUNTING = """
 import os
 def double(n):
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(f"{n}\\n")
     return 2 * n
-'''
+"""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def command(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     words = ["run", "in.jsonl", "--model", "function:app.py:double", "-o", "out.jsonl", "--workers", "2"]
-    return [sys.executable, "-m", "batchmill.cli.main", "--data-dir", str(tmp_path / "data"), *words]
+    return [sys.executable, "-m", "batchmill", "--data-dir", str(tmp_path / "data"), *words]
 
 
 def run(command: list[str], cwd, fault: str = "") -> subprocess.CompletedProcess[str]:
