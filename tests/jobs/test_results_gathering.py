@@ -106,10 +106,8 @@ def test_gathering_twice_gives_the_same_bytes(tmp_path):
     """A crash while results are gathered is harmless: they are gathered again, to the byte."""
     job = folded_job(tmp_path)
     job.run_all(failed={0})
-    made = []
-    for name in ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst"):
-        for _ in range(2):
-            made.append((gather(job.order(tmp_path / name), quiet), (tmp_path / name).read_bytes()))
+    names = [name for name in ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst") for _ in range(2)]
+    made = [(gather(job.order(tmp_path / name), quiet), (tmp_path / name).read_bytes()) for name in names]
     assert made[0] == made[1] and made[2] == made[3] and made[4] == made[5]
 
 

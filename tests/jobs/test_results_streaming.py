@@ -37,7 +37,7 @@ def openai_job(tmp_path_factory) -> FinishedJob:
 @pytest.fixture(scope="module")
 def table_job(tmp_path_factory) -> FinishedJob:
     folder = tmp_path_factory.mktemp("table")
-    (folder / "in.jsonl").write_text("".join('{"a":%d.50}\n' % n for n in range(ROWS)))
+    (folder / "in.jsonl").write_text("".join(f'{{"a":{n}.50}}\n' for n in range(ROWS)))
     return FinishedJob(folder / "job", folder / "in.jsonl", TableForm())
 
 
@@ -81,7 +81,7 @@ def test_table_rows_in_any_order_of_blocks(table_job, tmp_path_factory, parts):
 def test_rows_are_written_as_they_come(openai_job, tmp_path):
     """Rows that follow each other are written at once; those behind a gap wait for it."""
     gather = StreamingGather(openai_job.segments, tmp_path / "out.jsonl", openai_job.form, ROWS)
-    first, last, rest = range(0, 8), range(16, ROWS), range(8, 16)
+    first, last, rest = range(8), range(16, ROWS), range(8, 16)
     seen = []
     for part in (first, last, rest):
         gather.offer([openai_job.commit(openai_job.block(part))])
@@ -101,7 +101,7 @@ def test_a_missing_row_is_never_published(openai_job, tmp_path):
 @pytest.mark.parametrize("again", [[5], [0], [3, 4, 5]])
 def test_a_row_with_two_outcomes_stops(openai_job, tmp_path, again):
     """A row that is offered twice is never written twice."""
-    refs = [openai_job.commit(openai_job.block(part)) for part in (range(0, 6), again, range(6, ROWS))]
+    refs = [openai_job.commit(openai_job.block(part)) for part in (range(6), again, range(6, ROWS))]
     with pytest.raises(LedgerBroken, match="two outcomes"):
         stream(openai_job, tmp_path / "out.jsonl", refs)
 

@@ -111,7 +111,7 @@ def test_folded_rows_have_a_column(tmp_path):
     ],
 )
 def test_parquet_output_has_the_type_of_its_values(tmp_path, outputs, kind, values):
-    """`output` is text, a number, a vector or a truth value where all rows have one, and JSON text where they differ."""
+    """`output` is text, number, vector or truth value where all rows have one, and JSON text where they differ."""
     job = table_job(tmp_path, ['{"a":1}', '{"a":2}', '{"a":3}'])
     answer(job, outputs)
     table = written(job, tmp_path / "out.parquet")
@@ -124,7 +124,7 @@ def test_parquet_is_written_in_row_groups(tmp_path, monkeypatch):
     """Rows go to the file as groups fill, so memory does not grow with them."""
     monkeypatch.setattr(result_parquet, "BATCH_BYTES", 100)
     monkeypatch.setattr(result_parquet, "GROUP_ROWS", 10)
-    job = table_job(tmp_path, ['{"a":%d}' % n for n in range(95)])
+    job = table_job(tmp_path, [f'{{"a":{n}}}' for n in range(95)])
     job.run_all(failed={5, 90})
     table = written(job, tmp_path / "out.parquet")
     with pq.ParquetFile(tmp_path / "out.parquet") as file:
@@ -135,6 +135,7 @@ def test_parquet_is_written_in_row_groups(tmp_path, monkeypatch):
     assert (output[5], json.loads(output[6])["answer"]) == (None, "done 6")
 
 
+EARLY = datetime(1969, 1, 1, tzinfo=UTC)
 TYPES = {
     "i8": (pa.int8(), [1, None, -3]),
     "u64": (pa.uint64(), [2**64 - 1, None, 0]),
@@ -148,7 +149,7 @@ TYPES = {
     "day": (pa.date32(), [date(2020, 2, 29), None, date(1, 1, 1)]),
     "day64": (pa.date64(), [date(2020, 2, 29), None, date(1969, 12, 31)]),
     "ns": (pa.timestamp("ns"), pa.array([1_582_934_400_123_456_789, None, -1], pa.int64())),
-    "utc": (pa.timestamp("us", "UTC"), [datetime(2020, 2, 29, 1, 2, 3, 4, UTC), None, datetime(1969, 1, 1, tzinfo=UTC)]),
+    "utc": (pa.timestamp("us", "UTC"), [datetime(2020, 2, 29, 1, 2, 3, 4, UTC), None, EARLY]),
     "zoned": (pa.timestamp("ms", "Europe/Berlin"), pa.array([1_582_934_400_123, None, 0], pa.int64())),
     "s": (pa.timestamp("s"), pa.array([327_403_382_400, None, -99_999_999_999], pa.int64())),
     "clock": (pa.time32("ms"), [time(1, 2, 3, 4000), None, time(23, 59, 59, 999000)]),
@@ -160,7 +161,10 @@ TYPES = {
     "list": (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.10"), None], None, []]),
     "large": (pa.large_list(pa.date32()), [[date(2020, 1, 1)], None, []]),
     "pair": (pa.list_(pa.float64(), 2), [[1.0, 2.0], None, [3.0, None]]),
-    "struct": (pa.struct([("d", pa.date32()), ("n", pa.int64())]), [{"d": date(2020, 1, 1), "n": None}, None, {"d": None, "n": 1}]),
+    "struct": (
+        pa.struct([("d", pa.date32()), ("n", pa.int64())]),
+        [{"d": date(2020, 1, 1), "n": None}, None, {"d": None, "n": 1}],
+    ),
     "map": (pa.map_(pa.string(), pa.timestamp("s")), [[("k", datetime(2020, 1, 1))], None, []]),
 }  # fmt: skip
 
@@ -201,7 +205,7 @@ def test_too_many_columns_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
 def test_tables_are_written_the_same_each_time(tmp_path, name):
     """Gathering a table twice gives the same bytes."""
-    job = table_job(tmp_path, ['{"a":%d}' % n for n in range(20)])
+    job = table_job(tmp_path, [f'{{"a":{n}}}' for n in range(20)])
     job.run_all(failed={3})
     first = gather(job.order(tmp_path / name), quiet)
     data = (tmp_path / name).read_bytes()

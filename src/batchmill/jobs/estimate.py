@@ -1,0 +1,246 @@
+"""What a job is going to take, before anything is spent: tokens, cost and time, from the plan and a sample of rows.
+
+What is not known is said, not guessed. No numpy: the command line reads the structs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.plan_keys import OUTPUT_TOKENS_DEFAULT
+from batchmill.datasets.sealed import SealedRows
+from batchmill.errors import InvalidRow
+from batchmill.jobs.plan import PlanReader, TargetPlan
+from batchmill.jobs.prompt_tokens import Counter, RowTokens, counter_for, tokens_of
+from batchmill.types import JobSpec, ModelSpec, Row, Usage
+from batchmill.wire.forms import Form, TableForm
+
+SAMPLE_ROWS = 1000  # of all models together, at most
+SAMPLE_BYTES = 16 * 1024 * 1024
+RESAMPLES = 200
+SAMPLE_SHARE = 0.9  # of the progress
+TOKENLESS_ENGINES = ("function",)
+NEWLINE = b"\n"
+
+
+class EstimateOrder(Struct, frozen=True):
+    """What to estimate: a sealed and planned job. `rows_per_s`: measured when the same models ran before."""
+
+    spec: JobSpec
+    dataset: str
+    plan: str
+    rows_per_s: float | None = None
+
+
+class Range(Struct, frozen=True):
+    """A figure out of a sample: in 8 of 10 samples it lies between `low` and `high`. Equal where all rows were read."""
+
+    low: float
+    mid: float
+    high: float
+
+
+class ModelEstimate(Struct, frozen=True):
+    """The rows of one model."""
+
+    model: str
+    rows: int  # that run
+    sampled: int
+    input_tokens: Range | None  # None: the engine knows no tokens
+    output_tokens: Range | None  # if each row used its whole limit; see `rows_unlimited`
+    cost: Range | None  # USD, of these tokens; None: no price is known
+    cost_input: Range | None  # USD, of the input alone: what is spent however short the answers are
+    counted_by: str  # what tokens were counted with
+
+
+class Estimate(Struct, frozen=True):
+    """What a job is going to take. `notes`: sentences on what is not known, and why."""
+
+    rows: int
+    run: int
+    folded: int
+    rejected: int
+    sampled: int
+    input_tokens: Range | None
+    output_tokens: Range | None
+    rows_unlimited: float  # share of sampled rows that set no limit: they count as OUTPUT_TOKENS_DEFAULT
+    shared_prefix: float | None  # share of the input that a prefix cache may hold
+    cost: Range | None
+    cost_input: Range | None
+    time_s: float | None  # at the rate measured before; None: unknown
+    time_s_min: float | None  # what the limits per minute alone ask for; None: there are none
+    models: list[ModelEstimate]
+    notes: list[str]
+
+
+def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: EstimateOrder in, Estimate out, both as JSON."""
+    asked = msgspec.json.decode(order, type=EstimateOrder)
+    spec = msgspec.structs.replace(asked.spec, form=msgspec.convert(asked.spec.form, Form))
+    return msgspec.json.encode(estimate(msgspec.structs.replace(asked, spec=spec), progress))
+
+
+def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimate:
+    """Estimate a job. The same job gives the same figures: the sample is drawn with the plan's checksum as its seed.
+
+    Raises: InputChanged when the rows are not what was sealed.
+    """
+    reader = PlanReader(Path(order.plan))
+    rows = SealedRows(Path(order.dataset))
+    try:
+        samples = list(_samples(order.spec, reader, rows, progress))
+    finally:
+        rows.close()
+        reader.close()
+    plan, models = reader.plan, [sample.estimate() for sample in samples]
+    known = [sample for sample in samples if sample.counter is not None]
+    sizes = [target for target in plan.targets if target.input_bytes]
+    size = sum(target.input_bytes for target in sizes)
+    sampled = sum(len(sample.tokens) for sample in known)
+    unlimited = sum(row.is_unlimited for sample in known for row in sample.tokens)
+    found = Estimate(
+        rows=plan.rows, run=plan.leaders, folded=plan.followers, rejected=plan.rejected, sampled=sampled,
+        input_tokens=_sum([model.input_tokens for model in models], known),
+        output_tokens=_sum([model.output_tokens for model in models], known),
+        rows_unlimited=unlimited / sampled if sampled else 0.0,
+        shared_prefix=sum(target.shared_bytes for target in sizes) / size if size else None,
+        cost=_sum([model.cost for model in models], known),
+        cost_input=_sum([model.cost_input for model in models], known),
+        time_s=plan.leaders / order.rows_per_s if order.rows_per_s else None,
+        time_s_min=max(filter(None, map(_time_s_min, samples, models)), default=None),
+        models=models, notes=[],
+    )  # fmt: skip
+    progress(1.0)
+    return msgspec.structs.replace(found, notes=list(_notes(found, samples)))
+
+
+class _Sample:
+    """Sampled rows of one model, and what follows for all of them."""
+
+    def __init__(self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str) -> None:
+        self.model, self.counter = model, counter
+        self.rows = sum(target.rows for target in targets)
+        self.input_bytes = sum(target.input_bytes for target in targets)
+        self.tokens: list[RowTokens] = []
+        self.bytes: list[int] = []
+        self._random = random.Random(seed)
+
+    def read(self, spec: JobSpec, rows: SealedRows, numbers: list[int]) -> None:
+        """Count the tokens of these rows, in an order that lets it end anywhere and still be a sample."""
+        assert self.counter is not None
+        prompt, size = (spec.form.prompt or "") if isinstance(spec.form, TableForm) else "", 0
+        for number in self._random.sample(numbers, len(numbers)):
+            raw = rows.read_many([number])[0]
+            try:
+                request = spec.form.request(Row(position=-1, number=number, raw=raw, form=spec.form))
+                counted = tokens_of(request, self.counter)
+            except (InvalidRow, msgspec.MsgspecError):  # such a row ends as an error and uses no tokens
+                counted = RowTokens()
+            self.tokens.append(counted)
+            self.bytes.append(len(raw) + len(NEWLINE) + len(prompt.encode()))  # as the plan counts them
+            size += len(raw)
+            if size >= SAMPLE_BYTES:
+                return
+
+    def estimate(self) -> ModelEstimate:
+        usages = self._usages() if self.tokens else []
+        price = self.model.price
+        has_cost = price is not None and usages
+        return ModelEstimate(
+            model=self.model.name, rows=self.rows, sampled=len(self.tokens),
+            input_tokens=_range([usage.input_tokens for usage in usages]) if usages else None,
+            output_tokens=_range([usage.output_tokens for usage in usages]) if usages else None,
+            cost=_range([price.cost(usage) for usage in usages]) if has_cost else None,
+            cost_input=_range([price.cost(Usage(usage.input_tokens)) for usage in usages]) if has_cost else None,
+            counted_by="" if self.counter is None else self.counter.name,
+        )  # fmt: skip
+
+    def _usages(self) -> list[Usage]:
+        """The tokens of all rows, as each of many resamples has them; sorted out by `_range`."""
+        every = range(len(self.tokens))
+        if len(every) == self.rows:
+            return [self._usage(every)]
+        return [self._usage(self._random.choices(every, k=len(every))) for _ in range(RESAMPLES)]
+
+    def _usage(self, chosen: range | list[int]) -> Usage:
+        """Input goes with the rows' bytes, which are known of all; output with their number."""
+        tokens, sizes = self.tokens, self.bytes
+        size = sum(sizes[index] for index in chosen)
+        per_byte = sum(tokens[index].input for index in chosen) / size
+        total = self.input_bytes if len(tokens) < self.rows else size
+        output = sum(tokens[index].output for index in chosen) / len(chosen)
+        return Usage(input_tokens=round(total * per_byte), output_tokens=round(output * self.rows))
+
+
+def _samples(
+    spec: JobSpec, reader: PlanReader, rows: SealedRows, progress: Callable[[float], None]
+) -> Iterator[_Sample]:
+    """A sample for each model that has rows."""
+    plan, lo, done = reader.plan, 0, 0
+    share = max(1, SAMPLE_ROWS // max(1, len({target.model for target in plan.targets})))
+    for number, model in enumerate(spec.models):
+        targets = [target for target in plan.targets if target.model == number]
+        hi = lo + sum(target.rows for target in targets)
+        if hi == lo:
+            continue
+        counter = None if model.engine in TOKENLESS_ENGINES else counter_for(model)
+        sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}")
+        if counter is not None:
+            chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))
+            numbers = [reader.row_numbers(position, position + 1)[0] for position in chosen]
+            sample.read(spec, rows, numbers)
+        done += hi - lo
+        progress(SAMPLE_SHARE * done / plan.leaders)
+        lo = hi
+        yield sample
+
+
+def _time_s_min(sample: _Sample, found: ModelEstimate) -> float | None:
+    """Seconds that the model's own limits ask for at least."""
+    limits, tokens = sample.model.limits, found.input_tokens
+    per_row = found.rows / limits.requests_per_minute * 60 if limits.requests_per_minute else None
+    per_token = tokens.low / limits.tokens_per_minute * 60 if limits.tokens_per_minute and tokens else None
+    return max(filter(None, (per_row, per_token)), default=None)
+
+
+def _range(values: list[float] | list[int]) -> Range:
+    """The 10th, 50th and 90th percentile."""
+    ordered = sorted(values)
+    low, mid, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    return Range(low, mid, high)
+
+
+def _sum(ranges: list[Range | None], known: list[_Sample]) -> Range | None:
+    """All models together; None where one of those with tokens has no figure. The ends are those of the worst case."""
+    there = [each for each in ranges if each is not None]
+    if not known or len(there) < len(known):
+        return None
+    return Range(sum(each.low for each in there), sum(each.mid for each in there), sum(each.high for each in there))
+
+
+def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
+    for sample in samples:
+        name = sample.model.name
+        if sample.counter is None:
+            yield f"{name} is a function: what it does with tokens or money is not known before it runs"
+            continue
+        if sample.counter.note:
+            yield f"{name}: {sample.counter.note}"
+        if sample.model.price is None:
+            yield f"{name} has no price in the configuration: its cost is not known"
+        if any(row.has_media for row in sample.tokens):
+            yield f"{name}: images, audio and files in the rows are not counted"
+    if found.rows_unlimited:
+        yield (
+            f"{found.rows_unlimited:.0%} of the rows set no limit on their answer: the output has no upper bound, each "
+            f"of them counts with {OUTPUT_TOKENS_DEFAULT} tokens"
+        )
+    if found.output_tokens is not None and not found.rows_unlimited:
+        yield "output tokens are the most that the rows allow; answers are often shorter"
+    if found.time_s is None:
+        yield "time is not known: these models have not run here before"
