@@ -57,8 +57,10 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.app, once a command is called",
     "batchmill.engines.load_engine": "the engines",
+    "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.jobs.offload._main": "the jobs of a child process, named on its command line",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
+    "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
     "batchmill.models.functions._import_module": "the user's own function",
 }
 # Ratchets: what was too large when the rule came -> its size then.
