@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 from dataset_rows import CHAT, openai_row
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.datasets import layout, plan_keys
@@ -57,6 +57,7 @@ def test_without_keys_there_are_no_columns(write, sealed, home):
     assert not any((home / name).exists() for name in (layout.TARGET, layout.PREFIX, layout.COST, layout.FOLD))
 
 
+@settings(deadline=None)
 @given(st.text(min_size=600), st.text(), st.text())
 def test_prefixes_sort_together(shared, one, two):
     """Rows that share the first n bytes share the key's levels up to n."""

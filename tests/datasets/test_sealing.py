@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dataset_rows import openai_row
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.datasets import fan_out, inspection, layout
@@ -68,6 +68,7 @@ def test_sha256_covers_the_source(write, sealed):
     assert report.seal.sha256 == hashlib.sha256(hashlib.sha256(text).digest()).hexdigest()
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([b'{"a": 1}', b"", b" ", b"x", b'{"b":"\xc3\xa9"}', b"\xff", b"[1]", b'{"c":2}\r']), max_size=40

@@ -19,7 +19,6 @@ from batchmill.types import DatasetSpec, Problem, SealedFile
 
 COPY_BYTES = 8 * 1024 * 1024
 PROBLEMS_KEPT = 10_000  # of rows that no converter could read
-REFUSED_EARLY = "refused-early.jsonl"
 
 
 class Converted(Struct, frozen=True):
@@ -54,7 +53,7 @@ def copied(paths: list[str], home: Path, progress: Progress) -> Material:
     total = sum(describe(path).size_bytes for path in paths) or 1
     done, targets = 0, []
     for number, path in enumerate(paths):
-        target = str(home / f"source-{number:06d}.jsonl")
+        target = str(home / layout.COPIES.replace("*", f"{number:06d}"))
         for size in copy(path, target):
             done += size
             progress(min(1.0, done / total))
@@ -95,7 +94,7 @@ def convert(sources: list[Source], spec: DatasetSpec, columns: list[str], home: 
         progress(min(1.0, done / total))
 
     path = home / layout.ROWS
-    with open(path, "wb") as rows_file, open(home / REFUSED_EARLY, "wb") as refused_file:
+    with open(path, "wb") as rows_file, open(home / layout.REFUSED_EARLY, "wb") as refused_file:
         target = _Target(rows_file, refused_file)
         spans = []
         for source in sources:
@@ -107,7 +106,7 @@ def convert(sources: list[Source], spec: DatasetSpec, columns: list[str], home: 
         rows_file.flush()
         os.fsync(rows_file.fileno())
     parts = [Part(number, str(path), source, 0, start, end) for number, (source, start, end) in enumerate(spans)]
-    refused = home / REFUSED_EARLY if target.refused else None
+    refused = home / layout.REFUSED_EARLY if target.refused else None
     return Material(parts, [describe(str(path))], converted=True, problems=target.problems, refused=refused)
 
 

@@ -14,7 +14,7 @@ from batchmill.datasets import plan_keys, text_rules
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import Chunk, Part, Range, RangeEnd, Refused, SealOrder
 from batchmill.datasets.validation import Checked, id_of, rules_for
-from batchmill.errors import InputChanged
+from batchmill.errors import InputChanged, InvalidDataset
 
 TAIL_BYTES = 64 * 1024  # read at a time behind a range, until its last line ends
 BLOCK_ROWS_MAX = 65_536
@@ -39,7 +39,7 @@ class Inspector:
         self._fd = -1
 
     def inspect(self, range_: Range) -> Iterator[Chunk | RangeEnd]:
-        """The chunks of the lines that start in a range, then its end. Raises: InputChanged."""
+        """The chunks of the lines that start in a range, then its end. Raises: InputChanged, InvalidDataset."""
         self._open(range_.part.path)
         lead = int(range_.start > range_.part.start)  # the byte before says whether a line starts here
         data = self._read(range_.start - lead, range_.end - range_.start + lead)
@@ -56,11 +56,17 @@ class Inspector:
     def _open(self, path: str) -> None:
         if path != self._path:
             self.close()
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise _unreadable(path, error) from None
             self._path = path
 
     def _read(self, start: int, size: int) -> bytes:
-        data = os.pread(self._fd, size, start)
+        try:
+            data = os.pread(self._fd, size, start)
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
         if len(data) < size:
             raise InputChanged(f"{self._path} became shorter while it was read; run the command again")
         return data
@@ -151,6 +157,10 @@ class Inspector:
             if error is not None:
                 return Checked(id_of(line), error)
         return self._rules.check(line)
+
+
+def _unreadable(path: str, error: OSError) -> InvalidDataset:
+    return InvalidDataset(f"{path} cannot be read: {error.strerror}", code="unreadable_file")
 
 
 class Findings:

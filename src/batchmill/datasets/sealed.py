@@ -41,6 +41,7 @@ class Rows(Struct, gc=False):
     """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""
 
     first: int
+    last: int  # behind the last row
     data: bytes
     starts: array[int]  # in all files, as `data` starts at starts[0]
 
@@ -94,7 +95,13 @@ class SealedRows:
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         """Rows in any order; verified blocks are kept for the next ones. Raises: InputChanged."""
-        return [self._block_of(number).row(number) for number in numbers]
+        found = []
+        block: Rows | None = None
+        for number in numbers:
+            if block is None or not block.first <= number < block.last:
+                block = self._block_of(number)
+            found.append(block.row(number))
+        return found
 
     def chunk_of(self, row: int) -> ChunkRecord:
         """The chunk that a row lies in."""
@@ -155,7 +162,7 @@ class SealedRows:
             if zlib.crc32(view[edges[number] : edges[number + 1]]) != crc:
                 at = first + number * chunk.block_rows
                 raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
-        return Rows(first, data, starts)
+        return Rows(first, first + rows, data, starts)
 
     def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
         """Bytes start..end of all files; they lie in one file."""

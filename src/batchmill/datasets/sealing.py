@@ -50,8 +50,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     sources = [describe(path) for path in order.dataset.paths]
     detected = detect(order.dataset)
     order = _with_form(order, detected)
-    for leftover in (layout.SEAL, layout.SCHEMA):
-        (home / leftover).unlink(missing_ok=True)
+    _clear(home)
     material, progress = _material(order, detected, home, progress)
     with Tables(home, order, material) as tables:
         digests = _check_rows(order, material, tables, progress)
@@ -75,6 +74,14 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
 def digest(paths: list[str]) -> str:
     """The `Seal.sha256` that these files would have. Raises: InvalidDataset when one cannot be read."""
     return hashlib.sha256(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
+
+
+def _clear(home: Path) -> None:
+    """Remove what an attempt that was cut off left here: it may have been asked for something else."""
+    for name in layout.FILES:
+        (home / name).unlink(missing_ok=True)
+    for copy in home.glob(layout.COPIES):
+        copy.unlink()
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:

@@ -22,9 +22,6 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.types import Problem, Seal
 from batchmill.wire.forms import OpenAIForm
 
-HASHES = "ids.i64"  # only while sealing: a hash means nothing without the seed of its process
-REJECTED_BY_LINE = "rejected-lines.jsonl"
-KEY_FILES = (layout.TARGET, layout.PREFIX, layout.COST, layout.FOLD)
 FEW_ROWS = 100_000  # so many hashes are compared at once, before anything heavy is imported for it
 
 Duplicates = Callable[[Path, SealedRows], Iterator[tuple[int, int]]]
@@ -52,9 +49,9 @@ class Tables:
         self._chunks = self._create(layout.CHUNKS)
         self._crcs = self._create(layout.CRCS)
         self._rejected = self._create(layout.REJECTED)
-        self._keys = [self._create(name) for name in KEY_FILES] if order.keys else []
+        self._keys = [self._create(name) for name in layout.KEYS] if order.keys else []
         self.has_ids = isinstance(order.form, OpenAIForm)
-        self._hashes = self._create(HASHES) if self.has_ids else None
+        self._hashes = self._create(layout.HASHES) if self.has_ids else None
         self.rows = 0
         self._blocks = 0
         self._end = 0  # behind the last row
@@ -70,7 +67,7 @@ class Tables:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open_files.close()
-        (self._home / HASHES).unlink(missing_ok=True)
+        (self._home / layout.HASHES).unlink(missing_ok=True)
 
     def add(self, chunk: Chunk, part: Part) -> None:
         """The next chunk, of lines of `part`."""
@@ -107,6 +104,7 @@ class Tables:
             late = self._duplicates(seal, duplicates, repeated)
         if self._material.refused is not None or late is not None:
             self._merge_rejected(late or iter(()))
+        (self._home / layout.HASHES).unlink(missing_ok=True)
         problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
         seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
         self._make_durable(seal)
@@ -119,7 +117,7 @@ class Tables:
         if self.rows > FEW_ROWS:
             return True
         hashes = array("q")
-        hashes.frombytes((self._home / HASHES).read_bytes())
+        hashes.frombytes((self._home / layout.HASHES).read_bytes())
         return len(set(hashes)) < len(hashes)
 
     def _duplicates(self, seal: Seal, duplicates: Duplicates, problems: list[Problem]) -> Iterator[Rejection]:
@@ -127,7 +125,7 @@ class Tables:
         rows = SealedRows(self._home, seal)
         sources = [part.source for part in self._material.parts]
         try:
-            for row, first in duplicates(self._home / HASHES, rows):
+            for row, first in duplicates(self._home / layout.HASHES, rows):
                 here, there = rows.chunk_of(row).part, rows.chunk_of(first).part
                 place = f"line {rows.line_of(first)}" + ("" if here == there else f" of {sources[there]}")
                 line = rows.line_of(row)
@@ -140,7 +138,7 @@ class Tables:
 
     def _merge_rejected(self, late: Iterator[Rejection]) -> None:
         """One list of all refused rows in row order; a row that was refused more than once keeps the first reason."""
-        lines, target = self._home / REJECTED_BY_LINE, self._home / layout.REJECTED
+        lines, target = self._home / layout.REFUSED_BY_LINE, self._home / layout.REJECTED
         target.rename(lines)
         early = self._material.refused
         streams = [_read(early) if early is not None else iter(()), _read(lines), late]

@@ -15,7 +15,7 @@ import msgspec
 
 from batchmill.datasets.inspection import Inspector
 from batchmill.datasets.orders import Chunk, Range, RangeEnd, RangeFailed, SealOrder
-from batchmill.errors import InputChanged
+from batchmill.errors import InputChanged, InvalidDataset
 
 FRAME = struct.Struct("<IB")
 CHUNK_FRAME, END_FRAME, FAILED_FRAME = range(3)
@@ -73,8 +73,8 @@ def _answer(inspector: Inspector, range_: Range) -> Iterator[tuple[int, Chunk | 
             yield (CHUNK_FRAME if isinstance(found, Chunk) else END_FRAME), found
     except InputChanged as error:
         yield FAILED_FRAME, RangeFailed(error.code, error.message, changed=True)
-    except OSError as error:
-        yield FAILED_FRAME, RangeFailed("unreadable_file", f"{range_.part.source} cannot be read: {error.strerror}")
+    except InvalidDataset as error:
+        yield FAILED_FRAME, RangeFailed(error.code, error.message)
 
 
 def main() -> None:
