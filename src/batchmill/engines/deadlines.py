@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 TICKS = 8  # a call may overrun its time by this part of it, and no more than a second
 TICK_MAX_S = 1.0
 
 
 class Deadlines:
-    """Ends what has run for `timeout_s` with TimeoutError.
+    """Cancels tasks whose call has run for `timeout_s`.
 
+    Around a call: `begin`, and in any case `end`; when it is cancelled, `is_late` says whether that was done here.
     Concurrency: one call at a time in each task.
     """
 
@@ -22,28 +20,24 @@ class Deadlines:
         self._timeout_s = timeout_s
         self._tick_s = min(timeout_s / TICKS, TICK_MAX_S)
         # All have equally long, so the first in is the first to be late.
-        self._due: dict[asyncio.Task[object], float] = {}
-        self._late: set[asyncio.Task[object]] = set()
+        self._due: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def limit(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
-        """What `call(*args)` returns. Raises: TimeoutError when it takes too long."""
-        task = asyncio.current_task()
-        assert task is not None
+    def begin(self, task: asyncio.Task[Any]) -> None:
         loop = task.get_loop()
         self._due[task] = loop.time() + self._timeout_s
         if self._timer is None:
             self._timer = loop.call_later(self._tick_s, self._sweep, loop)
-        try:
-            return await call(*args)
-        except asyncio.CancelledError:
-            # Cancelled by the sweep, and by nobody else besides?
-            if task in self._late and task.uncancel() == 0:
-                raise TimeoutError from None
-            raise
-        finally:
-            self._due.pop(task, None)
+
+    def end(self, task: asyncio.Task[Any]) -> None:
+        self._due.pop(task, None)
+        if self._late:
             self._late.discard(task)
+
+    def is_late(self, task: asyncio.Task[Any]) -> bool:
+        """Whether the cancellation that has just arrived was for the time alone: then it is over and done with."""
+        return task in self._late and task.uncancel() == 0
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()

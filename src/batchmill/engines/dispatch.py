@@ -92,9 +92,9 @@ class Dispatch:
         self._end_if_done()
 
     def _room(self) -> int:
-        """How many rows more to hold: those in flight, a quarter more that is ready to go, and some that wait."""
+        """How many rows more to hold: those in flight, half as many that are ready to go, and some that wait."""
         limit = self._pacer.window.limit
-        return limit + max(1, limit // 4) + min(self._waiting, limit) - self._held
+        return limit + max(1, limit // 2) + min(self._waiting, limit) - self._held
 
     def _enqueue(self, row: Row) -> None:
         try:
@@ -133,7 +133,9 @@ class Dispatch:
         self._pump()
 
     async def _fly(self, call: Call | None) -> None:
+        task = asyncio.current_task()
         while call is not None:
+            call.task = task
             result = await self._send(call)
             now = self._clock.monotonic()
             if isinstance(result, Outcome):

@@ -120,10 +120,19 @@ class HttpEngine:
 
     async def _send(self, call: Call) -> Outcome | Fault:
         """One call and what became of it."""
+        task = call.task
+        assert task is not None
+        self._deadlines.begin(task)
         try:
-            response, body = await self._deadlines.limit(self._exchange, call)
+            response, body = await self._exchange(call)
+        except asyncio.CancelledError:
+            if self._deadlines.is_late(task):
+                return self._translate(TimeoutError())
+            raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return self._translate(error)
+        finally:
+            self._deadlines.end(task)
         request_id = response.headers.get("x-request-id")
         if body is None:
             text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
