@@ -1,6 +1,7 @@
-"""Named points between two durable steps at which a test may kill the process: BATCHMILL_FAULT=NAME:COUNT.
+"""Named points between two durable steps at which a test may kill a process: BATCHMILL_FAULT=NAME:COUNT:FILE.
 
-The process that passes the point NAME for the COUNT-th time ends as by SIGKILL. Unset, a point costs one comparison.
+The first process that passes the point NAME for the COUNT-th time ends as by SIGKILL; FILE, which it makes, says that
+it has happened. Unset, a point costs one comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ POINTS = (
     "after_publish",  # the result files are there, the ledger says finalizing
 )
 
-_name, _, _count = os.environ.get("BATCHMILL_FAULT", "").partition(":")
+_name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
+_count, _, _file = _rest.partition(":")
 _left = int(_count or 1)
 
 
@@ -34,4 +36,8 @@ def point(name: str) -> None:
         return
     _left -= 1
     if _left == 0:
+        try:
+            os.close(os.open(_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return
         os.kill(os.getpid(), signal.SIGKILL)

@@ -144,11 +144,13 @@ class Ledger:
                         done=0, bitmap=empty,
                     )
                 )  # fmt: skip
-                return Standing(Lease(job_id, generation, shard.number, 1), 0, 0)
-            db.execute(shards.update().where(key).values(epoch=found.epoch + 1))
+                standing = Standing(Lease(job_id, generation, shard.number, 1), 0, 0)
+            else:
+                db.execute(shards.update().where(key).values(epoch=found.epoch + 1))
+                lease = Lease(job_id, generation, shard.number, found.epoch + 1)
+                standing = Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
         faults.point("after_lease")
-        lease = Lease(job_id, generation, shard.number, found.epoch + 1)
-        return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
+        return standing
 
     def progress(self, job_id: str, generation: int) -> dict[int, int]:
         """Shard -> rows done, of the shards that were ever leased."""
