@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.datasets import fan_out, inspection, layout
+from batchmill.datasets.orders import Chunk, Part
 from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.errors import InputChanged, InvalidDataset, StorageFull
 from batchmill.types import DatasetSpec
+from batchmill.wire.forms import OpenAIForm
 
 
 def offsets(home):
@@ -266,6 +268,35 @@ def test_a_validator_that_dies_is_an_error(many, home):
     assert caught.value.code == "validator_died"
     assert all(link._process.poll() is not None for link in crews[0]._links)
     assert not (home / layout.SEAL).exists()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_files_that_fail_under_the_validators(write, processes):
+    """A file that is gone or shorter when it is read is the same clear error in a child as in this process."""
+    path = write([openai_row("a")])
+    size = os.path.getsize(path)
+    cases = [
+        (Part(0, path + ".gone", path, 0, 0, size), InvalidDataset, "cannot be read: No such file"),
+        (Part(0, path, path, 0, 0, size + 1), InputChanged, "became shorter"),
+    ]
+    for part, error, message in cases:
+        order = SealOrder(DatasetSpec([path]), form=OpenAIForm(), processes=processes)
+        with fan_out.validators(order, processes * (fan_out.ALONE_BYTES_MAX + 1)) as checkers:
+            assert isinstance(checkers, fan_out.Crew if processes else fan_out.Alone)
+            with pytest.raises(error, match=message):
+                list(checkers.findings([part]))
+
+
+def test_chunks_are_bounded(write):
+    """What is checked at once is bounded, however many lines a file has and however short they are."""
+    path = write(b"{}\n" * 700_000)
+    part = Part(0, path, path, 0, 0, os.path.getsize(path))
+    inspector = inspection.Inspector(SealOrder(DatasetSpec([path]), form=OpenAIForm()))
+    found = [found for range_ in inspection.ranges([part]) for found in inspector.inspect(range_)]
+    chunks = [chunk for chunk in found if isinstance(chunk, Chunk)]
+    assert max(chunk.end - chunk.start for chunk in chunks) <= layout.CHUNK_BYTES + len(b"{}\n")
+    assert sum(chunk.rows for chunk in chunks) == 700_000
+    inspector.close()
 
 
 def test_a_validator_ends_with_its_orders():

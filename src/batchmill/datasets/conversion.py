@@ -15,6 +15,7 @@ from batchmill.datasets.formats import Source, reader
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.orders import Part, Refused
 from batchmill.datasets.sources import describe
+from batchmill.errors import InputChanged
 from batchmill.types import DatasetSpec, Problem, SealedFile
 
 COPY_BYTES = 8 * 1024 * 1024
@@ -57,6 +58,8 @@ def copied(paths: list[str], home: Path, progress: Progress) -> Material:
         for size in copy(path, target):
             done += size
             progress(min(1.0, done / total))
+        if os.path.getsize(target) != os.path.getsize(path):
+            raise InputChanged(f"{path} changed while it was copied; run the command again")
         targets.append(target)
     files = [describe(target) for target in targets]
     return Material(_parts_of(files, paths), files, converted=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import select
 import subprocess
 import sys
@@ -72,7 +71,7 @@ class Crew:
     """Child processes that share one seed, so that equal custom_ids have equal hashes in all of them."""
 
     def __init__(self, order: SealOrder, count: int) -> None:
-        seed = str(secrets.randbelow(2**32 - 1) + 1)
+        seed = str(int.from_bytes(os.urandom(4)) or 1)  # 0 would be no seed
         environment = {**os.environ, **MALLOC, "PYTHONHASHSEED": seed}
         self._links = [Link(environment) for _ in range(count)]
         for link in self._links:

@@ -5,16 +5,14 @@ A file may consist of several members or frames, as `cat a.gz b.gz` makes it; on
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from collections.abc import Callable, Iterator
-
-import zstandard
 
 from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
-ZSTD_SLICE_BYTES = 512  # zstd packs at most 128 KiB into 4 bytes: a slice cannot become more than 16 MiB
-ZSTD_WINDOW_BYTES_MAX = 128 * 1024 * 1024
+LATE = {"zstd": "batchmill.datasets.zstd_frames"}  # imported when a file is packed so
 
 Advance = Callable[[int], None]  # told how many bytes of the file have been used
 
@@ -27,7 +25,7 @@ def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
             case "gzip":
                 yield from _gzip(path, raw)
             case "zstd":
-                yield from _zstd(path, raw)
+                yield from importlib.import_module(LATE["zstd"]).frames(path, raw)
             case _:
                 yield from raw
 
@@ -59,25 +57,3 @@ def _gzip(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
         if not member.eof:
             raise InvalidDataset(f"{path} ends in the middle of its gzip data", code="invalid_gzip")
         yield rest
-
-
-def _zstd(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
-    decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX)
-    frame, within = decompressor.decompressobj(), False
-    for data in raw:
-        view = memoryview(data)
-        while view:
-            within = True
-            try:
-                block = frame.decompress(view[:ZSTD_SLICE_BYTES])
-            except zstandard.ZstdError as error:
-                raise InvalidDataset(f"{path} is damaged: {error}", code="invalid_zstd") from None
-            if block:
-                yield block
-            used = min(ZSTD_SLICE_BYTES, len(view))
-            if frame.eof:
-                used -= len(frame.unused_data)
-                frame, within = decompressor.decompressobj(), False
-            view = view[used:]
-    if within:
-        raise InvalidDataset(f"{path} ends in the middle of its zstd data", code="invalid_zstd")
