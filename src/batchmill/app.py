@@ -188,9 +188,15 @@ async def preview_plan(order: JobOrder, config: Config, progress: Progress) -> t
 
 
 async def preview_estimate(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Estimate | None]:
-    """Estimate tokens, cost and time; no estimate where the dataset was refused."""
-    _prepare_data_dir(config.data_dir)
-    return await preview.estimate(order, config.data_dir, progress)
+    """Estimate tokens, cost and time; no estimate where the dataset was refused.
+
+    The time is that of the newest finished job of the same models on this machine.
+    """
+    async with open_jobs(config) as jobs:
+        views = await jobs.list()
+    names = ", ".join(model.name for model in order.models)
+    rates = [view.rows / view.elapsed_s for view in views if view.model == names and view.finished and view.elapsed_s]
+    return await preview.estimate(order, config.data_dir, progress, rates[0] if rates else None)
 
 
 async def partial_results(config: Config, job_id: str, out: BinaryIO) -> int:

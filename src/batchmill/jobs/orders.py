@@ -85,7 +85,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
 
 
 def identity(order: JobOrder, form: Form) -> str:
-    """sha256 of what a job computes and where to, but for the bytes of its input and code; no workers, limits, prices."""
+    """sha256 of what a job computes and where to; not of its input and code, nor of workers, limits and prices."""
     if isinstance(form, OpenAIForm):
         form = OpenAIForm()
     what = {

@@ -57,11 +57,13 @@ async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[Sea
             reader.close()
 
 
-async def estimate(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[SealReport, Estimate | None]:
-    """Estimate tokens, cost and time. The estimate is None where the dataset was refused."""
+async def estimate(
+    order: JobOrder, data_dir: Path, progress: Progress, rows_per_s: float | None
+) -> tuple[SealReport, Estimate | None]:
+    """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused."""
     async with _prepared(order, data_dir, progress) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
-        asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"))
+        asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
         answer = await offload("batchmill.jobs.estimate:estimate_offloaded", msgspec.json.encode(asked), progress)
         return prepared.report, msgspec.json.decode(answer, type=Estimate)
