@@ -122,7 +122,7 @@ def test_parquet_output_has_the_type_of_its_values(tmp_path, outputs, kind, valu
 
 def test_parquet_is_written_in_row_groups(tmp_path, monkeypatch):
     """Rows go to the file as groups fill, so memory does not grow with them."""
-    monkeypatch.setattr(result_parquet, "BATCH_BYTES", 100)
+    monkeypatch.setattr(result_columns, "BATCH_BYTES", 100)
     monkeypatch.setattr(result_parquet, "GROUP_ROWS", 10)
     job = table_job(tmp_path, [f'{{"a":{n}}}' for n in range(95)])
     job.run_all(failed={5, 90})

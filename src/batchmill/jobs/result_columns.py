@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
 import msgspec
-from msgspec import Raw
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.gathering import TableSource
 from batchmill.wire.forms import TableForm
+from batchmill.wire.json_bytes import decode, split_object
 
 COLUMNS_MAX = 10_000
+BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
 OUTPUT, ERROR, FOLDED_FROM = TableForm.reserved
 _EXACT = 2**53  # integers up to here are floats without loss
 _INT64 = 2**63
@@ -61,17 +63,21 @@ class ColumnKinds:
     """Learns the kind of each column from its values; they need not come all at once."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, set[Kind]] = {}
-        self._decode = msgspec.json.Decoder().decode
+        self._seen: dict[str, set[type | Kind]] = {}
 
-    def note(self, name: str, value: Raw) -> None:
-        kinds = self._seen.setdefault(name, set())
-        if Kind.JSON not in kinds:
-            kinds.add(self._kind_of(bytes(value)))
+    def note(self, name: str, value: Any) -> None:
+        """A decoded value. Whatever is none of JSON's own types, like Raw, stands as its JSON text."""
+        kind: type | Kind = type(value)
+        if kind not in _KIND_OF:
+            kind = _kind_of_value(value)
+        try:
+            self._seen[name].add(kind)
+        except KeyError:
+            self._seen[name] = {kind}
 
     def kind(self, name: str) -> Kind:
         """The one kind that holds every value seen."""
-        seen = self._seen.get(name, set()) - {Kind.NULL}
+        seen = {_KIND_OF.get(kind, kind) for kind in self._seen.get(name, ())} - {Kind.NULL}
         if not seen:
             return Kind.TEXT
         if len(seen) == 1:
@@ -81,26 +87,12 @@ class ColumnKinds:
             return Kind.INT
         return Kind.FLOAT if seen == {Kind.INT, Kind.FLOAT} else Kind.JSON
 
-    def _kind_of(self, data: bytes) -> Kind:
-        first = data[:1]
-        if first == b'"':
-            return Kind.TEXT
-        if first in b"tf":
-            return Kind.BOOL
-        if first == b"n":
-            return Kind.NULL
-        if first == b"{":
-            return Kind.JSON
-        try:
-            return _kind_of_value(self._decode(data))
-        except msgspec.ValidationError:  # a number that no machine number holds: its digits are kept as text
-            return Kind.JSON
+
+_KIND_OF: dict[Any, Kind] = {str: Kind.TEXT, bool: Kind.BOOL, float: Kind.FLOAT, type(None): Kind.NULL}
 
 
 def _kind_of_value(value: Any) -> Kind:
     match value:
-        case float():
-            return Kind.FLOAT
         case int() if abs(value) <= _EXACT:
             return Kind.INT
         case int():
@@ -109,3 +101,38 @@ def _kind_of_value(value: Any) -> Kind:
             return Kind.VECTOR
         case _:
             return Kind.JSON
+
+
+def decoded_members(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The members of every line. A number that no machine number holds comes as Raw."""
+    for batch in in_batches(lines):
+        try:
+            yield from _decode_many(b"[" + b",".join(batch) + b"]")
+        except msgspec.ValidationError:
+            for line in batch:
+                yield _decode_one(line)
+
+
+def _decode_one(line: bytes) -> dict[str, Any]:
+    members: dict[str, Any] = dict(split_object(line))
+    for name, value in members.items():
+        with suppress(msgspec.ValidationError):
+            members[name] = decode(value)
+    return members
+
+
+_decode_many = msgspec.json.Decoder(list[dict[str, Any]]).decode
+
+
+def in_batches(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Lines in runs of about BATCH_BYTES: as Python objects they take many times that."""
+    batch: list[bytes] = []
+    size = 0
+    for line in lines:
+        batch.append(line)
+        size += len(line)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

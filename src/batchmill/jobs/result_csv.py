@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchmill.jobs.gathering import TableSource
 from batchmill.jobs.line_files import LineFile
-from batchmill.jobs.result_columns import ColumnNames
+from batchmill.jobs.result_columns import ColumnNames, in_batches
 from batchmill.jobs.results import ResultFile
 from batchmill.wire.json_bytes import split_object, text_of
 
@@ -28,14 +28,14 @@ class CsvFile:
             self._names.note(split_object(line))
 
     def write(self, lines: Sequence[bytes]) -> None:
-        self._begin()
-        assert self._columns is not None
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        for line in lines:
-            members = split_object(line)
-            writer.writerow([text_of(members[name]) if name in members else "" for name in self._columns])
-        self._file.write(text.getvalue().encode(), len(lines))
+        columns = self._begin()
+        for batch in in_batches(lines):
+            text = io.StringIO()
+            writer = csv.writer(text, lineterminator="\n")
+            for line in batch:
+                members = split_object(line)
+                writer.writerow([text_of(members[name]) if name in members else "" for name in columns])
+            self._file.write(text.getvalue().encode(), len(batch))
 
     def publish(self) -> ResultFile:
         self._begin()
@@ -44,12 +44,14 @@ class CsvFile:
     def discard(self) -> None:
         self._file.discard()
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[str]:
+        """The columns, settled and written as the header: every row has been seen."""
         if self._columns is None:
             self._columns = self._names.all()
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerow(self._columns)
             self._file.write(text.getvalue().encode(), 0)
+        return self._columns
 
 
 def create(output: Path, source: TableSource) -> CsvFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,18 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.arrow_values import Build, builder, type_of
 from batchmill.jobs.gathering import TableSource
 from batchmill.jobs.part_file import PartFile
-from batchmill.jobs.result_columns import ERROR, FOLDED_FROM, OUTPUT, ColumnKinds, ColumnNames, Kind
+from batchmill.jobs.result_columns import (
+    ERROR,
+    FOLDED_FROM,
+    OUTPUT,
+    ColumnKinds,
+    ColumnNames,
+    Kind,
+    decoded_members,
+    in_batches,
+)
 from batchmill.jobs.results import ResultFile
-from batchmill.wire.json_bytes import split_object
 
-BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
 GROUP_BYTES = 64 * 1024 * 1024  # of Arrow memory in a row group, about
 GROUP_ROWS = 1024 * 1024
 
@@ -68,10 +76,9 @@ class ParquetFile:
         self._rows = self._batch_bytes = self._batch_rows = 0
 
     def learn(self, lines: Sequence[bytes]) -> None:
-        fixed, kinds = self._source.fixed, self._kinds
-        for line in lines:
-            members = split_object(line)
-            if fixed:
+        kinds = self._kinds
+        for members in decoded_members(lines):
+            if self._source.fixed:
                 kinds.note(OUTPUT, members[OUTPUT])
                 continue
             self._names.note(members)
@@ -80,15 +87,7 @@ class ParquetFile:
 
     def write(self, lines: Sequence[bytes]) -> None:
         self._begin()
-        batch: list[bytes] = []
-        size = 0
-        for line in lines:
-            batch.append(line)
-            size += len(line)
-            if size >= BATCH_BYTES:
-                self._add(batch)
-                batch, size = [], 0
-        if batch:
+        for batch in in_batches(lines):
             self._add(batch)
 
     def publish(self) -> ResultFile:
@@ -130,7 +129,7 @@ class ParquetFile:
     def _add(self, lines: list[bytes]) -> None:
         rows = self._decode(b"[" + b",".join(lines) + b"]")
         arrays = [
-            column.build.make(column.values([getattr(row, field) for row in rows]))
+            column.build.make(column.values(list(map(attrgetter(field), rows))))
             for field, column in zip(rows[0].__struct_fields__, self._columns, strict=True)
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)

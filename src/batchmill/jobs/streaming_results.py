@@ -75,12 +75,16 @@ class StreamingGather:
     def _take(self, block: Block) -> None:
         pending = _Pending(block)
         rows = block.rows()
-        if block.positions() != rows and list(block.positions()) != list(rows):
+        if block.table is None:
+            first, last, in_place = block.row, block.row + block.n - 1, block.row == block.position
+        else:
+            first, last, in_place = min(rows), max(rows), list(block.positions()) == list(rows)
+        if not in_place:
             raise LedgerBroken(f"{_where(block)}: rows are not where the plan, in file order, has them")
-        if max(rows) >= self.rows:
-            raise LedgerBroken(f"{_where(block)}: row {max(rows)} of a dataset of {self.rows}")
+        if last >= self.rows:
+            raise LedgerBroken(f"{_where(block)}: row {last} of a dataset of {self.rows}")
         self._offered += 1
-        heapq.heappush(self._waiting, (min(rows), self._offered, pending))
+        heapq.heappush(self._waiting, (first, self._offered, pending))
         for code, count in block.meta.errors.items():
             before, sample = self._causes.get(code, (0, block.meta.samples.get(code, "")))
             self._causes[code] = before + count, sample
