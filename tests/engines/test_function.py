@@ -21,11 +21,11 @@ class ListFeed:
 
     def __init__(self, rows):
         self.rows = rows
-        self.largest = 0
+        self.sizes = []
 
     async def take(self, n):
         assert n > 0
-        self.largest = max(self.largest, n)
+        self.sizes.append(n)
         taken, self.rows = self.rows[:n], self.rows[n:]
         return taken
 
@@ -295,46 +295,64 @@ async def test_async_lists_are_filled(build):
     assert sink.bodies == [4] * 4
 
 
-async def test_finished_rows_do_not_wait_for_slow_ones(build, tmp_path):
+GATED = """
+import threading
+gate, started, calls = threading.Event(), threading.Event(), []
+def f(a):
+    calls.append(a)
+    if a == 3:
+        started.set()
+        gate.wait(60)
+    return a
+"""  # the first take is row 0, the second rows 1 to 8
+
+
+def gated_module():
+    return sys.modules[next(name for name in sys.modules if name.startswith("app"))]
+
+
+async def test_finished_rows_do_not_wait_for_slow_ones(build):
     """A finished row reaches the sink while the next row of the same take is still being worked on."""
-    engine = await build(
-        "import threading\ngate = threading.Event()\ndef f(a):\n    if a: gate.wait(60)\n    return threading and a"
-    )
+    engine = await build(GATED)
     sink = ListSink()
-    sink.wanted = 1
-    running = asyncio.create_task(engine.run(ListFeed(table_rows({"a": 0}, {"a": 1})), sink))
+    sink.wanted = 3
+    running = asyncio.create_task(engine.run(ListFeed(table_rows(*[{"a": n} for n in range(9)])), sink))
     await sink.reached.wait()
-    assert sink.bodies == [0] and engine.stats().in_flight == 1
-    sys.modules[next(name for name in sys.modules if name.startswith("app"))].gate.set()
+    assert sink.bodies == [0, 1, 2] and engine.stats().in_flight == 6
+    gated_module().gate.set()
     await running
-    assert sink.bodies == [0, 1]
+    assert sink.bodies == list(range(9)) and engine.stats().in_flight == 0
 
 
 async def test_cancelling_stops_after_the_row_at_hand(build):
     """A cancelled run returns at once; the thread does not go on to further rows."""
-    engine = await build(
-        "import threading\ngate = threading.Event()\ncalls = []\n"
-        "def f(a):\n    calls.append(a)\n    if a == 1: gate.wait(60)\n    return a"
-    )
-    module = sys.modules[next(name for name in sys.modules if name.startswith("app"))]
+    engine = await build(GATED)
     sink = ListSink()
-    sink.wanted = 1
-    running = asyncio.create_task(engine.run(ListFeed(table_rows(*[{"a": n} for n in range(4)])), sink))
-    await sink.reached.wait()
+    running = asyncio.create_task(engine.run(ListFeed(table_rows(*[{"a": n} for n in range(9)])), sink))
+    await asyncio.to_thread(gated_module().started.wait, 60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    module.gate.set()
+    gated_module().gate.set()
     await engine._thread.submit(lambda: None)  # comes after whatever the thread was at
-    assert module.calls == [0, 1]
+    assert gated_module().calls == [0, 1, 2, 3]
 
 
 async def test_rows_are_taken_in_bulk(build):
-    """A sync function's rows are taken 1,024 at a time."""
+    """A fast function's rows are taken more and more at once, up to the maximum."""
     engine = await build("def f(a): return a")
-    feed, sink = ListFeed(table_rows(*[{"a": n} for n in range(ROWS_MAX + 1)])), ListSink()
+    feed, sink = ListFeed(table_rows(*[{"a": n} for n in range(20 * ROWS_MAX)])), ListSink()
     await engine.run(feed, sink)
-    assert feed.largest == ROWS_MAX == 1024 and sink.bodies == list(range(ROWS_MAX + 1))
+    assert feed.sizes[:2] == [1, 8] and max(feed.sizes) == ROWS_MAX == 1024
+    assert sink.bodies == list(range(20 * ROWS_MAX))
+
+
+async def test_slow_rows_are_taken_few_at_once(build):
+    """Of a slow function no more rows are taken than a pause can wait for."""
+    engine = await build("import threading\ndef f(a): threading.Event().wait(0.1)")
+    feed = ListFeed(table_rows(*[{"a": n} for n in range(6)]))
+    await engine.run(feed, ListSink())
+    assert max(feed.sizes) <= 2
 
 
 async def test_in_flight_bounds_what_is_taken(build):
@@ -342,7 +360,7 @@ async def test_in_flight_bounds_what_is_taken(build):
     engine = await build("def f(a): return a", limits=Limits(in_flight_max=3))
     feed, sink = ListFeed(table_rows(*[{"a": n} for n in range(7)])), ListSink()
     await engine.run(feed, sink)
-    assert feed.largest == 3 and sink.bodies == list(range(7))
+    assert max(feed.sizes) == 3 and sink.bodies == list(range(7))
 
 
 async def test_a_time_limit_needs_an_async_function(build):

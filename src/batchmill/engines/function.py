@@ -21,6 +21,8 @@ from batchmill.types import EngineStats, Limits, ModelSpec, Outcome, Row, RowErr
 from batchmill.wire.forms import usage_of
 
 ROWS_MAX = 1024  # taken from the feed at once
+TAKE_S = 0.25  # so many rows are taken at once as this lasts: they are what a pause has to wait for
+GROWTH_MAX = 8  # from one take to the next
 IN_FLIGHT_DEFAULT = 64  # rows of an async function awaited at once
 PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on the next
 MESSAGE_CHARS_MAX = 2048
@@ -80,25 +82,36 @@ class FunctionEngine:
             await self._run_in_thread(self._calls, feed, sink)
 
     async def _run_in_thread(self, calls: Calls, feed: Feed, sink: Sink) -> None:
-        assert self._thread is not None and self._log is not None
-        while rows := await feed.take(self.stats().in_flight_limit):
+        assert self._log is not None
+        clock = asyncio.get_running_loop().time
+        least, most = calls.loaded.list_rows or 1, self.stats().in_flight_limit
+        size = least
+        while rows := await feed.take(min(size, most)):
             self._log.rotate()
-            self._in_flight = len(rows)
-            done: list[Outcome] = []  # the thread appends, the loop reads: no lock, no wake-up for each row
-            halt: list[bool] = []  # not empty: stop; cheaper to look at for each row than an Event
-            working = self._thread.submit(lambda rows=rows, done=done, halt=halt: calls.answer_all(rows, done, halt))
-            put = 0
-            try:
-                while put < len(rows):
-                    await asyncio.wait({working}, timeout=PUT_EVERY_S)
-                    if working.done():
-                        working.result()  # raises where our own code failed
-                    fresh = done[put:]
-                    put += len(fresh)
-                    self._in_flight -= len(fresh)
-                    sink.put(fresh)
-            finally:
-                halt.append(True)
+            began = clock()
+            await self._answer_in_thread(calls, rows, sink)
+            fitting = len(rows) * TAKE_S / max(clock() - began, 1e-6)
+            size = max(least, min(int(fitting), len(rows) * GROWTH_MAX, ROWS_MAX))
+
+    async def _answer_in_thread(self, calls: Calls, rows: list[Row], sink: Sink) -> None:
+        """Put each row's outcome soon after it is there, while the thread is at the next ones."""
+        assert self._thread is not None
+        self._in_flight = len(rows)
+        done: list[Outcome] = []  # the thread appends, the loop reads: no lock, no wake-up for each row
+        halt: list[bool] = []  # not empty: stop; cheaper to look at for each row than an Event
+        working = self._thread.submit(lambda: calls.answer_all(rows, done, halt))
+        put = 0
+        try:
+            while put < len(rows):
+                await asyncio.wait({working}, timeout=PUT_EVERY_S)
+                if working.done():
+                    working.result()  # raises where our own code failed
+                fresh = done[put:]
+                put += len(fresh)
+                self._in_flight -= len(fresh)
+                sink.put(fresh)
+        finally:
+            halt.append(True)
 
     async def _run_on_loop(self, calls: Calls, feed: Feed, sink: Sink) -> None:
         assert self._log is not None
