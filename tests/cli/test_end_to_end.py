@@ -11,12 +11,13 @@ import pytest
 ROWS = 3000
 MAIN = ("-c", "from batchmill.cli.main import main; main()")
 FUNCTION = """
-import time
+import pathlib, time
+gate = pathlib.Path(__file__).parent / "gate"
 def label(number):
     if number == 7: raise ValueError("seven")
     return number * 2
-def slow(number):
-    time.sleep(0.002)
+def gated(number):
+    if number >= 1000 and not gate.exists(): time.sleep(0.05)
     return number
 """
 
@@ -89,13 +90,14 @@ def test_a_function_that_does_not_load_could_not_run(work, tmp_path):
 
 def test_an_interrupted_run_goes_on(work, tmp_path):
     """Ctrl-C pauses with exit code 130; the same command finishes the rest."""
-    command = ("run", "in.jsonl", "--model", "function:app.py:slow", "-o", "out.jsonl")
+    command = ("run", "in.jsonl", "--model", "function:app.py:gated", "-o", "out.jsonl")
     first = work(*command)
     wait_for(first, "running")
     first.send_signal(signal.SIGINT)
     code, out, err = end(first)
     assert code == 130 and "paused" in out and "to go on: batchmill resume" in err
     assert not (tmp_path / "out.jsonl").exists()
+    (tmp_path / "gate").touch()
     code, _, err = end(work(*command))
     assert code == 0 and "resuming job" in err
     assert outputs(tmp_path / "out.jsonl") == list(range(ROWS))
@@ -103,7 +105,7 @@ def test_an_interrupted_run_goes_on(work, tmp_path):
 
 def test_other_commands_work_beside_a_run(work, tmp_path):
     """While one process runs a job, others list, show, read and pause it, and one of them takes it up again."""
-    running = work("run", "in.jsonl", "--model", "function:app.py:slow", "-o", "out.jsonl")
+    running = work("run", "in.jsonl", "--model", "function:app.py:gated", "-o", "out.jsonl")
     wait_for(running, "running")
     code, out, _ = end(work("jobs", "--json"))
     job = json.loads(out)["job"]
@@ -115,6 +117,7 @@ def test_other_commands_work_beside_a_run(work, tmp_path):
     code, out, _ = end(work("pause", job["id"]))
     assert code == 0 and "paused" in out
     assert end(running)[0] == 4
+    (tmp_path / "gate").touch()
     code, out, err = end(work("resume", job["id"]))
     assert code == 0, err
     code, out, _ = end(work("results", job["id"]))

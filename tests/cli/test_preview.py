@@ -3,6 +3,7 @@
 import json
 
 from batchmill.datasets.orders import SealReport
+from batchmill.jobs.estimate import Estimate, ModelEstimate, Range
 from batchmill.jobs.plan import Explanation, PlanGroup
 from batchmill.types import Problem, Seal, SealedFile
 
@@ -57,4 +58,55 @@ def test_plan_of_a_refused_dataset_lists_its_problems(app, call):
     """Without a plan the problems are shown, with exit code 2."""
     app.report, app.explanation = BAD, None
     result = call("plan", *MODEL)
+    assert result.exit_code == 2 and "/in:3: invalid_json: no" in result.stderr
+
+
+TOKENS, ANSWERS, COST = Range(9e5, 1e6, 1.1e6), Range(16_000, 16_000, 16_000), Range(1.1, 1.234, 1.5)
+ONE = ModelEstimate("m", 900, 100, TOKENS, ANSWERS, COST, COST, "the model's own tokenizer")
+KNOWN = Estimate(
+    rows=1000, run=900, folded=90, rejected=10, sampled=100, input_tokens=TOKENS, output_tokens=ANSWERS,
+    rows_unlimited=0.0, shared_prefix=0.5, cost=COST, cost_input=COST, time_s=75.0, time_s_min=60.0, models=[ONE],
+    notes=["answers are often\x1b[1m shorter"],
+)  # fmt: skip
+
+
+def test_estimate_shows_figures_with_their_ranges(app, call):
+    """Tokens, cost and time are shown with their ranges, then what is not known."""
+    app.report, app.estimate = GOOD, KNOWN
+    result = call("estimate", *MODEL)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "1,000 rows: 900 run, 90 folded into identical ones, 10 refused",
+        "  sample         100 rows read",
+        "  input tokens   1.0M (900.0k to 1.1M)",
+        "  output tokens  16.0k",
+        "  shared prefix  50 % of the input",
+        "  cost           $1.23 ($1.10 to $1.50); the input alone $1.23 ($1.10 to $1.50)",
+        "  time           1:15 min",
+        "                 at least 1:00 min, by the limits per minute",
+        "  counted with   the model's own tokenizer",
+        "note: answers are often shorter",
+    ]
+    assert json.loads(call("estimate", *MODEL, "--json").stdout.splitlines()[-1])["estimate"]["sampled"] == 100
+
+
+def test_estimate_says_what_is_unknown(app, call):
+    """A figure that nobody knows is called unknown; several models are shown one by one."""
+    blank = ModelEstimate("f", 5, 0, None, None, None, None, "")
+    app.report = GOOD
+    app.estimate = Estimate(
+        rows=5, run=5, folded=0, rejected=0, sampled=0, input_tokens=None, output_tokens=None, rows_unlimited=0.0,
+        shared_prefix=None, cost=None, cost_input=None, time_s=None, time_s_min=None, models=[blank, ONE], notes=[],
+    )  # fmt: skip
+    lines = call("estimate", *MODEL).stdout.splitlines()
+    assert lines[1:5] == [
+        "  input tokens   unknown", "  output tokens  unknown", "  cost           unknown", "  time           unknown",
+    ]  # fmt: skip
+    assert lines[6].split() == ["f", "5", "0", "unknown", "unknown", "unknown"]
+
+
+def test_estimate_of_a_refused_dataset_lists_its_problems(app, call):
+    """Without an estimate the problems are shown, with exit code 2."""
+    app.report, app.estimate = BAD, None
+    result = call("estimate", *MODEL)
     assert result.exit_code == 2 and "/in:3: invalid_json: no" in result.stderr

@@ -96,16 +96,21 @@ def done(view: JobView) -> int:
     return view.rows_ok + view.rows_failed
 
 
+def is_phase(view: JobView) -> bool:
+    """It is at something before or after its rows run: `progress` says how far, not the rows."""
+    return view.state in _PHASES or not view.id
+
+
 def share(view: JobView) -> float | None:
     """0..1 of the present phase, or None where nobody knows."""
-    if view.state in _PHASES:
+    if is_phase(view):
         return view.progress
     return min(1.0, done(view) / view.rows) if view.rows else None
 
 
 def headline(view: JobView) -> str:
     """How far the job is."""
-    if view.state in _PHASES:
+    if is_phase(view):
         return "" if view.progress is None else percent(view.progress, 1)
     if not view.rows:
         return ""
@@ -114,7 +119,7 @@ def headline(view: JobView) -> str:
 
 def details(view: JobView) -> list[str]:
     """The figures of a running job that are known, each in a few words."""
-    if view.state in _PHASES:
+    if is_phase(view):
         return []
     parts = [f"{count(view.rows_failed)} failed" if view.rows_failed else ""]
     if view.rows_per_s is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchmill.cli.displays import display_for
+from batchmill.cli.estimates import estimate_lines
 from batchmill.cli.order_options import build_order, order_options
 from batchmill.cli.session import EXIT_OK, EXIT_USAGE, Session
 from batchmill.cli.summary import show_problems
@@ -55,6 +56,29 @@ async def _plan(session: Session, options: dict[str, Any]) -> int:
         session.emit("plan", plan=explanation)
         return EXIT_OK
     for line in plan_lines(explanation):
+        session.print(line)
+    return EXIT_OK
+
+
+@click.command()
+@order_options
+@click.pass_obj
+def estimate(session: Session, **options: Any) -> int:
+    """Estimate tokens, cost and time from a sample of the rows, before anything is spent."""
+    return session.run(_estimate(session, options))
+
+
+async def _estimate(session: Session, options: dict[str, Any]) -> int:
+    config = session.config()
+    order = build_order(session, config, options)
+    with progress_of(session, "estimating") as progress:
+        report, found = await session.app.preview_estimate(order, config, progress)
+    if found is None:
+        return _report(session, report, order)
+    if session.as_json:
+        session.emit("estimate", estimate=found)
+        return EXIT_OK
+    for line in estimate_lines(found):
         session.print(line)
     return EXIT_OK
 
