@@ -1,11 +1,12 @@
 import gzip
 import json
+import sys
 
 import pytest
 import zstandard
 from dataset_rows import openai_row
 
-from batchmill.datasets import formats, layout
+from batchmill.datasets import late, layout
 from batchmill.datasets.formats import columns_schema, detect
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sealed import SealedRows
@@ -92,10 +93,9 @@ def test_unlike_files(write):
 
 def test_parquet_without_pyarrow(write, monkeypatch):
     """Where pyarrow is missing the error names the extra that brings it."""
-    monkeypatch.setitem(formats.READERS, "parquet", "pyarrow_that_is_missing")
-    monkeypatch.setattr(
-        formats.importlib, "import_module", lambda _: (_ for _ in ()).throw(ModuleNotFoundError("", name="pyarrow"))
-    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, late.MODULES["parquet"], raising=False)
     with pytest.raises(InvalidDataset, match=r"pip install 'batchmill\[parquet\]'"):
         found(write(b"PAR1", "x.parquet"))
 

@@ -10,8 +10,8 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets import layout
-from batchmill.datasets.formats import Source, reader
+from batchmill.datasets import late, layout
+from batchmill.datasets.formats import Source
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.orders import Part, Refused
 from batchmill.datasets.sources import describe
@@ -150,7 +150,7 @@ def _pieces(
 ) -> Iterator[Converted]:
     if source.format == "jsonl":
         return (Converted(block) for block in blocks(source.path, source.codec, advance))
-    module = reader(source.format)
+    module = late.load(source.format)
     if source.format == "parquet":
         module.keep_schema(source, home / layout.SCHEMA)
     return module.convert(source, spec, columns, advance)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.datasets import layout
+from batchmill.datasets import late, layout
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sources import describe, kind
 from batchmill.errors import InvalidDataset
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # name -> how the file is written
-# Modules that turn a source into rows: imported only when a dataset is of their format.
-READERS = {"csv": "batchmill.datasets.csv_rows", "parquet": "batchmill.datasets.parquet_rows"}
+CONVERTED = ("csv", "parquet")  # formats that a module of `late` turns into rows
 MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 FIRST_ROWS_MAX = 100  # lines that are tried before the first that can be read
@@ -53,8 +51,8 @@ def detect(spec: DatasetSpec) -> Detected:
     if not sources:
         raise InvalidDataset(f"{_names(spec.paths)} is empty: there is nothing to run", code="empty_file")
     first = sources[0]
-    if first.format in READERS:
-        return Detected(first.format, reader(first.format).columns(first, spec))
+    if first.format in CONVERTED:
+        return Detected(first.format, late.load(first.format).columns(first, spec))
     names = _first_names(sources, spec)
     if spec.format == "openai" or (spec.format is None and _is_openai(names)):
         return Detected("openai", [])
@@ -80,23 +78,11 @@ def classify(spec: DatasetSpec) -> list[Source]:
     return sources
 
 
-def reader(format_: str) -> Any:
-    """The module that reads a format."""
-    try:
-        return importlib.import_module(READERS[format_])
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "pyarrow":
-            raise
-        raise InvalidDataset(
-            "reading Parquet needs pyarrow: pip install 'batchmill[parquet]'", code="missing_dependency"
-        ) from None
-
-
 def columns_schema(home: Path) -> pyarrow.Schema | None:
     """The Arrow schema of the file that was sealed into `home`; None: its format has no types."""
     if not (home / layout.SCHEMA).exists():
         return None
-    return reader("parquet").read_schema(home / layout.SCHEMA)
+    return late.load("parquet").read_schema(home / layout.SCHEMA)
 
 
 def lines_of(source: Source, line_bytes_max: int) -> Iterator[bytes]:

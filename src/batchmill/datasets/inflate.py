@@ -5,14 +5,13 @@ A file may consist of several members or frames, as `cat a.gz b.gz` makes it; on
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Callable, Iterator
 
+from batchmill.datasets import late
 from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
-LATE = {"zstd": "batchmill.datasets.zstd_frames"}  # imported when a file is packed so
 
 Advance = Callable[[int], None]  # told how many bytes of the file have been used
 
@@ -25,7 +24,7 @@ def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
             case "gzip":
                 yield from _gzip(path, raw)
             case "zstd":
-                yield from importlib.import_module(LATE["zstd"]).frames(path, raw)
+                yield from late.load("zstd").frames(path, raw)
             case _:
                 yield from raw
 

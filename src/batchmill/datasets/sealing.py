@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from batchmill.datasets import layout
+from batchmill.datasets import late, layout
 from batchmill.datasets.conversion import Material, convert, copied, in_place
 from batchmill.datasets.fan_out import Crew, validators
 from batchmill.datasets.formats import Detected, classify, detect
@@ -28,7 +27,6 @@ from batchmill.wire.forms import OpenAIForm, TableForm
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 
-LATE = {"duplicates": "batchmill.datasets.duplicates"}  # imported once the validators are at work
 COPY_SHARE = 0.5  # of the progress, where rows are copied or converted first
 
 
@@ -116,15 +114,15 @@ def _material(
     if plain and not spec.copy:
         return in_place(paths), progress
 
-    def early(share: float) -> None:
+    def converting(share: float) -> None:
         progress(share * COPY_SHARE)
 
-    def late(share: float) -> None:
+    def reading(share: float) -> None:
         progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
     if plain:
-        return copied(paths, home, early), late
-    return convert(sources, spec, detected.columns, home, early), late
+        return copied(paths, home, converting), reading
+    return convert(sources, spec, detected.columns, home, converting), reading
 
 
 def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]) -> list[bytes]:
@@ -139,7 +137,7 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
                     tables.add(found, range_.part)
                 case RangeEnd(digest=digest):
                     if isinstance(checkers, Crew) and not digests and tables.has_ids:
-                        importlib.import_module(LATE["duplicates"])
+                        late.load("duplicates")  # numpy loads while the validators are at work
                     digests.append(digest)
                     done += range_.end - range_.start
                     progress(done / total)
@@ -147,7 +145,7 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
 
 
 def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
-    return importlib.import_module(LATE["duplicates"]).find(hashes, rows)
+    return late.load("duplicates").find(hashes, rows)
 
 
 def _digests(source: SealedFile) -> Iterator[bytes]:
