@@ -138,3 +138,12 @@ def test_what_a_crash_left_is_replaced(openai_job, tmp_path):
     (tmp_path / "out.jsonl.part").write_text("half a li")
     stream(openai_job, tmp_path / "out.jsonl", [openai_job.commit(openai_job.block(range(ROWS)))])
     assert (tmp_path / "out.jsonl").read_bytes() == b"".join(openai_job.line(number) for number in range(ROWS))
+
+
+def test_nothing_is_taken_once_discarded(openai_job, tmp_path):
+    """What a thread still offers after the results were given up opens no file again."""
+    gather = StreamingGather(openai_job.segments, tmp_path / "out.jsonl", openai_job.form, ROWS)
+    gather.discard()
+    gather.offer([openai_job.commit(openai_job.block(range(ROWS)))])
+    gather.discard()
+    assert (gather.written, list(tmp_path.iterdir())) == (0, [])

@@ -1,9 +1,13 @@
 """Results of tables: CSV and Parquet, with the input's columns as they were."""
 
 import csv
+import gc
 import gzip
+import hashlib
 import io
 import json
+import resource
+import signal
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -14,9 +18,9 @@ import pytest
 import zstandard
 from finished_job import FinishedJob, quiet
 
-from batchmill.errors import InvalidInput
-from batchmill.jobs import result_columns, result_parquet
-from batchmill.jobs.gathering import gather
+from batchmill.errors import InvalidInput, StorageFull
+from batchmill.jobs import part_file, result_columns, result_parquet
+from batchmill.jobs.gathering import TableSource, create_table, gather
 from batchmill.store.segments import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
 from batchmill.wire.forms import TableForm
@@ -211,3 +215,46 @@ def test_tables_are_written_the_same_each_time(tmp_path, name):
     data = (tmp_path / name).read_bytes()
     assert gather(job.order(tmp_path / name), quiet) == first
     assert ((tmp_path / name).read_bytes(), first.output.bytes, first.output.rows) == (data, len(data), 20)
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_an_abandoned_table_leaves_nothing(tmp_path, name, recwarn):
+    """A table that is given up in the middle is gone, without a word."""
+    (tmp_path / "dataset").mkdir()
+    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, folds=False)
+    table = create_table(name.partition(".")[2], tmp_path / name, source)
+    lines = [b'{"a":%d,"output":1,"error":null}\n' % n for n in range(1000)]
+    table.learn(lines)
+    table.write(lines)
+    table.discard()
+    table.discard()
+    del table
+    gc.collect()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset"]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    """When there is no room for a row group the job pauses for storage, and the part is gone."""
+    monkeypatch.setattr(result_parquet, "GROUP_ROWS", 500)
+    monkeypatch.setattr(result_columns, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(part_file, "BUFFER_BYTES", 1000)
+    (tmp_path / "dataset").mkdir()
+    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, folds=False)
+    table = create_table("parquet", tmp_path / "out.parquet", source)
+    texts = [hashlib.sha256(b"%d" % number).hexdigest().encode() for number in range(4000)]
+    lines = [b'{"a":"%s","output":1,"error":null}\n' % text for text in texts]
+    table.learn(lines)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StorageFull, match="no room"):
+            table.write(lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    table.discard()
+    del table
+    gc.collect()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset"]

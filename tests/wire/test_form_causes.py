@@ -26,7 +26,10 @@ def test_an_error_comes_back(form):
     [
         (b'{"error":{"code":"bad","type":"t","message":"m"}}', RowError("bad", "m")),
         (b'{"error":{"code":null,"type":"t","message":"m"}}', RowError("t", "m")),
-        (b'{"error":{"code":400,"message":"m"}}', RowError("400", "m")),
+        (b'{"error":{"code":400,"message":"m"}}', RowError("http_400", "m")),
+        (b'{"error":{"code":"400","type":"t","message":"m"}}', RowError("t", "m")),
+        (b'{"object":"error","message":"m","type":"t","code":400}', RowError("t", "m")),
+        (b'{"detail":"m"}', RowError("http_400", "m")),
         (b'{"error":"m"}', RowError("http_400", "m")),
         (b'"m"', RowError("http_400", "m")),
         (b"{}", RowError("http_400", "status 400")),

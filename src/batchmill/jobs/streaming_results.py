@@ -39,14 +39,17 @@ class StreamingGather:
         self._waiting: list[tuple[int, int, _Pending]] = []  # a heap by the next row of each block
         self._offered = 0
         self._causes: dict[str, tuple[int, str]] = {}
+        self._discarded = False
         self._lock = Lock()
 
     def offer(self, refs: Iterable[SegmentRef]) -> None:
-        """Take committed ranges over, in any order, each once, and write what can be written.
+        """Take committed ranges over, in any order, each once, and write what can be written; nothing once discarded.
 
         Raises: LedgerBroken when a range is damaged or a row has two outcomes. StorageFull.
         """
         with self._lock:
+            if self._discarded:
+                return
             for ref in refs:
                 for block in read_ref(self._segments, ref):
                     self._take(block)
@@ -55,6 +58,7 @@ class StreamingGather:
     def finish(self) -> Manifest:
         """Publish. Raises: LedgerBroken unless exactly the rows 0..N-1 were written."""
         with self._lock:
+            assert not self._discarded, "results that were discarded are not published"
             if self.written != self.rows or self._waiting:
                 raise LedgerBroken(
                     f"{self.written} of {self.rows} rows could be written to {self._lines.output}: row {self.written} "
@@ -67,8 +71,9 @@ class StreamingGather:
         )
 
     def discard(self) -> None:
-        """Leave nothing behind that was not published. Safe to call twice; nothing can be offered afterwards."""
+        """Leave nothing behind that was not published. Safe to call twice."""
         with self._lock:
+            self._discarded = True
             self._reader.close()
             self._lines.discard()
 

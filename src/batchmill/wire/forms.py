@@ -120,13 +120,13 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         if members.error is not None:
             return members.error
         response = members.response or _FailedResponse()
-        error = response.body.get("error") if isinstance(response.body, dict) else response.body
-        code = message = None
-        if isinstance(error, dict):
-            code, message = error.get("code") or error.get("type"), error.get("message")
-        elif isinstance(error, str):
-            message = error
-        return RowError(str(code or f"http_{response.status_code}"), str(message or f"status {response.status_code}"))
+        body = response.body if isinstance(response.body, dict) else {"error": response.body}
+        error = body.get("error")
+        source = error if isinstance(error, dict) else body
+        names = (source.get("code"), source.get("type"))  # services also put an HTTP status into `code`
+        code = next((name for name in names if isinstance(name, str) and name and not name.isdigit()), None)
+        message = error if isinstance(error, str) else source.get("message") or source.get("detail")
+        return RowError(code or f"http_{response.status_code}", str(message or f"status {response.status_code}"))
 
     @staticmethod
     def _custom_id(raw: bytes) -> bytes:
@@ -181,8 +181,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     def request(self, row: Row) -> Request:
         if self.prompt is None:
             raise InvalidRow(
-                "a table row is no request by itself: say how its columns become one with --prompt "
-                '"… {column} …"',
+                'a table row is no request by itself: say how its columns become one with --prompt "… {column} …"',
                 code="missing_prompt",
             )
         cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
