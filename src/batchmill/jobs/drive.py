@@ -34,8 +34,6 @@ class Drive:
         self._stop: BatchmillError | None = None  # asked to pause before the run began
         self._cancelled = False
         self._child: asyncio.Task[bytes] | None = None
-        self._began = clock.monotonic()
-        self._elapsed_s = 0.0
 
     # -- what others ask ----------------------------------------------------------------------------------------------
 
@@ -73,7 +71,7 @@ class Drive:
         if self._run is None:
             notes = list(dict.fromkeys(each.note for each in stats if each.note))
             return msgspec.structs.replace(view, notes=notes)
-        return add_run(view, self._run, stats, self._clock.monotonic() - self._began)
+        return add_run(view, self._run, stats)
 
     # -- the way ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +162,6 @@ class Drive:
         done = await self._call(self._ledger.progress, self.spec.id, run.generation)
         run.load(done)
         await self._move(JobState.RUNNING)
-        self._began = self._clock.monotonic()
         publishing = Publishing(self.spec, self.files)
         if not done and run.generation == 0:
             publishing.follow(run)
@@ -180,17 +177,16 @@ class Drive:
             raise
         finally:
             await self._dispatcher.remove(run)
-            await self._keep_time()
+            await self._keep_time(run)
             self._run = None
         if ending.cancelled:
             await publishing.abandon()
         await self._move(JobState.CANCELLING if ending.cancelled else JobState.FINALIZING)
         await self._publish(publishing, cancelled=ending.cancelled)
 
-    async def _keep_time(self) -> None:
-        spent = self._clock.monotonic() - self._began
+    async def _keep_time(self, run: JobRun) -> None:
         record = await self._call(self._ledger.job, self.spec.id)
-        await self._call(self._ledger.note, self.spec.id, elapsed_s=record["elapsed_s"] + spent)
+        await self._call(self._ledger.note, self.spec.id, elapsed_s=record["elapsed_s"] + run.elapsed_s)
 
     async def _publish(self, publishing: Publishing, *, cancelled: bool) -> None:
         """Write the results of a job that is finalizing or being cancelled, and end it."""

@@ -38,6 +38,8 @@ class JobRun:
     def __init__(self, spec: JobSpec, generation: int, plan: PlanReader, *, files: JobFiles, clock: Clock) -> None:
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
         self.rates = Rates(clock)
+        self._clock = clock
+        self._began: float | None = None  # when the first rows were handed out
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
         self._shards: dict[int, Shard] = {}
@@ -48,7 +50,6 @@ class JobRun:
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
         self.rows_left = plan.leaders
         self.cost = 0.0
-        self.rates.start()
 
     def load(self, done: dict[int, int]) -> None:
         """Make the shards ready, given how many rows of each are done."""
@@ -61,6 +62,11 @@ class JobRun:
                 self._done[shard.number] = finished
                 self._ready[shard.model].append(shard)
         self._end_if_complete()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the first rows were handed out; a model that takes long to start is not counted."""
+        return 0.0 if self._began is None else self._clock.monotonic() - self._began
 
     # -- giving out ---------------------------------------------------------------------------------------------------
 
@@ -79,6 +85,9 @@ class JobRun:
 
     def grant(self, shard: Shard, standing: Standing) -> Grant:
         """The message that hands over what is undone of a shard."""
+        if self._began is None:
+            self._began = self._clock.monotonic()
+            self.rates.start()
         self._held[shard.number].epoch = standing.lease.epoch
         left = undone(standing.bitmap, shard.hi - shard.lo)
         numbers = self.plan.row_numbers(shard.lo, shard.hi)

@@ -44,13 +44,13 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
     )
 
 
-def add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats], elapsed_s: float) -> JobView:
+def add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobView:
     """The same job with its rates, the time left and what its engines say."""
     rates = run.rates.now()
     rows_per_s, input_per_s, output_per_s = rates or (None, None, None)
     return msgspec.structs.replace(
         view,
-        elapsed_s=view.elapsed_s + elapsed_s,
+        elapsed_s=view.elapsed_s + run.elapsed_s,
         rows_per_s=rows_per_s,
         input_tokens_per_s=input_per_s,
         output_tokens_per_s=output_per_s,
