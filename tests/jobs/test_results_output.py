@@ -4,6 +4,7 @@ import hashlib
 import os
 import resource
 import signal
+import sys
 
 import pytest
 from written_dataset import RowKeys, write_dataset
@@ -46,6 +47,14 @@ def test_requests_become_jsonl_only(tmp_path):
         with pytest.raises(InvalidInput, match=r"out\.jsonl"):
             check_output(str(tmp_path / name), "openai")
         check_output(str(tmp_path / name), "csv")
+
+
+def test_parquet_needs_its_library_before_a_row_runs(tmp_path, monkeypatch):
+    """Without pyarrow a Parquet output is refused when the job is submitted, not when it has ended."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidInput, match="pip install"):
+        check_output(str(tmp_path / "out.parquet"), "csv")
+    check_output(str(tmp_path / "out.csv"), "csv")
 
 
 def test_an_output_needs_a_place(tmp_path):

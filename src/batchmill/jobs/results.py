@@ -6,6 +6,7 @@ The rows themselves are written by `streaming_results` while a job runs, and by 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from msgspec import Struct
@@ -79,6 +80,11 @@ def check_output(path: str, format: str) -> None:
             f"results of OpenAI batch rows are JSONL: name the output {str(output.with_suffix('.jsonl'))!r}, or give "
             "the input as a table",
             code="invalid_output",
+        )
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise InvalidInput(
+            "writing Parquet needs pyarrow: pip install 'batchmill[parquet]', or name the output .csv or .jsonl",
+            code="missing_dependency",
         )
     if output.is_dir():
         raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
