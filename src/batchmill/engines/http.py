@@ -1,24 +1,23 @@
 """The engine for a service that speaks OpenAI's HTTP API, remote or on this machine.
 
-Owns the connections: sends calls, reads replies, and translates aiohttp's failures. When calls go and which are tried
-again is decided in `pacing` and `retry`.
+Owns what a call and its reply mean. When calls go and which are tried again is decided in `pacing` and `retry`; the
+connections are those of `h1`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
-import aiohttp
-
 import batchmill
+from batchmill.engines import h1
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.deadlines import Deadlines
 from batchmill.engines.dispatch import Dispatch
+from batchmill.engines.h1_reply import BadReply
 from batchmill.engines.outgoing import Call, Composer
 from batchmill.engines.pacing import IN_FLIGHT_CEILING, Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
@@ -29,8 +28,6 @@ from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import EngineStats, ModelSpec, Outcome, RowError
 
 IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
-KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
-BODY_COPY_MAX = 512 * 1024  # larger bodies go out as a stream, so that one does not hold up the loop
 FILES_SPARE = 128  # descriptors left for everything that is no connection
 OPENAI_HOST = "api.openai.com"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -57,7 +54,7 @@ class HttpEngine:
         self._headers = {name[7:]: arguments.pop(name) for name in list(arguments) if name.startswith("header.")}
         self._refuse_unknown(arguments)
         self._secrets: list[bytes] = []  # what no reply may repeat into a result file
-        self._session: aiohttp.ClientSession | None = None
+        self._client: h1.Client | None = None
         self._deadlines = Deadlines(self._limits.attempt_timeout_s)
         ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
         self._pacer = Pacer(
@@ -69,15 +66,16 @@ class HttpEngine:
 
         Raises: ModelFailed when a key is missing.
         """
-        # The time of a whole call is kept by `Deadlines`.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_timeout_s)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._common_headers(),
-            timeout=timeout,
-            trust_env=False,
+        self._composer.set_headers(self._common_headers())
+        service = h1.Service(
+            host=self._composer.host,
+            port=self._composer.port,
+            is_tls=self._composer.is_tls,
+            connect_timeout_s=self._limits.connect_timeout_s,
+            idle_timeout_s=self._idle_timeout_s,
+            body_bytes_max=REPLY_BYTES_MAX,
         )
+        self._client = h1.Client(service)
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         dispatch = Dispatch(
@@ -86,9 +84,10 @@ class HttpEngine:
         await dispatch.run(feed, sink)
 
     async def stop(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+            await asyncio.sleep(0)  # the turn in which the loop closes the sockets
 
     def stats(self) -> EngineStats:
         window = self._pacer.window
@@ -102,7 +101,13 @@ class HttpEngine:
             raise ModelFailed("the http engine runs no interpreter: leave `python` out", code="unknown_argument")
 
     def _common_headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "User-Agent": f"batchmill/{batchmill.__version__}"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            # On this machine or beside it packing costs more than it saves.
+            "Accept-Encoding": "gzip, deflate" if self._composer.is_tls else "identity",
+            "User-Agent": f"batchmill/{batchmill.__version__}",
+        }
         reference = self._model.api_key
         if reference is None and self._composer.host == OPENAI_HOST:
             reference = "env:OPENAI_API_KEY"
@@ -120,80 +125,49 @@ class HttpEngine:
 
     async def _send(self, call: Call) -> Outcome | Fault:
         """One call and what became of it."""
-        task = call.task
-        assert task is not None
+        task, client = call.task, self._client
+        assert task is not None and client is not None, "start() comes first"
         self._deadlines.begin(task)
         try:
-            response, body = await self._exchange(call)
+            received = await client.post(call.head, call.body)
         except asyncio.CancelledError:
             if self._deadlines.is_late(task):
                 return self._translate(TimeoutError())
             raise
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except OSError as error:
             return self._translate(error)
         finally:
             self._deadlines.end(task)
-        request_id = response.headers.get("x-request-id")
+        status, headers, body = received.status, received.headers, received.body
+        request_id = headers.get("x-request-id")
         if body is None:
             text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
             return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
-        reply = read_reply(response.status, body)
+        reply = read_reply(status, body)
         if is_result(reply):
             return reply.ok(call.row, request_id)
         for secret in self._secrets:
             if secret in body:
                 body = body.replace(secret, b"***")
-                reply = read_reply(response.status, body)
-        return judge(reply, response.headers, self._clock.now(), request_id=request_id)
+                reply = read_reply(status, body)
+        return judge(reply, headers, self._clock.now(), request_id=request_id)
 
-    async def _exchange(self, call: Call) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Send a call and read the whole reply, decoded; None for one that is too large."""
-        assert self._session is not None, "start() comes first"
-        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
-        response = await self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False)
-        try:
-            is_small = (response.content_length or REPLY_BYTES_MAX) < REPLY_BYTES_MAX
-            if is_small and response.content.is_eof() and "Content-Encoding" not in response.headers:
-                body = await response.read()
-            else:
-                body = await self._read_pieces(response.content)
-        except BaseException:
-            response.close()
-            raise
-        if body is None:
-            response.close()
-        return response, body
-
-    async def _read_pieces(self, content: aiohttp.StreamReader) -> bytes | None:
-        pieces, total = [], 0
-        async with asyncio.timeout(self._idle_timeout_s) as idle:
-            while piece := await content.readany():
-                total += len(piece)
-                if total > REPLY_BYTES_MAX:
-                    return None
-                pieces.append(piece)
-                idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
-        return b"".join(pieces)
-
-    def _translate(self, error: Exception) -> Fault:
+    def _translate(self, error: OSError) -> Fault:
         where = self._composer.address
         match error:
-            case aiohttp.ConnectionTimeoutError():
-                text = f"no connection to {where} within {self._limits.connect_timeout_s:g} s"
-                return Fault(Kind.UNREACHABLE, RowError("connection_failed", text))
-            case aiohttp.ClientConnectorError():
+            case h1.Unreachable():
                 return Fault(Kind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
             case TimeoutError():
                 text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
                 return Fault(Kind.TRANSIENT, RowError("timeout", text))
-            case aiohttp.ServerDisconnectedError():
+            case h1.Disconnected():
                 # Most often a kept-alive connection that the service closed at this very moment: try again at once.
-                text = f"{where} closed the connection without a reply"
+                text = f"{where} ended the connection without a reply: {error}"
                 return Fault(Kind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
-            case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
-                return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} broke off: {error}"))
+            case BadReply():
+                return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
             case _:
-                text = f"the connection to {where} broke: {error or type(error).__name__}"
+                text = f"the connection to {where} broke: {error}"
                 return Fault(Kind.TRANSIENT, RowError("connection_failed", text))
 
 

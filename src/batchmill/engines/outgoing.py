@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -16,17 +17,22 @@ from batchmill.wire.forms import with_model
 OPENAI_URL = "https://api.openai.com/v1"
 ADDRESSES_MAX = 64
 
+_PATH = re.compile(r"/v1/[A-Za-z0-9._~/%-]{1,500}")
+_TARGET = re.compile(r"[!-~]{0,1000}")
+_TOKEN = re.compile(
+    r"[A-Za-z0-9!#$&'*+.^_`|~-]{1,100}"
+)  # a header's name; `%` is left out, as names are templates here
+
 
 class Call:
     """One row on its way to a service, over all of its attempts."""
 
-    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "task", "url")
+    __slots__ = ("attempts", "body", "charged", "head", "row", "sent_at", "since", "task")
 
-    def __init__(self, row: Row, url: str, body: bytes, headers: dict[str, str] | None) -> None:
+    def __init__(self, row: Row, head: bytes, body: bytes) -> None:
         self.row = row
-        self.url = url
+        self.head = head  # of the HTTP request, but for the length of its body
         self.body = body
-        self.headers = headers
         self.attempts = 0  # calls that failed and count
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
@@ -50,17 +56,31 @@ class Composer:
         self._source = model.source
         # A row may name the model as batchmill does; the service knows it by its own name.
         self._own_name = model.name if model.name not in model.adapters else model.source
-        self._idempotency_header = idempotency_header
-        self._addresses: dict[str, str] = {}
+        self._key_head = None if idempotency_header is None else header_line(idempotency_header, "%s").encode()
+        self._common = b""
+        self._heads: dict[str, bytes] = {}
 
     @property
     def host(self) -> str:
-        return self._base.hostname or ""
+        return (self._base.hostname or "").encode("idna").decode()
+
+    @property
+    def port(self) -> int:
+        return self._base.port or (443 if self.is_tls else 80)
+
+    @property
+    def is_tls(self) -> bool:
+        return self._base.scheme == "https"
 
     @property
     def address(self) -> str:
         """The service, for messages."""
         return f"{self._base.scheme}://{self._base.netloc}"
+
+    def set_headers(self, headers: dict[str, str]) -> None:
+        """What every call carries besides. Raises: ModelFailed for what is no header."""
+        self._common = "".join(header_line(name, value) for name, value in headers.items()).encode()
+        self._heads.clear()
 
     def call(self, row: Row) -> Call:
         """The call a row asks for.
@@ -68,30 +88,41 @@ class Composer:
         Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
         """
         request = row.form.request(row)
-        head = _head.decode(request.body)
         body = request.body
-        if not head.model or (head.model == self._own_name and head.model != self._source):
+        fields = _head.decode(body)
+        if not fields.model or (fields.model == self._own_name and fields.model != self._source):
             body = with_model(body, self._source)
-        if head.stream:
+        if fields.stream:
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
-        url = self._addresses.get(request.url) or self._join(request.url)
-        key = None if self._idempotency_header is None else getattr(row.lease, "key", None)
+        head = self._heads.get(request.url) or self._make_head(request.url)
+        key = None if self._key_head is None else getattr(row.lease, "key", None)
         if key is None:
-            return Call(row, url, body, None)
+            return Call(row, head, body)
         digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
-        return Call(row, url, body, {self._idempotency_header: digest})
+        return Call(row, head + self._key_head % digest.encode(), body)
 
-    def _join(self, path: str) -> str:
-        """`/v1/chat/completions` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
+    def _make_head(self, path: str) -> bytes:
+        """The request for `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
         it; one that is a host alone is taken to mean `/v1`."""
-        if not path.startswith("/v1/") or "?" in path or "#" in path or ".." in path:
-            raise InvalidRow(f"`url` is {path!r}, which is no path of an OpenAI-style service", code="invalid_url")
+        if not _PATH.fullmatch(path) or ".." in path:
+            raise InvalidRow(
+                f"`url` is {path[:100]!r}, which is no path of an OpenAI-style service", code="invalid_url"
+            )
         base = self._base
-        joined = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1")
-        url = base._replace(path=joined).geturl()
-        if len(self._addresses) < ADDRESSES_MAX:
-            self._addresses[path] = url
-        return url
+        target = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1") + (f"?{base.query}" if base.query else "")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = host if base.port is None else f"{host}:{base.port}"
+        head = b"POST %s HTTP/1.1\r\nHost: %s\r\n%s" % (target.encode(), host.encode(), self._common)
+        if len(self._heads) < ADDRESSES_MAX:
+            self._heads[path] = head
+        return head
+
+
+def header_line(name: str, value: str) -> str:
+    """Raises: ModelFailed for a name or value that would not be one header."""
+    if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
+        raise ModelFailed(f"{name!r} with its value is no HTTP header: both must be plain text", code="invalid_header")
+    return f"{name}: {value}\r\n"
 
 
 def read_base_url(model: ModelSpec) -> SplitResult:
@@ -100,6 +131,8 @@ def read_base_url(model: ModelSpec) -> SplitResult:
     try:
         base = urlsplit(text)
         is_usable = base.scheme in ("http", "https") and bool(base.hostname) and (base.port is None or base.port > 0)
+        is_usable = is_usable and _TARGET.fullmatch(base.path + base.query) is not None
+        (base.hostname or "").encode("idna")
     except ValueError:
         is_usable = False
     if not is_usable:

@@ -81,10 +81,10 @@ def is_result(reply: Reply) -> bool:
 def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: str | None = None) -> Fault:
     """Sort a reply that was received in full and is no result: see `is_result`.
 
-    Args: `headers`, looked up without regard to case; `now` in seconds since the epoch, for a header's date.
+    Args: `headers`, with names in lower case; `now` in seconds since the epoch, for a header's date.
     """
     if 300 <= reply.status < 400:
-        target = headers.get("Location", "nowhere").partition("?")[0]
+        target = headers.get("location", "nowhere").partition("?")[0]
         error = RowError("redirected", f"the service redirects to {target}, and calls are not redirected")
         return Fault(Kind.PERMANENT, error, reply, None, request_id)
     if reply.status < 300:
@@ -103,7 +103,7 @@ def rest_asked(headers: Mapping[str, str], now: float) -> float | None:
     """Seconds for which a reply's headers ask to be left alone; None: they do not say, or nothing believable."""
     return (
         _seconds(headers.get("retry-after-ms"), 0.001)
-        or _retry_after(headers.get("Retry-After"), now)
+        or _retry_after(headers.get("retry-after"), now)
         or _reset_of_what_ran_out(headers)
     )
 
@@ -142,7 +142,7 @@ def _kind(reply: Reply, headers: Mapping[str, str]) -> Kind:
     if status == 403:
         text = f"{code} {reply.error.message if reply.error else ''}".lower()
         return Kind.PERMANENT if any(mark in text for mark in _CONTENT_MARKS) else Kind.AUTH
-    has_rest = "Retry-After" in headers or "retry-after-ms" in headers
+    has_rest = "retry-after" in headers or "retry-after-ms" in headers
     if status in (429, OVERLOADED) or (status == 503 and has_rest):
         return Kind.THROTTLED
     return Kind.TRANSIENT if status >= 500 or status in _RETRIED else Kind.PERMANENT
