@@ -179,3 +179,10 @@ def test_a_prompt_does_not_fit_requests(write, sealed):
     with pytest.raises(InvalidDataset, match="does not fit") as caught:
         sealed(write([openai_row("a")]), form=TableForm(prompt="{a}"))
     assert caught.value.code == "form_mismatch"
+
+
+def test_a_table_needs_a_prompt(write, sealed):
+    """A table for a language model, and no prompt, is refused once and not on every row."""
+    with pytest.raises(InvalidDataset, match="--prompt") as caught:
+        sealed(write([b'{"a":1}']), **LLM)
+    assert caught.value.code == "missing_prompt"

@@ -112,7 +112,7 @@ class Inspector:
         starts = array("Q", accumulate(lengths[:-1], initial=start))
         limits = {"length_max": self._order.dataset.line_bytes_max, "depth_max": self._order.dataset.depth_max}
         harmless = text_rules.is_harmless(text, lines, lengths, **limits)
-        ids = self._rules.bulk(text, lines) if harmless else None
+        ids = self._rules.bulk(lines) if harmless else None
         if ids is not None:
             found = Findings(starts, array("q", map(hash, ids)), [], None)
         else:

@@ -93,6 +93,12 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
             "was asked for: a prompt is for the columns of a table",
             code="form_mismatch",
         )
+    if isinstance(form, TableForm) and form.prompt is None and order.urls[order.default[0]] is not None:
+        raise InvalidDataset(
+            "the rows are a table, and no requests by themselves: say how its columns become one with --prompt "
+            '"… {column} …"',
+            code="missing_prompt",
+        )
     order = msgspec.structs.replace(order, form=form)
     try:
         check_form(order)

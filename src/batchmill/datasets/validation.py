@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from batchmill.datasets import bodies
 from batchmill.datasets.orders import SealOrder
@@ -35,7 +35,7 @@ class Checked(Struct, gc=False):
 class Rules(Protocol):
     has_ids: bool  # each row has a custom_id of its own
 
-    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+    def bulk(self, lines: list[bytes]) -> list[str] | None:
         """The custom_ids of lines that are all good rows ([] for tables); None: look at each line."""
 
     def check(self, line: bytes) -> Checked:
@@ -47,7 +47,7 @@ class _Object(Struct, gc=False):
 
 
 class _Envelope(Struct, forbid_unknown_fields=True, gc=False):
-    custom_id: str
+    custom_id: Annotated[str, Meta(min_length=1, max_length=CUSTOM_ID_CHARS_MAX)]
     url: str
     body: _Object
     method: Literal["POST"] = "POST"
@@ -90,7 +90,7 @@ class OpenAIRules:
         # One function takes what it is given: what its rows hold is its own business, their model too.
         self._envelope_only = order.urls == [None] and not order.keys
 
-    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+    def bulk(self, lines: list[bytes]) -> list[str] | None:
         if not self._envelope_only:
             return None
         try:
@@ -98,9 +98,9 @@ class OpenAIRules:
         except DECODE_ERRORS:
             return None
         ids = [row.custom_id for row in rows]
-        if "" in ids or max(map(len, ids)) > CUSTOM_ID_CHARS_MAX or b"\\u0000" in text:
+        if "\0" in "".join(ids) or not all(map(_is_path, {row.url for row in rows})):
             return None
-        return ids if all(map(_is_path, {row.url for row in rows})) else None
+        return ids
 
     def check(self, line: bytes) -> Checked:
         try:
@@ -165,7 +165,7 @@ class TableRules:
         self._resolver = OpenAIRules(order)
         self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> what is wrong with them
 
-    def bulk(self, text: bytes, lines: list[bytes]) -> list[str] | None:
+    def bulk(self, lines: list[bytes]) -> list[str] | None:
         if self._order.keys:
             return None
         try:
