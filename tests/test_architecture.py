@@ -16,14 +16,14 @@ PARAMETERS_MAX = 9
 
 # A module may import from its own row and the rows above it.
 ROWS = {
-    1: ("types", "states", "errors"),
+    1: ("types", "states", "errors", "faults"),
     2: ("ports", "config", "wire"),
     3: ("datasets", "models", "store"),
     4: ("engines", "executors"),
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console"),
-    8: ("app", "cli"),
+    8: ("app", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
@@ -37,7 +37,7 @@ NEVER = {
     "server": {"dialects"},
     "dialects": {"console", "store", "datasets", "engines"},
     "console": {"dialects", "store", "datasets", "engines"},
-    "app": {"cli"},
+    "app": {"cli", "__main__"},
 }
 # The plug-ins of a package: they never import one another, and the jobs know none of them by name.
 PLUGINS = {
@@ -56,6 +56,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.app, once a command is called",
+    "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.jobs.offload._main": "the jobs of a child process, named on its command line",

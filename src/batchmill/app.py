@@ -16,7 +16,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
-from batchmill.jobs.control import ControlClient, OwnerGone, serve
+from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.estimate import Estimate
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.plan import Explanation
@@ -27,7 +27,7 @@ from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
-TAKEOVER_TRIES = 300
+TAKEOVER_TRIES = 1200
 
 Progress = Callable[[float], None]
 
@@ -38,7 +38,7 @@ class Owner:
     def __init__(self, data_dir: Path, lock: int) -> None:
         self._data_dir, self._lock = data_dir, lock
         self.jobs: JobService | None = None
-        self._server: asyncio.Server | None = None
+        self._server: ControlServer | None = None
 
     async def open(self) -> None:
         executor = LocalExecutor(self._data_dir / "workers")
@@ -46,13 +46,14 @@ class Owner:
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.jobs = JobService(self._data_dir, ledger, executor, SystemClock())
         await self.jobs.recover()
-        self._server = await serve(self.jobs, self._data_dir / SOCKET)
+        self._server = ControlServer(self.jobs, self._data_dir / SOCKET)
+        await self._server.open()
 
     async def close(self, *, at_once: bool) -> None:
         """Pause what runs; guests notice and one of them takes over."""
         try:
             if self._server is not None:
-                self._server.close()
+                await self._server.close()
             if self.jobs is not None:
                 await self.jobs.close(at_once=at_once)
         finally:

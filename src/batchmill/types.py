@@ -208,20 +208,6 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     budget: float | None = None  # USD
 
 
-class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's description, written as `job.json` before any row runs."""
-
-    id: str
-    dataset: DatasetSpec
-    models: list[ModelSpec]  # models[0] is the default
-    form: Any  # a wire.forms.Form
-    policy: Policy
-    output: str | None  # absolute path of the result file, None: kept with the job
-    identity: str  # sha256 of what makes it this job and no other, but for the bytes of input and code
-    code: dict[str, str]  # model name -> sha256 of its function's source
-    created: float  # seconds since the epoch, UTC
-
-
 class JobView(Struct, frozen=True):
     """A job as people and clients see it: derived from committed records only."""
 

@@ -90,7 +90,7 @@ def test_usage_errors_exit_with_2(call, args, told):
         ({"state": "cancelled", "rows_ok": 4}, 3),
         ({"state": "failed", "reason": "invalid_dataset"}, 2),
         ({"state": "failed", "reason": "not_jsonl", "problems_total": 1}, 2),
-        ({"state": "failed", "reason": "model_failed"}, 1),
+        ({"state": "failed", "reason": "empty_file"}, 2),
         ({"state": "paused", "reason": "budget", "rows_ok": 3}, 4),
         ({"state": "paused", "reason": "quota"}, 4),
         ({"state": "paused", "reason": "storage_full"}, 4),

@@ -41,7 +41,8 @@ class Desk:
 
     def __init__(self, job: OpenJob, tmp_path) -> None:
         self.job, self.wants, self.commits, self.changed, self.broken = job, 0, [], [], []
-        self.feed = GrantFeed(want=self._want, changed=lambda *it: self.changed.append(it), suspect=tmp_path / "suspect")
+        changed = self.changed
+        self.feed = GrantFeed(want=self._want, changed=lambda *it: changed.append(it), suspect=tmp_path / "suspect")
         self.recorder = Recorder(commit=self.commits.append, settled=self.feed.settled, broken=self.broken.append)
 
     def _want(self) -> None:

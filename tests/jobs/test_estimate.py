@@ -14,8 +14,9 @@ from batchmill.jobs import estimate as estimating
 from batchmill.jobs.estimate import Estimate, EstimateOrder, Range, estimate, estimate_offloaded
 from batchmill.jobs.plan import PlanOrder, make
 from batchmill.jobs.prompt_tokens import ByLength, RowTokens, tokens_of
-from batchmill.types import DatasetSpec, JobSpec, Limits, ModelSpec, Policy, Price, Request
+from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price, Request
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.job_spec import JobSpec
 
 PRICE = Price(input=2.0, output=10.0)
 

@@ -13,8 +13,9 @@ from batchmill.jobs.ledger import Ledger, Verdict, mask_of, open_ledger, undone
 from batchmill.states import JobState
 from batchmill.store import tables
 from batchmill.store.segments import pack_positions
-from batchmill.types import Commit, DatasetSpec, JobSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
+from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
 
 SHARD = Shard(0, 100, 120, 0)
 

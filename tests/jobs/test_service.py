@@ -14,7 +14,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
-CODE = '''
+CODE = """
 import os, signal, time
 def double(n):
     return 2 * n
@@ -29,7 +29,7 @@ def deadly(n):
 def slow(n):
     time.sleep(0.02)
     return n
-'''
+"""
 ROWS = 200
 
 
@@ -67,11 +67,7 @@ def order(folder, function: str = "double", **more) -> JobOrder:
 
 
 async def end_of(service: JobService, job_id: str) -> JobView:
-    view = None
-    async for view in service.watch(job_id, 0.05):
-        pass
-    assert view is not None
-    return view
+    return [view async for view in service.watch(job_id, 0.05)][-1]
 
 
 def answers(folder, name: str = "out.jsonl") -> dict[str, object]:

@@ -43,7 +43,7 @@ def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
         case JobState.CANCELLED:
             return EXIT_ROWS_FAILED
         case JobState.FAILED:
-            return EXIT_USAGE if view.problems_total or (view.reason or "").startswith("invalid_") else EXIT_FAILED
+            return EXIT_USAGE  # a job fails for what it was given, and for nothing else
     if was_interrupted or view.reason == PauseReason.INTERRUPTED:
         return EXIT_INTERRUPTED
     if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:

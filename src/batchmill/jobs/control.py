@@ -73,26 +73,48 @@ class OwnerGone(ConnectionError):
     """The process that owned the data directory has ended."""
 
 
-async def serve(jobs: Jobs, path: Path) -> asyncio.Server:
-    """Answer calls on the socket at `path`, which only this user may open."""
+class ControlServer:
+    """Answers calls on the socket at `path`, which only this user may open."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+    def __init__(self, jobs: Jobs, path: Path) -> None:
+        self._jobs, self._path = jobs, path
+        self._server: asyncio.Server | None = None
+        self._guests: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        self._path.unlink(missing_ok=True)
+        with _short(self._path) as name:
+            self._server = await asyncio.start_unix_server(self._welcome, name, limit=2**20)
+        os.chmod(self._path, 0o600)
+
+    def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        guest = asyncio.create_task(self._answer(reader, writer))
+        self._guests.add(guest)
+        guest.add_done_callback(self._guests.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
             while (data := await messages.read(reader)) is not None:
                 try:
-                    async for reply in _replies(jobs, _call.decode(data)):
+                    async for reply in _replies(self._jobs, _call.decode(data)):
                         writer.write(messages.pack(reply))
                         await writer.drain()
                 except BatchmillError as error:
                     writer.write(messages.pack(Raised.of(error)))
                 await writer.drain()
-        writer.close()
+        except ConnectionError:
+            pass  # the guest left; what it asked for goes on
+        finally:
+            writer.close()
 
-    path.unlink(missing_ok=True)
-    with _short(path) as name:
-        server = await asyncio.start_unix_server(answer, name, limit=2**20)
-    os.chmod(path, 0o600)
-    return server
+    async def close(self) -> None:
+        """Hang up on every guest: it notices, and may become the owner."""
+        if self._server is not None:
+            self._server.close()
+        for guest in self._guests:
+            guest.cancel()
+        if self._guests:
+            await asyncio.wait(self._guests)
 
 
 async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIterator[Struct]:

@@ -57,7 +57,8 @@ class Dispatcher:
         """Let a run's shards go to workers."""
         self._runs[run.spec.id] = run
         for model in run.spec.models:
-            failure = self._pools[_pool_key(model)].failure
+            pool = self._pools.get(_pool_key(model))
+            failure = None if pool is None else pool.failure
             if failure is not None:
                 run.pause(JobPaused(failure.message, reason=PauseReason(failure.reason)))
         self._work.set()

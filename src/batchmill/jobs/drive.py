@@ -21,7 +21,8 @@ from batchmill.jobs.publishing import Publishing
 from batchmill.jobs.views import add_run
 from batchmill.ports import Clock
 from batchmill.states import JobState, PauseReason
-from batchmill.types import JobSpec, JobView
+from batchmill.types import JobView
+from batchmill.wire.job_spec import JobSpec
 
 
 class Drive:
@@ -82,7 +83,6 @@ class Drive:
 
     async def run(self) -> None:
         """Take the job as far as it goes."""
-        self._dispatcher.reserve(self.spec.id, self.spec.models)
         at_once = False
         try:
             await self._go()
@@ -115,6 +115,7 @@ class Drive:
     async def _prepare(self) -> bool:
         """Seal and plan. False when the dataset was refused or the job cancelled meanwhile."""
         self._raise_if_stopped()
+        self._dispatcher.reserve(self.spec.id, self.spec.models)  # they get ready while the rows are read
         order = PrepareOrder(self.spec, str(self.files.dataset), str(self.files.plan(0)))
         work = offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(order), self._show)
         answer = await self._offloaded(work)
@@ -161,6 +162,8 @@ class Drive:
         run.cost += sum(cost or 0.0 for _, cost in adopted)
         done = await self._call(self._ledger.progress, self.spec.id, run.generation)
         run.load(done)
+        if run.rows_left:
+            self._dispatcher.reserve(self.spec.id, self.spec.models)
         await self._move(JobState.RUNNING)
         publishing = Publishing(self.spec, self.files)
         if not done and run.generation == 0:

@@ -17,8 +17,9 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InvalidRow
 from batchmill.jobs.plan import PlanReader, TargetPlan
 from batchmill.jobs.prompt_tokens import Counter, RowTokens, counter_for, tokens_of
-from batchmill.types import JobSpec, ModelSpec, Row, Usage
-from batchmill.wire.forms import Form, TableForm
+from batchmill.types import ModelSpec, Row, Usage
+from batchmill.wire.forms import TableForm
+from batchmill.wire.job_spec import JobSpec
 
 SAMPLE_ROWS = 1000  # of all models together, at most
 SAMPLE_BYTES = 16 * 1024 * 1024
@@ -80,9 +81,7 @@ class Estimate(Struct, frozen=True):
 
 def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: EstimateOrder in, Estimate out, both as JSON."""
-    asked = msgspec.json.decode(order, type=EstimateOrder)
-    spec = msgspec.structs.replace(asked.spec, form=msgspec.convert(asked.spec.form, Form))
-    return msgspec.json.encode(estimate(msgspec.structs.replace(asked, spec=spec), progress))
+    return msgspec.json.encode(estimate(msgspec.json.decode(order, type=EstimateOrder), progress))
 
 
 def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimate:

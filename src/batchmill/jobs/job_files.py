@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.store.segments import sync_folder
-from batchmill.types import JobSpec
+from batchmill.wire.job_spec import JobSpec
 
 
 class JobFiles:

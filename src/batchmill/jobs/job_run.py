@@ -15,8 +15,9 @@ from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.rates import Rates
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.types import Commit, JobSpec, Shard
+from batchmill.types import Commit, Shard
 from batchmill.wire import messages
+from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Grant
 
 CRASHES_MAX = 3  # workers that may die on one row before it is given up

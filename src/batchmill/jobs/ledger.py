@@ -19,7 +19,8 @@ from batchmill.states import NEXT, JobState
 from batchmill.store import tables
 from batchmill.store.segments import unpack_positions
 from batchmill.store.tables import commits, error_counts, jobs, shards
-from batchmill.types import Commit, JobSpec, Lease, SegmentRef, Shard
+from batchmill.types import Commit, Lease, SegmentRef, Shard
+from batchmill.wire.job_spec import JobSpec
 
 
 class Standing(Struct, frozen=True):

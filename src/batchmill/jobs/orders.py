@@ -15,9 +15,10 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.results import check_output
 from batchmill.models import functions
-from batchmill.types import JobOrder, JobSpec, ModelSpec, Seal
+from batchmill.types import JobOrder, ModelSpec, Seal
 from batchmill.wire import templates
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.job_spec import JobSpec
 
 PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 

@@ -15,7 +15,7 @@ from batchmill.wire.messages import Drain, Failed, Heartbeat, Ready, Record, Rel
 
 DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
-DRAIN_S = 30.0
+DRAIN_S = 10.0
 
 
 class PoolWorker:

@@ -13,8 +13,9 @@ from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidInput
 from batchmill.jobs import plan, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
-from batchmill.types import JobSpec, ModelSpec, Problem
+from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
+from batchmill.wire.job_spec import JobSpec
 
 SEALING_SHARE = 0.85  # of the progress that is shown
 

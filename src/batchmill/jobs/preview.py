@@ -17,7 +17,8 @@ from batchmill.jobs.estimate import Estimate, EstimateOrder
 from batchmill.jobs.offload import offload
 from batchmill.jobs.plan import Explanation, PlanReader, explain
 from batchmill.jobs.preparation import Prepared, PrepareOrder
-from batchmill.types import JobOrder, JobSpec
+from batchmill.types import JobOrder
+from batchmill.wire.job_spec import JobSpec
 
 Progress = Callable[[float], None]
 

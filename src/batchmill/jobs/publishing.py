@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
-from batchmill.jobs.gathering import partial
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.offload import offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream
 from batchmill.jobs.streaming_results import StreamingGather
-from batchmill.types import Commit, JobSpec, SegmentRef
+from batchmill.types import Commit, SegmentRef
+from batchmill.wire.job_spec import JobSpec
 
 Committed = list[tuple[int, SegmentRef]]
 
@@ -84,10 +84,3 @@ def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: P
         output=str(output),
         cancelled=cancelled,
     )
-
-
-def write_partial(order: bytes, progress: Callable[[float], None]) -> bytes:
-    """Offloaded: write the rows that have an outcome so far to the order's output; the number of rows as JSON."""
-    asked = msgspec.json.decode(order, type=GatherOrder)
-    with open(asked.output, "xb") as out:
-        return msgspec.json.encode(partial(asked, out))

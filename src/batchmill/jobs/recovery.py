@@ -13,7 +13,8 @@ from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.ledger import Ledger, Verdict, mask_of
 from batchmill.jobs.plan import PlanReader
 from batchmill.store.segments import Block, pack_positions, read_head, read_ref, scan
-from batchmill.types import Commit, JobSpec, LedgerReport, SegmentRef, Shard
+from batchmill.types import Commit, LedgerReport, SegmentRef, Shard
+from batchmill.wire.job_spec import JobSpec
 
 Counted = list[tuple[Commit, float | None]]
 ADOPT_ROWS = 65_536  # rows counted in one transaction
@@ -120,12 +121,20 @@ def verify(ledger: Ledger, spec: JobSpec, files: JobFiles, rows: int) -> LedgerR
         for block in found:
             blocks += block.n
             broken += _audit_block(block, generation, seen[generation], rows)
+    outcomes = 0
+    for bits in seen.values():
+        outcomes |= int.from_bytes(bits, "little")
     if not broken and blocks != done:
         broken.append(f"the segments hold {blocks} rows in committed blocks, the ledger counts {done}")
     return LedgerReport(
-        job=spec.id, rows=rows, rows_done=done, commits=len(refs), segments=len({ref.segment for _, ref in refs}),
-        bytes=sum(ref.length for _, ref in refs), broken=broken,
-    )  # fmt: skip
+        job=spec.id,
+        rows=rows,
+        rows_done=outcomes.bit_count(),
+        commits=len(refs),
+        segments=len({ref.segment for _, ref in refs}),
+        bytes=sum(ref.length for _, ref in refs),
+        broken=broken,
+    )
 
 
 def _audit_block(block: Block, generation: int, seen: bytearray, rows: int) -> list[str]:

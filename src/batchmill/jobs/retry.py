@@ -11,7 +11,8 @@ from batchmill.jobs import scheduler
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.plan import PlanReader, iter_rejected, make_again
 from batchmill.store.segments import read_ref
-from batchmill.types import JobSpec, SegmentRef
+from batchmill.types import SegmentRef
+from batchmill.wire.job_spec import JobSpec
 
 OPEN, OK, FAILED = 0, 1, 2
 

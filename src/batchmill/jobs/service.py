@@ -24,7 +24,8 @@ from batchmill.jobs.offload import offload
 from batchmill.jobs.plan import PlanReader
 from batchmill.ports import Clock, Executor
 from batchmill.states import JobState, PauseReason
-from batchmill.types import JobOrder, JobSpec, JobView, LedgerReport, Submitted
+from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.wire.job_spec import JobSpec
 
 ACTIVE = frozenset(JobState) - {JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED}
 
@@ -166,7 +167,7 @@ class JobService:
         committed = await self._call(self._ledger.committed, spec.id)
         path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
         order = publishing.gather_order(spec, files, committed, path, cancelled=False)
-        await offload("batchmill.jobs.publishing:write_partial", msgspec.json.encode(order), lambda _: None)
+        await offload("batchmill.jobs.gathering:partial_offloaded", msgspec.json.encode(order), lambda _: None)
         return str(path)
 
     # -- steering -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,22 @@
+"""A job's description, as it lies in `job.json` and travels to the processes that work on it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from batchmill.types import DatasetSpec, ModelSpec, Policy
+from batchmill.wire.forms import Form
+
+
+class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A job's description, written as `job.json` before any row runs."""
+
+    id: str
+    dataset: DatasetSpec
+    models: list[ModelSpec]  # models[0] is the default
+    form: Form
+    policy: Policy
+    output: str | None  # absolute path of the result file, None: kept with the job
+    identity: str  # sha256 of what makes it this job and no other, but for the bytes of input and code
+    code: dict[str, str]  # model name -> sha256 of its function's source
+    created: float  # seconds since the epoch, UTC
