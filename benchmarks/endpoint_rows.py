@@ -1,7 +1,7 @@
 """20,000 rows to a local endpoint that answers in 20 ms, 256 in flight, from the first request to the last commit.
 
 Against a bare aiohttp loop on the same file, in turn, and against the openai SDK's async client on fewer rows, since it
-is slow. batchmill's time ends when its result file was last written, which is after the last commit.
+is slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import harness
 import rows
+from commit_watch import watched_commits
 from local_endpoint import running_endpoint
 
 AIM_BARE, AIM_SDK = 0.85, 15.0
@@ -31,11 +32,13 @@ def time_batchmill(source: Path, expected: int, arguments: Namespace) -> float:
         output = folder / "out.jsonl"
         command = [harness.BATCHMILL, "run", source, "--model", "openai:bench", "--base-url", endpoint.base_url]
         command += ["--in-flight", arguments.in_flight, "-o", output, "--data-dir", folder / "data"]
-        harness.run_whole(command, log=folder / "log")
+        with watched_commits(folder / "data", expected) as watch:
+            harness.run_whole(command, log=folder / "log")
         calls = endpoint.calls()
         if (len(calls), count_lines(output)) != (expected, expected):
             raise harness.CommandFailed(f"{len(calls)} calls, {count_lines(output)} results for {expected} rows")
-        return expected / (output.stat().st_mtime - min(call.arrival for call in calls))
+        assert watch.last_commit is not None, "a finished run has committed every row"
+        return expected / (watch.last_commit - min(call.arrival for call in calls))
 
 
 def time_peer(script: str, python: Path, source: Path, expected: int, arguments: Namespace) -> float:

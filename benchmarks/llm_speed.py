@@ -2,8 +2,7 @@
 
 Both are timed from the first request to the last result; the start of the engine, the same for both, is left out.
 run_batch: its progress tracker notes both times (`peers/run_batch_timed.py`). batchmill: a middleware in the engine
-server notes the first request (`peers/request_times.py`), and the end is when the finished result file was last
-written, so commits and gathering count against batchmill.
+server notes the first request (`peers/request_times.py`), and the end is the commit of the last row.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 from pathlib import Path
 
 import harness
+from commit_watch import watched_commits
 
 MODEL = harness.ROOT / "examples" / "tiny-llm"
 Flags = dict[str, str | None]  # an engine's flag -> its value, None for a switch
@@ -70,12 +70,14 @@ def time_batchmill(source: Path, flags: Flags, *, expected: int, tokens_out: int
         for flag, value in flags.items():
             command += ["--engine-arg", f"{flag}={'true' if value is None else value}"]
         environment = {**engine_environment(), "REQUEST_TIMES": str(times)}
-        harness.run_whole(command, log=folder / "log", env=environment)
+        with watched_commits(folder / "data", expected) as watch:
+            harness.run_whole(command, log=folder / "log", env=environment)
         check_answers(output, expected, tokens_out)
         calls = [line.split() for line in times.read_text().splitlines()]
         if len(calls) != expected:
             raise harness.CommandFailed(f"batchmill made {len(calls)} calls for {expected} rows")
-        return expected / (output.stat().st_mtime - min(float(arrival) for arrival, _ in calls))
+        assert watch.last_commit is not None, "a finished run has committed every row"
+        return expected / (watch.last_commit - min(float(arrival) for arrival, _ in calls))
 
 
 def compare(source: Path, flags: Flags, *, expected: int, tokens_out: int, pairs: int, aim: float) -> None:
