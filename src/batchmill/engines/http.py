@@ -1,24 +1,26 @@
 """The engine for a service that speaks OpenAI's HTTP API, remote or on this machine.
 
-Owns what a call and its reply mean. When calls go and which are tried again is decided in `pacing` and `retry`; the
-connections are those of `h1`.
+Owns the connections: sends calls, reads replies, and translates aiohttp's failures. When calls go and which are tried
+again is decided in `pacing` and `retry`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
+from aiohttp import hdrs
+
 import batchmill
-from batchmill.engines import h1
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.deadlines import Deadlines
 from batchmill.engines.dispatch import Dispatch
-from batchmill.engines.h1_reply import BadReply
-from batchmill.engines.outgoing import Call, Composer
+from batchmill.engines.outgoing import Call, Composer, check_header
 from batchmill.engines.pacing import IN_FLIGHT_CEILING, Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
 from batchmill.engines.retry import Fault, Kind, is_result, judge
@@ -28,6 +30,9 @@ from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import EngineStats, ModelSpec, Outcome, RowError
 
 IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
+KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
+ADDRESSES_S = 60  # how long a name's addresses are used without asking again
+BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
 FILES_SPARE = 128  # descriptors left for everything that is no connection
 OPENAI_HOST = "api.openai.com"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -54,7 +59,7 @@ class HttpEngine:
         self._headers = {name[7:]: arguments.pop(name) for name in list(arguments) if name.startswith("header.")}
         self._refuse_unknown(arguments)
         self._secrets: list[bytes] = []  # what no reply may repeat into a result file
-        self._client: h1.Client | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._deadlines = Deadlines(self._limits.attempt_timeout_s)
         ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
         self._pacer = Pacer(
@@ -66,16 +71,17 @@ class HttpEngine:
 
         Raises: ModelFailed when a key is missing.
         """
-        self._composer.set_headers(self._common_headers())
-        service = h1.Service(
-            host=self._composer.host,
-            port=self._composer.port,
-            is_tls=self._composer.is_tls,
-            connect_timeout_s=self._limits.connect_timeout_s,
-            idle_timeout_s=self._idle_timeout_s,
-            body_bytes_max=REPLY_BYTES_MAX,
+        headers = self._common_headers()
+        for name, value in headers.items():
+            check_header(name, value)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=ADDRESSES_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers,
+            # The time of a whole call is kept by `Deadlines`.
+            timeout=aiohttp.ClientTimeout(total=None, connect=self._limits.connect_timeout_s),
+            trust_env=False,
         )
-        self._client = h1.Client(service)
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         dispatch = Dispatch(
@@ -84,10 +90,9 @@ class HttpEngine:
         await dispatch.run(feed, sink)
 
     async def stop(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-            await asyncio.sleep(0)  # the turn in which the loop closes the sockets
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     def stats(self) -> EngineStats:
         window = self._pacer.window
@@ -125,20 +130,20 @@ class HttpEngine:
 
     async def _send(self, call: Call) -> Outcome | Fault:
         """One call and what became of it."""
-        task, client = call.task, self._client
-        assert task is not None and client is not None, "start() comes first"
+        task = call.task
+        assert task is not None
         self._deadlines.begin(task)
         try:
-            received = await client.post(call.head, call.body)
+            response, body = await self._exchange(call)
         except asyncio.CancelledError:
             if self._deadlines.is_late(task):
                 return self._translate(TimeoutError())
             raise
-        except OSError as error:
+        except (aiohttp.ClientError, OSError) as error:
             return self._translate(error)
         finally:
             self._deadlines.end(task)
-        status, headers, body = received.status, received.headers, received.body
+        status, headers = response.status, response.headers
         request_id = headers.get("x-request-id")
         if body is None:
             text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
@@ -152,22 +157,55 @@ class HttpEngine:
                 reply = read_reply(status, body)
         return judge(reply, headers, self._clock.now(), request_id=request_id)
 
-    def _translate(self, error: OSError) -> Fault:
+    async def _exchange(self, call: Call) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Send a call and read the whole reply, decoded; None for one that is too large."""
+        assert self._session is not None, "start() comes first"
+        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
+        response = await self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False)
+        content = response.content
+        try:
+            # Most replies are there with their head. What is packed may unpack to anything, so it is read in pieces.
+            if content.is_eof() and hdrs.CONTENT_ENCODING not in response.headers:
+                body = content.read_nowait()
+            else:
+                body = await self._read_pieces(content)
+        except BaseException:
+            response.close()
+            raise
+        if body is None:
+            response.close()
+        return response, body
+
+    async def _read_pieces(self, content: aiohttp.StreamReader) -> bytes | None:
+        pieces, total = [], 0
+        async with asyncio.timeout(self._idle_timeout_s) as idle:
+            while piece := await content.readany():
+                total += len(piece)
+                if total > REPLY_BYTES_MAX:
+                    return None
+                pieces.append(piece)
+                idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
+        return b"".join(pieces)
+
+    def _translate(self, error: aiohttp.ClientError | OSError) -> Fault:
         where = self._composer.address
         match error:
-            case h1.Unreachable():
+            case aiohttp.ConnectionTimeoutError():
+                text = f"no connection to {where} within {self._limits.connect_timeout_s:g} s"
+                return Fault(Kind.UNREACHABLE, RowError("connection_failed", text))
+            case aiohttp.ClientConnectorError():
                 return Fault(Kind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
             case TimeoutError():
                 text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
                 return Fault(Kind.TRANSIENT, RowError("timeout", text))
-            case h1.Disconnected():
+            case aiohttp.ServerDisconnectedError():
                 # Most often a kept-alive connection that the service closed at this very moment: try again at once.
-                text = f"{where} ended the connection without a reply: {error}"
+                text = f"{where} ended the connection without a reply"
                 return Fault(Kind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
-            case BadReply():
+            case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
                 return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
             case _:
-                text = f"the connection to {where} broke: {error}"
+                text = f"the connection to {where} broke: {error or type(error).__name__}"
                 return Fault(Kind.TRANSIENT, RowError("connection_failed", text))
 
 

@@ -9,6 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from msgspec import Struct
+from yarl import URL
 
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.types import ModelSpec, Row
@@ -19,20 +20,19 @@ ADDRESSES_MAX = 64
 
 _PATH = re.compile(r"/v1/[A-Za-z0-9._~/%-]{1,500}")
 _TARGET = re.compile(r"[!-~]{0,1000}")
-_TOKEN = re.compile(
-    r"[A-Za-z0-9!#$&'*+.^_`|~-]{1,100}"
-)  # a header's name; `%` is left out, as names are templates here
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
 
 
 class Call:
     """One row on its way to a service, over all of its attempts."""
 
-    __slots__ = ("attempts", "body", "charged", "head", "row", "sent_at", "since", "task")
+    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "task", "url")
 
-    def __init__(self, row: Row, head: bytes, body: bytes) -> None:
+    def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
         self.row = row
-        self.head = head  # of the HTTP request, but for the length of its body
+        self.url = url
         self.body = body
+        self.headers = headers  # besides those of every call
         self.attempts = 0  # calls that failed and count
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
@@ -56,17 +56,14 @@ class Composer:
         self._source = model.source
         # A row may name the model as batchmill does; the service knows it by its own name.
         self._own_name = model.name if model.name not in model.adapters else model.source
-        self._key_head = None if idempotency_header is None else header_line(idempotency_header, "%s").encode()
-        self._common = b""
-        self._heads: dict[str, bytes] = {}
+        self._key_name = idempotency_header
+        if idempotency_header is not None:
+            check_header(idempotency_header, "")
+        self._urls: dict[str, URL] = {}
 
     @property
     def host(self) -> str:
         return (self._base.hostname or "").encode("idna").decode()
-
-    @property
-    def port(self) -> int:
-        return self._base.port or (443 if self.is_tls else 80)
 
     @property
     def is_tls(self) -> bool:
@@ -76,11 +73,6 @@ class Composer:
     def address(self) -> str:
         """The service, for messages."""
         return f"{self._base.scheme}://{self._base.netloc}"
-
-    def set_headers(self, headers: dict[str, str]) -> None:
-        """What every call carries besides. Raises: ModelFailed for what is no header."""
-        self._common = "".join(header_line(name, value) for name, value in headers.items()).encode()
-        self._heads.clear()
 
     def call(self, row: Row) -> Call:
         """The call a row asks for.
@@ -94,15 +86,15 @@ class Composer:
             body = with_model(body, self._source)
         if fields.stream:
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
-        head = self._heads.get(request.url) or self._make_head(request.url)
-        key = None if self._key_head is None else getattr(row.lease, "key", None)
+        url = self._urls.get(request.url) or self._join(request.url)
+        key = None if self._key_name is None else getattr(row.lease, "key", None)
         if key is None:
-            return Call(row, head, body)
+            return Call(row, url, body, None)
         digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
-        return Call(row, head + self._key_head % digest.encode(), body)
+        return Call(row, url, body, {self._key_name: digest})
 
-    def _make_head(self, path: str) -> bytes:
-        """The request for `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
+    def _join(self, path: str) -> URL:
+        """The address of `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
         it; one that is a host alone is taken to mean `/v1`."""
         if not _PATH.fullmatch(path) or ".." in path:
             raise InvalidRow(
@@ -112,17 +104,16 @@ class Composer:
         target = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1") + (f"?{base.query}" if base.query else "")
         host = f"[{self.host}]" if ":" in self.host else self.host
         host = host if base.port is None else f"{host}:{base.port}"
-        head = b"POST %s HTTP/1.1\r\nHost: %s\r\n%s" % (target.encode(), host.encode(), self._common)
-        if len(self._heads) < ADDRESSES_MAX:
-            self._heads[path] = head
-        return head
+        url = URL(f"{base.scheme}://{host}{target}", encoded=True)
+        if len(self._urls) < ADDRESSES_MAX:
+            self._urls[path] = url
+        return url
 
 
-def header_line(name: str, value: str) -> str:
+def check_header(name: str, value: str) -> None:
     """Raises: ModelFailed for a name or value that would not be one header."""
     if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
         raise ModelFailed(f"{name!r} with its value is no HTTP header: both must be plain text", code="invalid_header")
-    return f"{name}: {value}\r\n"
 
 
 def read_base_url(model: ModelSpec) -> SplitResult:
