@@ -11,7 +11,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from contract.engine_suite import Handle, ListSink, OpenFeed, chat_row, run_all
+from contract.engine_suite import PATIENCE_S, Handle, ListSink, OpenFeed, chat_row, run_all
 from fakes.held_clock import HeldClock
 from fakes.openai_service import CUT, HANG, RESET, STALL, Answer, OpenAIService, refusal
 
@@ -44,6 +44,14 @@ async def started(
         yield engine
     finally:
         await engine.stop()
+
+
+class Endless(HeldClock):
+    """A clock on which nobody wakes."""
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.Event().wait()
 
 
 async def run_one(service: OpenAIService, *answers: Answer, text: str = "a", **fields: object) -> Outcome:
@@ -263,6 +271,20 @@ async def test_attempts_run_out(service: OpenAIService, answer: Answer, code: st
     assert service.count() == {"a": 3}
 
 
+async def test_half_a_character_is_asked_for_twice(service: OpenAIService) -> None:
+    """A reply with half of a surrogate pair is no result; the same question would bring it forever, so two will do.
+
+    However many rows bring such replies, the service that sends them is not taken for one that is down.
+    """
+    service.every = Answer(200, rb'{"a":"\ud83d"}')
+    service.script["good"] = [Answer(200, b"{}")]
+    async with started(spec(service.base_url)) as engine:
+        sink = await run_all(engine, [*(chat_row(n, f"{n}") for n in range(60)), chat_row(60, "good")])
+    codes = {outcome.error.code if outcome.error else None for outcome in sink.outcomes if outcome.row.number < 60}
+    assert codes == {"bad_response"}
+    assert service.count() == {"good": 1} | {f"{n}": 2 for n in range(60)}
+
+
 @pytest.mark.parametrize("act", [HANG, STALL])
 async def test_silence_is_a_timeout(service: OpenAIService, act: str) -> None:
     """A reply that never comes, or never ends, is given up after the attempt's time and tried again."""
@@ -342,6 +364,46 @@ async def test_rest_holds_the_whole_service(service: OpenAIService) -> None:
         feed.end()
         await running
     assert sink.numbers() == list(range(9))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [refusal(500), refusal(429), refusal(429, retry_after="3000"), refusal(503, retry_after="3000")],
+    ids=["retry", "refused", "rest", "unavailable"],
+)
+async def test_waiting_rows_do_not_hold_up_a_stop(service: OpenAIService, answer: Answer) -> None:
+    """Cancelling ends a run at once though rows wait for their retry or the service rests; they are left undone."""
+    clock = Endless()
+    service.every = answer
+    async with started(spec(service.base_url), clock=clock, jitter=lambda: 0.5) as engine:
+        sink = ListSink()
+        running = asyncio.create_task(engine.run(OpenFeed(sink, [chat_row(n, f"{n}") for n in range(9)]), sink))
+        while not clock.slept or engine.stats().in_flight:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(PATIENCE_S):
+                await running
+        assert engine.stats().in_flight == 0
+    assert sink.outcomes == []
+
+
+async def test_waiting_rows_do_not_hold_up_a_pause(service: OpenAIService) -> None:
+    """When the credentials are refused the job pauses at once, whatever other rows wait for."""
+    clock = Endless()
+    service.script["a"] = [refusal(500)]
+    service.script["b"] = [refusal(401)]
+    async with started(spec(service.base_url), clock=clock, jitter=lambda: 0.5) as engine:
+        sink = ListSink()
+        feed = OpenFeed(sink, [chat_row(0, "a")])
+        running = asyncio.create_task(engine.run(feed, sink))
+        while not clock.slept:
+            await asyncio.sleep(0)
+        feed.give([chat_row(1, "b")])
+        with pytest.raises(AuthRefused):
+            async with asyncio.timeout(PATIENCE_S):
+                await running
+    assert sink.outcomes == []
 
 
 async def test_requests_per_minute(service: OpenAIService) -> None:

@@ -30,6 +30,12 @@ def test_what_is_no_object(data: bytes) -> None:
     assert read_reply(200, data).body is None
 
 
+def test_whole_surrogate_pairs_are_text() -> None:
+    """An escaped pair is a character like any other, and an escaped backslash before `u` is none."""
+    for data in (rb'{"a":"\ud83d\ude00"}', rb'{"a":"\\ud83d"}'):
+        assert read_reply(200, data).body == data
+
+
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [

@@ -21,6 +21,7 @@ from batchmill.states import PauseReason
 from batchmill.types import Outcome, Row, RowError
 
 THROTTLED_MAX_S = 86400.0  # a row that the service keeps putting off for a day is given up
+GARBLED_CALLS_MAX = 2
 DRAIN_S = 30.0  # what calls in flight get when the job pauses
 
 Send = Callable[[Call], Awaitable[Outcome | Fault]]
@@ -168,6 +169,9 @@ class Dispatch:
             case Kind.THROTTLED:
                 self._pacer.throttled(fault, call.sent_at, now)
                 self._hold(call, fault, now)
+            case Kind.GARBLED:
+                self._pacer.answered(now)
+                self._try_again(call, fault, min(self._attempts_max, GARBLED_CALLS_MAX))
             case _:
                 self._pacer.failed(fault, call.sent_at, now)
                 self._retry(call, fault, now)
@@ -192,8 +196,12 @@ class Dispatch:
         if self._pacer.outage.is_open:
             self._queue.appendleft(call)
             return
+        self._try_again(call, fault, self._attempts_max)
+
+    def _try_again(self, call: Call, fault: Fault, calls_max: int) -> None:
+        """An attempt is spent: go again after a while, unless it was the last."""
         call.attempts += 1
-        if call.attempts >= self._attempts_max:
+        if call.attempts >= calls_max:
             self._finish(fault.outcome(call.row, call.attempts))
         elif fault.rest_s == 0 and call.attempts == 1:
             self._queue.appendleft(call)

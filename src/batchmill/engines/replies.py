@@ -5,6 +5,7 @@ Knows bytes and JSON; nothing of connections, retries or pacing.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -19,6 +20,8 @@ MESSAGE_BYTES_MAX = 2048
 
 _KEY = re.compile(r"\b(?:sk|pk|rk|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}|\bBearer\s+\S+")
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
 
 class Reply(Struct, frozen=True, gc=False):
     """A reply that was received in full."""
@@ -28,6 +31,7 @@ class Reply(Struct, frozen=True, gc=False):
     usage: Usage | None = None
     error: RowError | None = None  # what its error envelope says, where it has one
     text: str = ""  # the beginning of a body that is no JSON object
+    is_half_text: bool = False  # it would be one, but for an escape of half a character
 
     def ok(self, row: Row, request_id: str | None = None) -> Outcome:
         """The outcome of a row that was answered."""
@@ -80,7 +84,7 @@ def read_reply(status: int, data: bytes) -> Reply:
     except msgspec.ValidationError:
         return _read_odd(status, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Reply(status, text=_start_of(data))
+        return Reply(status, text=_start_of(data), is_half_text=_is_half_text(data))
     usage = None if skim.usage is None else _usage(skim.usage)
     return Reply(status, _one_line(data), usage, error)
 
@@ -100,6 +104,23 @@ def _read_odd(status: int, data: bytes) -> Reply:
         return Reply(status, text=_start_of(data))
     failed = status >= 400 or bool(reply.get("error"))
     return Reply(status, _one_line(data), usage_of(reply), _error_of(reply) if failed else None)
+
+
+def _is_half_text(data: bytes) -> bool:
+    """Whether bytes that are no strict JSON object would be one if halves of surrogate pairs were characters.
+
+    A model that is cut off within a character brings such a reply, and brings it again as long as it is asked the same.
+    """
+    if _SURROGATE.search(data) is None:
+        return False
+    try:
+        return isinstance(json.loads(data, parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _one_line(data: bytes) -> bytes:

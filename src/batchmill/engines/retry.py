@@ -29,6 +29,7 @@ class Kind(Enum):
     THROTTLED = "throttled"  # the service wants fewer calls: wait, however often; costs no attempt
     UNREACHABLE = "unreachable"  # no connection: the row was never seen
     TRANSIENT = "transient"  # the same call may succeed: costs an attempt
+    GARBLED = "garbled"  # a reply came, and one more may read better: costs an attempt, and two are enough
     PERMANENT = "permanent"  # it will not: the row has its error
     AUTH = "auth"  # no call will, until somebody mends the credentials
     QUOTA = "quota"  # no call will, until somebody pays or the period ends
@@ -81,7 +82,7 @@ def is_result(reply: Reply) -> bool:
 def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: str | None = None) -> Fault:
     """Sort a reply that was received in full and is no result: see `is_result`.
 
-    Args: `headers`, with names in lower case; `now` in seconds since the epoch, for a header's date.
+    Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date.
     """
     if 300 <= reply.status < 400:
         target = headers.get("location", "nowhere").partition("?")[0]
@@ -89,7 +90,8 @@ def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: s
         return Fault(Kind.PERMANENT, error, reply, None, request_id)
     if reply.status < 300:
         if reply.error is None or reply.body is None:
-            return Fault(Kind.TRANSIENT, _unreadable(reply), None, None, request_id)
+            kind = Kind.GARBLED if reply.is_half_text else Kind.TRANSIENT
+            return Fault(kind, _unreadable(reply), None, None, request_id)
         # Proxies report a failure of the service behind them in a reply of status 200; a result file must not.
         reply = Reply(_implied_status(reply.body, reply.error.code), reply.body, reply.usage, reply.error)
     kind = _kind(reply, headers)
@@ -167,6 +169,8 @@ def _stable_code(kind: Kind, status: int, code: str) -> str:
 
 
 def _unreadable(reply: Reply) -> RowError:
+    if reply.is_half_text:
+        return RowError("bad_response", "the reply's text holds half of a surrogate pair, which is no character")
     if reply.body is None:
         return RowError("bad_response", f"the reply is not one JSON object: it begins {reply.text[:100]!r}")
     return RowError("bad_response", f"the service answered with HTTP status {reply.status} instead of a result")
