@@ -28,6 +28,13 @@ PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on th
 MESSAGE_CHARS_MAX = 2048
 
 
+# What reading a row may raise.
+READ_ERRORS = (BatchmillError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+STAGE_ROWS = 32  # rows read ahead of their calls: more of them no longer fit in the processor's cache
+
+
 class FunctionEngine:
     """Runs rows through a Python function, a list-taking one, an async one, or a class's `predict`.
 
@@ -169,10 +176,23 @@ class Calls:
                     return
                 done.extend(self._answer_list(some))
             return
-        for row in rows:
+        for some in _cut(rows, STAGE_ROWS):
+            self._answer_some(some, done, halt)
+
+    def _answer_some(self, rows: list[Row], done: list[Outcome], halt: list[bool]) -> None:
+        call, ok = self._call, self._ok
+        for row, arguments in zip(rows, self._arguments_of(rows), strict=True):
             if halt:
                 return
-            done.append(self._answer(row))
+            if type(arguments) is RowError:
+                done.append(Outcome(row, error=arguments, status=0))
+                continue
+            try:
+                result = call(**arguments)
+            except BaseException as error:  # SystemExit and the like too: one row must not end the worker
+                done += self._raised([row], error)
+            else:
+                done.append(ok(row, result))
 
     async def answer_async(self, rows: list[Row], timeout_s: float) -> list[Outcome]:
         """The outcomes of one awaited call: of one row, or of a list of them."""
@@ -195,29 +215,19 @@ class Calls:
             return refused + self._raised(called, error)  # user code cancelled itself
         return refused + (self._share_out(called, result) if self.loaded.list_rows else [self._ok(called[0], result)])
 
-    def _answer(self, row: Row) -> Outcome:
-        arguments = self._arguments(row)
-        if type(arguments) is RowError:
-            return Outcome(row, error=arguments, status=0)
-        try:
-            result = self._call(**arguments)
-        except BaseException as error:  # SystemExit and the like too: one row must not end the worker
-            return self._raised([row], error)[0]
-        return self._ok(row, result)
-
     def _answer_list(self, rows: list[Row]) -> list[Outcome]:
         refused, called, arguments = self._bind(rows)
         if not called:
             return refused
         try:
             result = self._call(**arguments)
-        except BaseException as error:  # as in _answer
+        except BaseException as error:  # as in answer_all
             return refused + self._raised(called, error)
         return refused + self._share_out(called, result)
 
     def _bind(self, rows: list[Row]) -> tuple[list[Outcome], list[Row], dict[str, Any]]:
         """The rows that cannot be called, those that can, and the arguments of their one call."""
-        bound = [(row, self._arguments(row)) for row in rows]
+        bound = list(zip(rows, self._arguments_of(rows), strict=True))
         refused = [Outcome(row, error=each, status=0) for row, each in bound if isinstance(each, RowError)]
         called = [row for row, each in bound if not isinstance(each, RowError)]
         fields = [each for _, each in bound if not isinstance(each, RowError)]
@@ -228,14 +238,28 @@ class Calls:
         columns = self.loaded.parameters.items()
         return refused, called, {name: [each.get(name, default) for each in fields] for name, default in columns}
 
+    def _arguments_of(self, rows: list[Row]) -> Sequence[dict[str, Any] | RowError]:
+        """`_arguments` of every row, decoded together where they are of one job and all can be read."""
+        form = rows[0].form
+        if all(row.form is form for row in rows):
+            try:
+                fields = form.arguments_of(rows)
+            except READ_ERRORS:
+                return [self._arguments(row) for row in rows]  # says which cannot be read, and why
+            return fields if self._names is None and not self._required else list(map(self._fit, fields))
+        return [self._arguments(row) for row in rows]
+
     def _arguments(self, row: Row) -> dict[str, Any] | RowError:
         """The row's fields that the function takes, or why it cannot be called."""
         try:
-            fields = row.form.arguments(row)
+            return self._fit(row.form.arguments(row))
         except BatchmillError as error:
             return RowError(error.code, error.message)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except READ_ERRORS as error:
             return RowError("invalid_json", f"the row cannot be read: {error}")
+
+    def _fit(self, fields: dict[str, Any]) -> dict[str, Any] | RowError:
+        """The fields that the function takes."""
         if self._required and not fields.keys() >= self._required:
             missing = ", ".join(sorted(self._required - fields.keys()))
             return RowError("missing_argument", f"the function needs {missing}, and the row has: {', '.join(fields)}")

@@ -72,11 +72,11 @@ class Recorder:
     @staticmethod
     def _take(held: Held, outcomes: list[Outcome], part: BlockRows) -> None:
         """Append the lines of outcomes of one lease that are all ok or all errors."""
-        write = held.job.form.write
-        part.positions += [outcome.row.position for outcome in outcomes]
-        part.rows += [outcome.row.number for outcome in outcomes]
-        part.lines += [write(outcome) for outcome in outcomes]
-        usage = sum((outcome.usage for outcome in outcomes if outcome.usage is not None), NO_USAGE)
+        rows = [outcome.row for outcome in outcomes]
+        part.positions += [row.position for row in rows]
+        part.rows += [row.number for row in rows]
+        part.lines += held.job.form.write_all(outcomes)
+        usage = sum([outcome.usage for outcome in outcomes if outcome.usage is not None], NO_USAGE)
         if usage != NO_USAGE and part is held.ok:
             held.ok_usage = held.ok_usage + usage
         elif usage != NO_USAGE:

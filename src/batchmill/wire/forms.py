@@ -5,6 +5,7 @@ A form is part of a job's description. It knows bytes and JSON only: no files, n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -88,6 +89,23 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         line = _arguments.decode(row.raw)
         row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % wants
         return line.body
+
+    def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """`arguments` of many rows at once; raises where one of them cannot be read."""
+        lines = list(map(_arguments.decode, [row.raw for row in rows]))
+        for row, line in zip(rows, lines, strict=True):
+            row.custom_id = line.custom_id  # type: ignore[assignment]  # as in `arguments`
+        return [line.body for line in lines]
+
+    def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
+        """`write` for many outcomes; rows of a function, whose replies have no ids, take the short way."""
+        line, write = _replied_line(self.id_prefix), self.write
+        return [
+            line % (row.number, row.custom_id, outcome.status, row.number, outcome.body)
+            if outcome.body is not None and outcome.request_id is None and (row := outcome.row).custom_id is not None
+            else write(outcome)
+            for outcome in outcomes
+        ]
 
     def write(self, outcome: Outcome) -> bytes:
         """The finished line of an output or error file."""
@@ -203,6 +221,14 @@ class TableForm(Struct, frozen=True, tag="table"):
     def arguments(self, row: Row) -> dict[str, Any]:
         """Every column; the function engine passes those that the function names."""
         return _columns.decode(row.raw)
+
+    def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """`arguments` of many rows at once; raises where one of them cannot be read."""
+        return list(map(_columns.decode, [row.raw for row in rows]))
+
+    def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
+        """`write` for many outcomes."""
+        return list(map(self.write, outcomes))
 
     def write(self, outcome: Outcome) -> bytes:
         """The row's columns with `output` and `error`, as one JSON line."""
