@@ -36,7 +36,7 @@ class Books:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        except sa.exc.OperationalError as error:
+        except sa.exc.SQLAlchemyError as error:
             raise _storage_error(error) from error
 
     def commit(self, commit: Commit, cost: float | None, told: Callable[[Verdict | BatchmillError], None]) -> None:
@@ -67,7 +67,7 @@ class Books:
         """One transaction for all; where that fails, one for each, so that one job's trouble stays its own."""
         try:
             return list(await self.call(self.ledger.commit, items))
-        except (LedgerBroken, StorageFull) as error:
+        except BatchmillError as error:
             if len(items) == 1:
                 return [error]
         return [(await self._decide([item]))[0] for item in items]
@@ -78,8 +78,8 @@ class Books:
         self.ledger.close()
 
 
-def _storage_error(error: sa.exc.OperationalError) -> BatchmillError:
-    text = str(error.orig)
+def _storage_error(error: sa.exc.SQLAlchemyError) -> BatchmillError:
+    text = str(getattr(error, "orig", None) or error)
     if "full" in text:
         return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
     return LedgerBroken(f"the database failed: {text}", code="database_failed")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.errors import BatchmillError, JobPaused
+from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
 from batchmill.jobs import recovery, scheduler
 from batchmill.jobs.commits import Books
 from batchmill.jobs.job_run import JobRun
@@ -32,6 +32,13 @@ class Dispatcher:
         self._work = asyncio.Event()
         self._released = asyncio.Event()
         self._dispatching = asyncio.create_task(self._dispatch())
+        self._dispatching.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """Without the dispatcher nothing goes on: should it ever fail, every job says so instead of waiting for good."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            for run in self._runs.values():
+                run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 

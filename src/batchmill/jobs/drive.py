@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -96,6 +97,9 @@ class Drive:
             await self._refuse(error.code, error.message)
         except BatchmillError as error:
             await self._rest(PauseReason.ENGINE_FAILED, error.message)
+        except Exception as error:  # our own bug: the job must say so, not look as if it ran
+            traceback.print_exc()
+            await self._rest(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
         finally:
             await self._dispatcher.unreserve(self.spec.id, at_once=at_once and self._run is None)
 

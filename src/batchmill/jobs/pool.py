@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
-from batchmill.errors import ModelFailed
 from batchmill.ports import Clock, Executor, WorkerHandle
+from batchmill.states import PauseReason
 from batchmill.types import Commit, EngineStats, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Heartbeat, Ready, Record, Released, Start, Want
 
@@ -46,6 +46,8 @@ class Pool:
         self._executor, self._listener, self._clock = executor, listener, clock
         self.workers: dict[str, PoolWorker] = {}
         self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
+        for task in self._tending:
+            task.add_done_callback(self._tended)
         self._watching = asyncio.create_task(self._watch())
         self._stopping = False
         self._deaths = 0
@@ -59,7 +61,7 @@ class Pool:
             try:
                 handle = await self._executor.start(Start(name, self.model, str(home)))
             except OSError as error:
-                self._fail(Failed("worker_failed", f"a worker cannot be started: {error}", "engine_failed"))
+                self._fail(Failed("worker_failed", f"a worker cannot be started: {error}", PauseReason.ENGINE_FAILED))
                 return
             worker = PoolWorker(name, home, handle)
             worker.heard = self._clock.monotonic()
@@ -77,7 +79,13 @@ class Pool:
             if self._deaths >= DEATHS_MAX:
                 text = f"{DEATHS_MAX} workers of {self.model.name!r} died one after another (exit code {code})"
                 text += f"; see {home / name}.log"
-                self._fail(Failed("worker_crashed", text, "engine_failed"))
+                self._fail(Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+
+    def _tended(self, task: asyncio.Task[None]) -> None:
+        """A worker that nobody tends any more is heard of, not waited for."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
+            self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
 
     def _hear(self, worker: PoolWorker, message: object) -> bool:
         """Pass on what a worker said; True when it said that it has failed."""
@@ -134,6 +142,3 @@ class Pool:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({task}, timeout=5.0)
                 task.cancel()
-        for task in self._tending:
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                raise ModelFailed(f"the pool of {self.model.name!r} broke: {task.exception()}") from task.exception()
