@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,9 @@ class Display(Protocol):
         """Leave the terminal as it was. Safe to call twice."""
 
 
+_DIGITS = re.compile(r"[\d.,]+")
+
+
 def display_for(session: Session) -> Display:
     """The display that fits where the output goes."""
     name = "json" if session.as_json else "bar" if sys.stderr.isatty() else "lines"
@@ -59,8 +63,8 @@ class LineDisplay:
         if view.state in _AT_REST:
             return  # the summary says it
         now = self._monotonic()
-        state = (view.state, tuple(view.notes))
-        figures = (view.rows_ok, view.rows_failed, view.progress)
+        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))  # a note that only counts is no news
+        figures = (view.rows_ok, view.rows_failed, view.progress, view.notes)
         is_due = now - self._shown_at >= LINE_EVERY_S and figures != self._figures
         if state == self._shown and not is_due:
             return

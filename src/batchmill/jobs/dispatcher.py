@@ -35,7 +35,7 @@ class Dispatcher:
         self._dispatching.add_done_callback(self._stopped)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
-        """Without the dispatcher nothing goes on: should it ever fail, every job says so instead of waiting for good."""
+        """Without the dispatcher nothing goes on: should it fail, every job says so instead of waiting."""
         if not task.cancelled() and (error := task.exception()) is not None:
             for run in self._runs.values():
                 run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
