@@ -1,0 +1,179 @@
+"""The examples of the README and the task pages, run as they stand there."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from docs.pages import Session, read_page
+from fakes.openai_service import Answer, OpenAIService, refusal
+
+from batchmill.cli import session as cli_session
+from batchmill.states import PauseReason
+
+ROOT = Path(__file__).parents[2]
+FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine_server.py"
+SHOWN_SERVICE = "127.0.0.1:8000"
+TASK_PAGES = [
+    "README.md",
+    "docs/run-a-batch.md",
+    "docs/results.md",
+    "docs/use-a-function.md",
+    "docs/use-a-language-model.md",
+    "docs/use-a-remote-service.md",
+    "docs/when-it-goes-wrong.md",
+]
+PAGES = [*TASK_PAGES, "docs/configuration.md"]
+
+# What the service of the pages says to a prompt that holds this; to any other it answers "positive".
+ANSWERS = {"Broke": "negative", "cannot say": "neutral"}
+REFUSALS = {
+    "too long": refusal(400, "context_length_exceeded", "This model's maximum context length is 8192 tokens."),
+    "no money": refusal(429, "insufficient_quota", "You exceeded your current quota."),
+    "no key": refusal(401, "invalid_api_key", "Incorrect API key provided."),
+}
+
+
+class PageService(OpenAIService):
+    """The service that the pages call at 127.0.0.1:8000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = Script()
+
+
+class Script(dict):
+    """Answers by what a prompt holds, however often it is sent."""
+
+    def get(self, text: str, default: object = None) -> list[Answer]:
+        for mark, answer in REFUSALS.items():
+            if mark in text:
+                return [answer]
+        content = next((said for mark, said in ANSWERS.items() if mark in text), "positive")
+        usage = {"prompt_tokens": 12, "completion_tokens": 2, "total_tokens": 14}
+        message = {"role": "assistant", "content": content}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return [Answer(200, {"id": "c-1", "object": "chat.completion", "choices": [choice], "usage": usage})]
+
+
+def stand_in_engine(folder: Path) -> dict[str, str]:
+    """The environment of a Python in which vLLM is the stand-in of the tests."""
+    package = folder / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for parent in (package, package.parent, package.parent.parent):
+        (parent / "__init__.py").touch()
+    run = f"import runpy\nrunpy.run_path({str(FAKE_ENGINE)!r}, run_name='__main__')\n"
+    (package / "api_server.py").write_text(run)
+    return {"BATCHMILL_VLLM_PYTHON": sys.executable, "PYTHONPATH": str(folder)}
+
+
+async def follow(page: str, tmp_path: Path, environ: dict[str, str]) -> None:
+    """Do what a page says, in a folder that holds the examples."""
+    folder = tmp_path / "ada"
+    folder.mkdir()
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {"PATH": path, "BATCHMILL_DATA_DIR": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1", **environ}
+    steps = read_page((ROOT / page).read_text())
+    async with PageService() as service:
+        addresses = {SHOWN_SERVICE: f"127.0.0.1:{service.port}"}
+        async with Session(folder, environ, addresses) as session:
+            await session.follow(steps)
+
+
+@pytest.mark.parametrize("page", TASK_PAGES)
+@pytest.mark.timeout(300)
+async def test_a_page_does_what_it_says(page: str, tmp_path: Path):
+    """Every command of a page can be typed as it stands there, and prints what the page says it prints."""
+    await follow(page, tmp_path, stand_in_engine(tmp_path / "site"))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_the_readme_holds_with_a_real_model(tmp_path: Path):
+    """What the README says of the language model and its adapters is what vLLM answers."""
+    assert os.environ.get("BATCHMILL_VLLM_PYTHON"), "BATCHMILL_VLLM_PYTHON names no Python that has vLLM"
+    await follow("README.md", tmp_path, {})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    """Every relative link of a page names a file of the repository, and a heading that it has."""
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        place, _, heading = target.partition("#")
+        file = (ROOT / page).parent / place if place else ROOT / page
+        assert file.exists(), f"{page} links to {target}"
+        if heading:
+            found = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found]
+            assert heading in slugs, f"{page} links to {target}; there are {slugs}"
+
+
+def codes_of(folder: Path) -> set[str]:
+    """Every error code that the modules of a folder give to a dataset or a row."""
+    places = {"RowError": 0, "Problem": 0, "Rejection": 1, "_refuse": 1, "Refused": 2}
+    found: set[str] = set()
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            values: list[ast.AST] = []
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                values = [each.value for each in node.keywords if each.arg == "code"]
+                values += node.args[places[name] : places[name] + 1] if name in places else []
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "code":
+                values = [node.value]
+            for value in values:
+                found |= constants_of(value)
+    return found
+
+
+def constants_of(value: ast.AST) -> set[str]:
+    """The strings that an expression may be; "invalid_{name}" is one for each field of a row that must be text."""
+    if isinstance(value, ast.JoinedStr):
+        head = value.values[0]
+        assert isinstance(head, ast.Constant) and head.value == "invalid_", ast.unparse(value)
+        return {"invalid_custom_id", "invalid_url", "invalid_method"}
+    if isinstance(value, ast.IfExp):
+        return constants_of(value.body) | constants_of(value.orelse)
+    return {value.value} if isinstance(value, ast.Constant) and isinstance(value.value, str) else set()
+
+
+def table_of(page: str, heading: str) -> list[str]:
+    """The first cell of every line of the tables below a heading, without its backticks."""
+    text = (ROOT / page).read_text()
+    part = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in part.splitlines() if line.startswith("| `")]
+    return [name for line in lines for name in line.split("|")[1].replace("`", "").replace(",", " ").split()]
+
+
+def test_every_code_of_validation_is_explained():
+    """The page on what goes wrong names the codes that validation uses: all of them, and no other."""
+    found = codes_of(ROOT / "src" / "batchmill" / "datasets")
+    found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
+    assert sorted(table_of("docs/when-it-goes-wrong.md", "Codes of validation")) == sorted(found)
+
+
+def test_every_pause_and_exit_code_is_explained():
+    """The page on what goes wrong names every reason for a pause and every exit code."""
+    page = "docs/when-it-goes-wrong.md"
+    assert sorted(table_of(page, "Why a job pauses")) == sorted(PauseReason)
+    codes = [value for name, value in vars(cli_session).items() if name.startswith("EXIT_")]
+    assert sorted(map(int, table_of(page, "Exit codes"))) == sorted(codes)
+
+
+def test_shown_rows_are_json():
+    """Every line of a JSON or JSONL block on the pages is JSON."""
+    for page in TASK_PAGES:
+        kind = ""
+        for line in (ROOT / page).read_text().splitlines():
+            if line.startswith("```"):
+                kind = line[3:]
+            elif kind in ("json", "jsonl"):
+                json.loads(line)
