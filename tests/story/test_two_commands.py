@@ -1,0 +1,147 @@
+"""Two commands on one data directory, as two people at two terminals would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import time
+def slow(n):
+    time.sleep(0.01)
+    return n
+def slower(n):
+    time.sleep(0.02)
+    return n
+def slowest(n):
+    time.sleep(0.06)
+    return n
+"""
+ROWS = 300
+TIMEOUT_S = 90
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "app.py").write_text(CODE)
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+class Command:
+    """A `batchmill` process whose JSON lines are read as they come."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        line = [sys.executable, "-m", "batchmill", "--json", "--data-dir", str(folder / "data"), *words]
+        self._process = subprocess.Popen(
+            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.messages: list[dict] = []
+        self._running = threading.Event()
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                message = json.loads(line)
+                self.messages.append(message)
+                if message.get("job", {}).get("rows_ok"):
+                    self._running.set()
+        self._running.set()
+
+    def wait_until_rows_are_done(self) -> None:
+        assert self._running.wait(TIMEOUT_S)
+
+    def send(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said."""
+        assert self._process.stderr is not None
+        with self._process.stderr as words:
+            said = words.read()
+        code = self._process.wait(TIMEOUT_S)
+        self._reading.join()
+        return code, said
+
+    @property
+    def job(self) -> dict:
+        return self.messages[-1]["job"]
+
+
+def run(folder: Path, function: str, output: str) -> Command:
+    return Command(folder, "run", "in.jsonl", "--model", f"function:app.py:{function}", "-o", output)
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+def test_a_second_run_joins_and_outlives_the_first(folder):
+    """A second run uses the owner of the data directory, and takes over when the owner has finished its own job."""
+    first = run(folder, "slow", "one.jsonl")
+    first.wait_until_rows_are_done()
+    second = run(folder, "slower", "two.jsonl")
+    assert first.end()[0] == 0
+    code, said = second.end()
+    assert (code, "Traceback" in said) == (0, False), said
+    assert ids(folder / "one.jsonl") == ids(folder / "two.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_the_same_run_twice_is_one_job(folder):
+    """The same command beside a running one joins its job: every row runs once, both see the end."""
+    first = run(folder, "slow", "one.jsonl")
+    first.wait_until_rows_are_done()
+    second = run(folder, "slow", "one.jsonl")
+    assert first.end()[0] == 0 and second.end()[0] == 0
+    assert second.job["id"] == first.job["id"]
+    assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_other_commands_beside_a_run(folder):
+    """Jobs are listed, shown, paused and resumed beside the command that runs them."""
+    running = run(folder, "slowest", "one.jsonl")
+    running.wait_until_rows_are_done()
+    job = running.messages[-1]["job"]["id"]
+    shown = Command(folder, "show", job[:8])
+    assert shown.end()[0] == 0
+    assert Command(folder, "pause", job).end()[0] == 0
+    assert running.end()[0] == 4 and running.job["state"] == "paused"
+    resumed = Command(folder, "resume", job)
+    assert resumed.end()[0] == 0
+    assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_an_interrupt_pauses_and_the_same_command_goes_on(folder):
+    """Ctrl-C pauses cleanly with exit code 130; the same command again finishes the job."""
+    first = run(folder, "slower", "one.jsonl")
+    first.wait_until_rows_are_done()
+    first.send(signal.SIGINT)
+    code, said = first.end()
+    assert code == 130 and "Traceback" not in said, said
+    again = run(folder, "slower", "one.jsonl")
+    assert again.end()[0] == 0 and again.job["id"] == first.job["id"]
+    assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_the_guest_of_a_killed_owner_goes_on(folder):
+    """When the owner is killed, a command that had joined it becomes the owner and finishes its own job."""
+    owner = run(folder, "slowest", "one.jsonl")
+    owner.wait_until_rows_are_done()
+    guest = run(folder, "slower", "two.jsonl")
+    guest.wait_until_rows_are_done()
+    owner.send(signal.SIGKILL)
+    assert owner.end()[0] == -signal.SIGKILL
+    code, said = guest.end()
+    assert code == 0, said
+    assert ids(folder / "two.jsonl") == [f"r{n}" for n in range(ROWS)]
