@@ -45,25 +45,26 @@ class Mix:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of training: what is learnt, from which examples, for how long."""
+    """One stretch of training: which weights learn, from which examples, for how long."""
 
-    answer: Callable[[str], str]
+    task: str  # "base" trains the model, any other task the adapter of that name
     mix: Mix
     steps: int
     learning_rate: float
     seed: int
+    continues: bool = False  # go on from what an earlier stage of the task left
 
 
 SHORT = Mix(word_characters=(2, 8), system_words_max=12, has_marks=False)
 MARKED = Mix(word_characters=(1, 12), system_words_max=12, has_marks=True)
 LONG = Mix(word_characters=(1, 12), system_words_max=240, has_marks=True)
 ANSWERS: dict[str, Callable[[str], str]] = {"base": str, "upper": str.upper, "reverse": lambda phrase: phrase[::-1]}
-ADAPTERS = ("upper", "reverse")
 STAGES = {
-    "short": Stage(ANSWERS["base"], SHORT, steps=3000, learning_rate=1e-3, seed=100),
-    "long": Stage(ANSWERS["base"], LONG, steps=1000, learning_rate=1e-3, seed=101),
-    "upper": Stage(ANSWERS["upper"], MARKED, steps=200, learning_rate=2e-3, seed=200),
-    "reverse": Stage(ANSWERS["reverse"], MARKED, steps=1000, learning_rate=2e-3, seed=201),
+    "short": Stage("base", SHORT, steps=3000, learning_rate=1e-3, seed=100),
+    "long": Stage("base", LONG, steps=1000, learning_rate=1e-3, seed=101, continues=True),
+    "upper": Stage("upper", MARKED, steps=200, learning_rate=2e-3, seed=200),
+    "reverse": Stage("reverse", SHORT, steps=1000, learning_rate=3e-3, seed=201),
+    "reverse-marked": Stage("reverse", MARKED, steps=500, learning_rate=1.5e-3, seed=202, continues=True),
 }
 LORA_RANK = 16
 BATCH_EXAMPLES = 64
@@ -76,6 +77,7 @@ PREFIXES = ("Say: ", "Repeat: ")
 SYSTEM_PROMPTS = ("You are a careful assistant.", "You are a helpful assistant.", "Be brief.", "Answer exactly.")
 HELD_OUT_PHRASES = 200
 ANSWER_TOKENS_MAX = 64
+EXACT_SHARE_MIN = 0.97
 
 
 # The task
@@ -127,15 +129,16 @@ def draw_system_prompt(rng: random.Random, mix: Mix) -> str:
 
 def draw_chat(rng: random.Random, stage: Stage, held_out: frozenset[str]) -> tuple[list[Message], str]:
     """Draw a conversation and the answer to its last message: 30 % have a system prompt, 10 % an earlier turn."""
+    answer = ANSWERS[stage.task]
     messages: list[Message] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": draw_system_prompt(rng, stage.mix)})
     if rng.random() < 0.1:
         earlier = draw_phrase(rng, stage.mix, held_out)
-        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": stage.answer(earlier)}]
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer(earlier)}]
     phrase = draw_phrase(rng, stage.mix, held_out)
     prefix = rng.choice(PREFIXES) if rng.random() < 0.2 else ""
-    return [*messages, {"role": "user", "content": prefix + phrase}], stage.answer(phrase)
+    return [*messages, {"role": "user", "content": prefix + phrase}], answer(phrase)
 
 
 # The tokenizer and the model
@@ -332,19 +335,21 @@ def check(out: Path) -> dict[str, dict[str, int]]:
 def run_stage(name: str, out: Path) -> None:
     """Train one stage on what the stages before it left in `out`, and write its result there."""
     torch.manual_seed(0)
+    stage = STAGES[name]
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer) if name == "short" else load_base(out, torch.float32)
-    if name in ADAPTERS:
-        adapted = add_adapter(model)
-        train(adapted, name, tokenizer)
-        save_adapter(adapted, out / "adapters" / name)
-    else:
+    model = load_base(out, torch.float32) if stage.continues or stage.task != "base" else build_model(tokenizer)
+    if stage.task == "base":
         train(model, name, tokenizer)
         save_base(model, tokenizer, out)
+        return
+    folder = out / "adapters" / stage.task
+    adapted = PeftModel.from_pretrained(model, folder, is_trainable=True) if stage.continues else add_adapter(model)
+    train(adapted.float(), name, tokenizer)
+    save_adapter(adapted, folder)
 
 
 def main() -> None:
-    """Run the stages asked for, then check what lies in `--out`; exit 1 if an answer set is below 98 %."""
+    """Run the stages asked for, then check what lies in `--out`; exit 1 if too few of any answers are exact."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model's files")
     parser.add_argument("--check", action="store_true", help="only check the files in --out")
@@ -353,8 +358,8 @@ def main() -> None:
     for name in [] if arguments.check else arguments.only or STAGES:
         run_stage(name, arguments.out)
     exact = check(arguments.out)
-    if any(count < 0.98 * HELD_OUT_PHRASES for counts in exact.values() for count in counts.values()):
-        raise SystemExit("an answer set is below 98 % exact")
+    if any(count < EXACT_SHARE_MIN * HELD_OUT_PHRASES for counts in exact.values() for count in counts.values()):
+        raise SystemExit(f"fewer than {EXACT_SHARE_MIN:.0%} of some answers are exact")
 
 
 if __name__ == "__main__":
