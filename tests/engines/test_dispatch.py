@@ -1,0 +1,107 @@
+"""Calls are kept in flight, tried again and given up, whatever they are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
+from fakes.held_clock import HeldClock
+
+from batchmill.engines.dispatch import DRAIN_S, Dispatch, Send
+from batchmill.engines.outgoing import Call, Composer
+from batchmill.engines.pacing import Pacer
+from batchmill.engines.replies import Reply
+from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, Kind
+from batchmill.errors import AuthRefused
+from batchmill.types import Limits, ModelSpec, Outcome, RowError
+
+REFUSED = Fault(Kind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
+FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
+
+
+def dispatch(send: Send, clock: HeldClock, in_flight: int = 64) -> Dispatch:
+    composer = Composer(ModelSpec(name="m", engine="http", source="m", base_url="http://x"), None)
+    pacer = Pacer(Limits(), clock.monotonic(), jitter=lambda: 0.5, ceiling=in_flight)
+    return Dispatch(composer.call, send, pacer, attempts_max=5, clock=clock)
+
+
+def answered(call: Call) -> Outcome:
+    return Reply(200, b"{}").ok(call.row)
+
+
+class CountingSink(ListSink):
+    """Counts how often it is given something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts = 0
+
+    def put(self, outcomes: Iterable[Outcome]) -> None:
+        self.puts += 1
+        super().put(outcomes)
+
+
+async def test_results_are_put_together() -> None:
+    """Calls that end in one turn of the loop are put at once, not one by one."""
+
+    async def send(call: Call) -> Outcome:
+        await asyncio.sleep(0)
+        return answered(call)
+
+    sink = CountingSink()
+    await dispatch(send, HeldClock(), 32).run(OpenFeed(sink, [chat_row(n, "a") for n in range(320)], ended=True), sink)
+    assert sink.numbers() == list(range(320))
+    assert sink.puts <= 40
+
+
+async def test_retries_beyond_the_budget_wait_longest() -> None:
+    """Once many more calls fail than succeed, a retry waits as long as any would, so that it adds no load."""
+    clock, failed = HeldClock(), set()
+
+    async def send(call: Call) -> Outcome | Fault:
+        number = call.row.number
+        if number % 2 == 0 and number not in failed:
+            failed.add(number)
+            return FAILED
+        return answered(call)
+
+    sink = ListSink()
+    rows = [chat_row(n, "a") for n in range(200)]
+    await dispatch(send, clock, 1).run(OpenFeed(sink, rows, ended=True), sink)
+    assert sink.numbers() == list(range(200))
+    assert [outcome.error for outcome in sink.outcomes if outcome.error] == []
+    normal, longest = (clock.slept.count(seconds) for seconds in (0.25, BACKOFF_MAX_S))
+    assert normal + longest == 100
+    assert RETRIES_SPARE <= normal <= RETRIES_SPARE + 20  # a tenth of 200 successes
+
+
+async def test_pause_does_not_wait_for_ever() -> None:
+    """Calls in flight have half a minute when the job pauses; those that hang longer stay undone."""
+    clock, hanging = HeldClock(), asyncio.Event()
+
+    async def send(call: Call) -> Outcome | Fault:
+        if call.row.number == 0:
+            hanging.set()
+            await asyncio.Event().wait()
+        await hanging.wait()
+        return REFUSED
+
+    sink = ListSink()
+    feed = OpenFeed(sink, [chat_row(n, "a") for n in range(2)])
+    with pytest.raises(AuthRefused, match="who are you"):
+        async with asyncio.timeout(PATIENCE_S):
+            await dispatch(send, clock).run(feed, sink)
+    assert (sink.outcomes, clock.slept) == ([], [DRAIN_S])
+
+
+async def test_bug_in_a_call_ends_the_run() -> None:
+    """What is no failure of the service comes out of the run as it is; no row vanishes in silence."""
+
+    async def send(call: Call) -> Outcome:
+        raise ZeroDivisionError
+
+    sink = ListSink()
+    with pytest.raises(ZeroDivisionError):
+        await dispatch(send, HeldClock()).run(OpenFeed(sink, [chat_row(0, "a")]), sink)
