@@ -13,8 +13,9 @@ from batchmill.engines.vllm_launch import LORA_RANKS, Machine, find_python, plan
 from batchmill.errors import ModelFailed
 from batchmill.types import ModelSpec
 
-CPU = Machine([], 64 * 1024**3)
-GPUS = Machine(["0", "1", "2", "3"], 64 * 1024**3)
+CPU = Machine([], 64 * 1024**3, cores=64)
+SMALL_CPU = Machine([], 64 * 1024**3, cores=2)
+GPUS = Machine(["0", "1", "2", "3"], 64 * 1024**3, cores=64)
 SOCKET = Path("/tmp/batchmill-x/s")
 
 
@@ -86,9 +87,25 @@ def test_a_cpu_starts_eager_with_a_cache_that_fits(fake):
     plan = launch(fake.model())
     assert "--enforce-eager" in plan.command
     assert plan.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert launch(fake.model(), machine=Machine([], 0)).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert launch(fake.model(), machine=Machine([], 0, 2)).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert launch(fake.model(), env={"VLLM_CPU_KVCACHE_SPACE": "9"}).env["VLLM_CPU_KVCACHE_SPACE"] == "9"
     assert "--enforce-eager" not in launch(fake.model(engine_args={"O": 3})).command
+
+
+def test_a_small_cpu_runs_in_one_process(fake):
+    """With few cores none is spent on waiting for another process, unless the caller chose how it runs."""
+    plan = launch(fake.model(), machine=SMALL_CPU)
+    assert value(plan.command, "distributed-executor-backend") == "uni"
+    assert (plan.env["VLLM_ENABLE_V1_MULTIPROCESSING"], plan.env["OMP_NUM_THREADS"]) == ("0", "2")
+    others = [
+        launch(fake.model(), machine=CPU),
+        launch(fake.model(), machine=SMALL_CPU, env={"VLLM_CPU_OMP_THREADS_BIND": "0"}),
+        launch(fake.model(engine_args={"tensor-parallel-size": 2}), machine=SMALL_CPU),
+        launch(fake.model(), machine=Machine(["0"], 0, 2)),
+    ]
+    for other in others:
+        assert not any(word.startswith("--distributed-executor-backend") for word in other.command)
+        assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in other.env
 
 
 def test_a_gpu_gets_no_setting_of_a_cpu(fake):
@@ -116,16 +133,29 @@ def test_adapters_get_room_for_the_highest_rank(fake, rank, room):
     assert "--enable-lora" in command
     assert value(command, "max-lora-rank") == str(room)
     assert int(value(command, "max-lora-rank")) in LORA_RANKS
-    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("2", "2")
+    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("3", "3")
     modules = command[command.index("--lora-modules") + 1 :][:2]
     assert [json.loads(module) for module in modules] == [{"name": k, "path": v} for k, v in adapters.items()]
 
 
 def test_many_adapters_take_bounded_room(fake):
-    """A hundred adapters are all served, few of them in one batch."""
+    """A hundred adapters are all served, few of them in one batch of a GPU."""
     adapters = {f"a{number}": fake.adapter(f"a{number}") for number in range(100)}
-    command = launch(fake.model(adapters=adapters)).command
+    command = launch(fake.model(adapters=adapters), machine=GPUS).command
     assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("4", "64")
+
+
+@pytest.mark.parametrize(("slots", "enough"), [(1, False), (2, False), (3, True), ("3", True)])
+def test_a_cpu_keeps_a_slot_free_of_adapters(fake, slots, enough):
+    """On a CPU the last slot stands for the base model, so the caller may not fill it."""
+    adapters = {name: fake.adapter(name) for name in ("upper", "reverse")}
+    model = fake.model(adapters=adapters, engine_args={"max-loras": slots})
+    if enough:
+        assert value(launch(model).command, "max-loras") == str(slots)
+    else:
+        with pytest.raises(ModelFailed, match="needs a free slot"):
+            launch(model)
+    assert launch(model, machine=GPUS)
 
 
 def test_a_rank_pattern_counts(fake):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -66,3 +67,9 @@ class Calls:
             served = ", ".join(sorted(self._targets))
             raise InvalidRow(f"the model {head.model!r} is not served here; there are {served}", code="unknown_model")
         return Call(row, request.url, request.body)
+
+
+def stable_code(code: str) -> str:
+    """vLLM's error types under one spelling: "BadRequestError" and "Bad Request" are both bad_request."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", code.strip())
+    return words.lower().removesuffix("_error")

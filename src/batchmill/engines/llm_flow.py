@@ -7,10 +7,11 @@ from collections import deque
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.engines.flight import Flight
-from batchmill.engines.llm_calls import Call, Calls
-from batchmill.engines.replies import read_reply
+from batchmill.engines.llm_calls import Call, Calls, stable_code
+from batchmill.engines.replies import Reply, read_reply
 from batchmill.engines.retry import is_result
 from batchmill.engines.vllm_server import CallLost, ReplyTooLarge, VllmServer
 from batchmill.ports import Clock, Feed, Sink
@@ -167,12 +168,12 @@ class Flow:
         if is_result(reply):
             self._finish(call, reply.ok(call.row))
         elif status < 300 or (status >= 500 and status != 501):
-            self._lost.append(_Lost(call, reply.row_error(), reply.refused(call.row)))
+            self._lost.append(_Lost(call, reply.row_error(), _refused(call, reply)))
         elif status == 404 and (reply.error is None or not reply.error.code):
             text = f"the engine does not answer {call.url} for this model; a pooling model may need runner=pooling"
             self._finish(call, Outcome(call.row, reply.body, RowError("url_not_supported", text), status))
         else:
-            self._finish(call, reply.refused(call.row))
+            self._finish(call, _refused(call, reply))
 
     def _finish(self, call: Call, outcome: Outcome) -> None:
         if self._suspects and call is self._suspects[0]:
@@ -249,3 +250,10 @@ class Flow:
                 self._wake.set()
             if now - self._moved_at > self._limits.attempt_timeout_s and self._in_flight:
                 await server.stop()
+
+
+def _refused(call: Call, reply: Reply) -> Outcome:
+    """The error outcome of a reply, under a code that does not change with the place in vLLM it came from."""
+    outcome = reply.refused(call.row)
+    assert outcome.error is not None
+    return replace(outcome, error=RowError(stable_code(outcome.error.code), outcome.error.message))

@@ -30,6 +30,7 @@ LORAS_ACTIVE_MAX = 4  # rows come grouped by adapter, so few are in one batch
 LORAS_KEPT_MAX = 64
 CPU_KV_GIB_MAX = 4
 CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's own 128 leaves a small model waiting
+SMALL_CPU_CORES = 8  # up to so many, the worker runs inside the engine's process
 PROBE_TIMEOUT_S = 60
 _PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
 
@@ -64,6 +65,7 @@ class Machine(Struct, frozen=True):
 
     gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
     memory_free_bytes: int
+    cores: int
 
     @classmethod
     def here(cls, env: Mapping[str, str]) -> Machine:
@@ -77,7 +79,9 @@ class Machine(Struct, frozen=True):
         free = (
             os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
         )
-        return cls(names, free)
+        return cls(
+            names, free, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
 
 
 def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Machine) -> Launch:
@@ -95,10 +99,24 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
         ours["max-num-seqs"] = CPU_SEQS
         if not {"compilation-config", "O", "optimization-level"} & flags.keys():
             ours["enforce-eager"] = True  # compiling takes a CPU over a minute
-    ours |= _lora_flags(model, env)
+        if _runs_in_one_process(flags, env, machine):
+            ours["distributed-executor-backend"] = "uni"
+    ours |= _lora_flags(model, flags, env, machine)
     command = [python, "-m", MODULE, f"--model={source}", "--served-model-name", *_served_names(model)]
     command += [f"--uds={socket}", *_lora_modules(model), *_render_flags({**ours, **flags})]
     return Launch(command, _environment(flags, socket, env, machine))
+
+
+def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine) -> bool:
+    """Whether the worker runs inside the engine's process, with a thread on every core.
+
+    In a process of its own it computes on all cores but one, and on that one the engine spins until it is done: on two
+    cores 103 rows/s where this ran at 135. vLLM accepts it on a CPU only with its multiprocessing switched off, which
+    changes nothing else for a server, and leaves the threads' number to us. A caller's own choice of any of it stands.
+    """
+    chosen = {"distributed-executor-backend", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"}
+    return machine.cores <= SMALL_CPU_CORES and not (chosen & flags.keys() or variables & env.keys())
 
 
 def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
@@ -134,7 +152,9 @@ def _served_names(model: ModelSpec) -> list[str]:
     return list(dict.fromkeys([model.name, model.source]))
 
 
-def _lora_flags(model: ModelSpec, env: Mapping[str, str]) -> dict[str, Flag]:
+def _lora_flags(
+    model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine
+) -> dict[str, Flag]:
     count = len(model.adapters)
     if not count:
         return {}
@@ -146,12 +166,34 @@ def _lora_flags(model: ModelSpec, env: Mapping[str, str]) -> dict[str, Flag]:
     room = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
     if room is None:
         raise ModelFailed(f"an adapter has rank {rank}; vLLM serves at most {LORA_RANKS[-1]}")
-    return {
-        "enable-lora": True,
-        "max-loras": min(count, LORAS_ACTIVE_MAX),
-        "max-cpu-loras": min(count, LORAS_KEPT_MAX),
-        "max-lora-rank": room,
-    }
+    active, kept = min(count, LORAS_ACTIVE_MAX), min(count, LORAS_KEPT_MAX)
+    if not machine.gpus:
+        active = kept = count + 1
+        _refuse_full_slots(flags, count)
+    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": room}
+
+
+def _refuse_full_slots(flags: Mapping[str, Flag], count: int) -> None:
+    """On a CPU one slot must stay free: beside rows of adapters, vLLM 0.32 computes a base row with the last slot.
+
+    Seen: base rows answered as an adapter would. An empty slot is all zeros, which is the base. (In
+    vllm/lora/ops/torch_ops the index -1, "no adapter", selects the last one.)
+    """
+    if flags.get("max-loras") is not None and _count(flags, "max-loras") <= count:
+        raise ModelFailed(
+            f"max-loras = {flags['max-loras']} is too small: on a CPU vLLM needs a free slot beside its {count} "
+            "adapters, or rows of the base model are answered wrongly; leave max-loras out"
+        )
+
+
+def _count(flags: Mapping[str, Flag], name: str) -> int:
+    """A flag that counts something; 1 where it is not given. Raises: ModelFailed where it is no number."""
+    value = flags.get(name)
+    if value is None:
+        return 1
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ModelFailed(f"the engine argument {name!r} is {value!r}; it must be a number from 1 on")
+    return int(value)
 
 
 def _lora_modules(model: ModelSpec) -> list[str]:
@@ -171,6 +213,8 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
     if not machine.gpus:
         gib = machine.memory_free_bytes // (4 * 1024**3)
         chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
+        if _runs_in_one_process(flags, env, machine):
+            chosen |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(machine.cores)}
     elif REPLICA_VARIABLE in env:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(flags, env[REPLICA_VARIABLE], machine.gpus))
     return chosen
@@ -180,7 +224,7 @@ def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[s
     """This replica's own GPUs."""
     each = 1
     for name in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
-        each *= int(flags.get(name) or 1)
+        each *= _count(flags, name)
     first = int(replica) * each
     mine = gpus[first : first + each]
     if len(mine) < each:

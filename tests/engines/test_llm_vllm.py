@@ -1,0 +1,97 @@
+"""The LLM engine over the real vLLM, with the small model of this repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from llm_support import ListFeed, ListSink, body_row, chat_row
+
+from batchmill.engines import guard
+from batchmill.engines.llm import LlmEngine
+from batchmill.errors import ModelFailed
+from batchmill.types import ModelSpec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def tiny(**fields):
+    adapters = {name: str(TINY / "adapters" / name) for name in ("upper", "reverse")}
+    args = {"max-model-len": 2048}
+    python = os.environ.get("BATCHMILL_VLLM_PYTHON")
+    return ModelSpec(**{"name": "tiny", "engine": "llm", "source": str(TINY), "adapters": adapters, "engine_args": args,
+                        "python": python, **fields})  # fmt: skip
+
+
+async def run(engine, rows):
+    sink = ListSink()
+    await engine.run(ListFeed(rows), sink)
+    return sink
+
+
+def marker_and_server(engine):
+    record = json.loads(engine.server.process.pid_file.read_text())
+    return record["marker"], record["server_pid"]
+
+
+async def test_a_batch_with_adapters_survives_the_servers_death(tmp_path):
+    """Base and adapters answer as trained, faults stay with their row, kill -9 costs nothing, no process stays."""
+    engine = LlmEngine(tiny(), tmp_path, env=ENV)
+    await engine.start()
+    try:
+        rows = [
+            chat_row(number, "Say: hello world", model=model, temperature=0, max_tokens=48)
+            for number, model in enumerate(["", "upper", "reverse", "tiny"])
+        ]
+        odd = [
+            body_row(4, {"input": "x"}, url="/v1/embeddings"),
+            body_row(5, {"messages": "x"}),
+            chat_row(6, "x", zz=1),
+        ]
+        sink = await run(engine, rows + odd)
+        assert [sink.text(number) for number in range(4)] == [
+            "hello world",
+            "HELLO WORLD",
+            "dlrow olleh",
+            "hello world",
+        ]
+        assert [sink.code(number) for number in (4, 5, 6)] == [
+            "url_not_supported",
+            "bad_request",
+            "unknown_parameter",
+        ]
+        usage = sink.outcomes[0].usage
+        assert usage.input_tokens > 0
+        assert usage.output_tokens > 0
+
+        marker, server = marker_and_server(engine)
+        assert len(guard.marked(marker)) >= 2
+        os.kill(server, signal.SIGKILL)
+        sink = await run(engine, rows)
+        assert sink.text(1) == "HELLO WORLD"
+        assert guard.marked(marker) == []
+        marker, _ = marker_and_server(engine)
+        assert len(guard.marked(marker)) >= 2
+    finally:
+        await engine.stop()
+    assert guard.marked(marker) == []
+
+
+async def test_a_wrong_flag_is_told_in_one_line(tmp_path):
+    """What vLLM says about a flag that it does not have reaches the user, not its usage page."""
+    with pytest.raises(ModelFailed) as failed:
+        await LlmEngine(tiny(engine_args={"no-such-flag": 1}), tmp_path, env=ENV).start()
+    assert "unrecognized arguments: --no-such-flag" in failed.value.message
+    assert len(failed.value.message) < 1000
+
+
+async def test_the_root_cause_of_a_failed_start_is_told(tmp_path):
+    """A value that vLLM refuses is told with vLLM's own reason."""
+    with pytest.raises(ModelFailed, match="max_model_len|max-model-len|maximum"):
+        await LlmEngine(tiny(engine_args={"max-model-len": 10_000_000}), tmp_path, env=ENV).start()
