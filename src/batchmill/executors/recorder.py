@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
 from batchmill import faults
@@ -21,8 +21,13 @@ COMMIT_BYTES = 8 * 1024 * 1024
 NO_USAGE = Usage()
 
 
-def _lease_of(outcome: Outcome) -> Held:
-    return outcome.row.lease
+def _by_lease(outcomes: list[Outcome]) -> Iterator[tuple[Held, list[Outcome]]]:
+    """The outcomes of each lease; most often there is one."""
+    if len({id(outcome.row.lease) for outcome in outcomes}) == 1:
+        yield outcomes[0].row.lease, outcomes
+        return
+    for held, some in groupby(outcomes, lambda outcome: outcome.row.lease):
+        yield held, list(some)
 
 
 def empty_rows() -> BlockRows:
@@ -51,13 +56,14 @@ class Recorder:
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
         """Sink for the engine. Concurrency: on the event loop's thread."""
-        for held, some in groupby(outcomes, _lease_of):
-            done = list(some)
-            self._take(held, [outcome for outcome in done if outcome.error is None], held.ok)
+        for held, done in _by_lease(list(outcomes)):
             failed = [outcome for outcome in done if outcome.error is not None]
             if failed:
                 self._take(held, failed, held.failed)
                 held.failures += [outcome.error for outcome in failed]
+                self._take(held, [outcome for outcome in done if outcome.error is None], held.ok)
+            else:
+                self._take(held, done, held.ok)
             held.undone -= len(done)
             full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
             if full or held.undone == 0 or held.careful:
@@ -76,11 +82,11 @@ class Recorder:
         part.positions += [row.position for row in rows]
         part.rows += [row.number for row in rows]
         part.lines += held.job.form.write_all(outcomes)
-        usage = sum([outcome.usage for outcome in outcomes if outcome.usage is not None], NO_USAGE)
-        if usage != NO_USAGE and part is held.ok:
-            held.ok_usage = held.ok_usage + usage
-        elif usage != NO_USAGE:
-            held.failed_usage = held.failed_usage + usage
+        used = [outcome.usage for outcome in outcomes if outcome.usage is not None]
+        if used and part is held.ok:
+            held.ok_usage = sum(used, held.ok_usage)
+        elif used:
+            held.failed_usage = sum(used, held.failed_usage)
 
     def _flush_on_time(self) -> None:
         self._flush_timer = None

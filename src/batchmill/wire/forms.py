@@ -100,12 +100,14 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
         """`write` for many outcomes; rows of a function, whose replies have no ids, take the short way."""
         line, write = _replied_line(self.id_prefix), self.write
-        return [
-            line % (row.number, row.custom_id, outcome.status, row.number, outcome.body)
-            if outcome.body is not None and outcome.request_id is None and (row := outcome.row).custom_id is not None
-            else write(outcome)
-            for outcome in outcomes
-        ]
+        lines = []
+        for outcome in outcomes:
+            row, body = outcome.row, outcome.body
+            if body is None or outcome.request_id is not None or row.custom_id is None:
+                lines.append(write(outcome))
+            else:
+                lines.append(line % (row.number, row.custom_id, outcome.status, row.number, body))
+        return lines
 
     def write(self, outcome: Outcome) -> bytes:
         """The finished line of an output or error file."""
