@@ -14,8 +14,8 @@ from batchmill.executors import recorder as recording
 from batchmill.executors.feed import GrantFeed, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
-from batchmill.types import Commit, DatasetSpec, Lease, Outcome, RowError, Usage
-from batchmill.wire.forms import OpenAIForm
+from batchmill.types import Commit, DatasetSpec, Lease, Outcome, Row, RowError, Usage
+from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32
 
 ROWS = 40
@@ -42,7 +42,12 @@ class Desk:
     def __init__(self, job: OpenJob, tmp_path) -> None:
         self.job, self.wants, self.commits, self.changed, self.broken = job, 0, [], [], []
         changed = self.changed
-        self.feed = GrantFeed(want=self._want, changed=lambda *it: changed.append(it), suspect=tmp_path / "suspect")
+        self.feed = GrantFeed(
+            want=self._want,
+            changed=lambda *it: changed.append(it),
+            broken=self.broken.append,
+            suspect=tmp_path / "suspect",
+        )
         self.recorder = Recorder(commit=self.commits.append, settled=self.feed.settled, broken=self.broken.append)
 
     def _want(self) -> None:
@@ -99,6 +104,20 @@ async def test_lines_hold_the_rows_own_ids(job, tmp_path):
     (block,) = read_ref(job.segment.folder, commit.ref)
     first, second = read_payload(block).splitlines()
     assert b'"custom_id":"r7"' in first and b'"custom_id":"r8"' in second
+
+
+async def test_a_reply_that_makes_no_line_is_an_error(job, tmp_path):
+    """A reply whose line cannot be written is that row's error; the rows beside it keep their results."""
+    form = TableForm(prompt="{n}")
+    desk = Desk(OpenJob("job_1", form, job.rows, job.segment), tmp_path)
+    desk.grant(0, Grant(lease(0), 0, 0, 3))
+    rows = [Row(row.position, row.number, b'{"n":1}', form, row.lease) for row in await desk.feed.take(3)]
+    replies = [b'{"choices":[]}', b'{"x":1e999,"choices":[{"message":{"content":"a"}}]}', b'{"choices":[]}']
+    desk.recorder.put([Outcome(row, reply, usage=Usage(1)) for row, reply in zip(rows, replies, strict=True)])
+    await desk.recorder.sync()
+    assert sum(commit.rows_ok for commit in desk.commits) == 2
+    assert [commit.errors for commit in desk.commits if commit.errors] == [{"bad_reply": 1}]
+    assert sum(commit.usage.input_tokens for commit in desk.commits) == 3
 
 
 async def test_a_full_disk_names_no_byte(job, tmp_path, monkeypatch):

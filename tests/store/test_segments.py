@@ -100,10 +100,23 @@ def test_positions_pack_as_runs(positions):
     assert sum(count for _, count in runs) == len(positions)
 
 
+def test_a_worker_never_writes_a_file_twice(tmp_path):
+    """A worker that opens a job again goes on with another file."""
+    first = SegmentFile(tmp_path, HEAD)
+    first.append(block([1]))
+    first.close()
+    again = SegmentFile(tmp_path, HEAD, first.roll)
+    again.append(block([2]))
+    again.close()
+    assert len(list(tmp_path.glob("*.seg"))) == 2
+
+
 def test_disk_full_is_final(tmp_path, monkeypatch):
-    """A failed sync is reported and its descriptors are not synced again."""
+    """A failed sync is reported, nothing can be appended after it, and what it left unsure is not found again."""
     file = SegmentFile(tmp_path, HEAD)
-    file.append(block([1]))
+    kept = file.append(block([1]))
+    file.sync()
+    file.append(block([2]))
 
     def refuse(fd: int) -> None:
         raise OSError(28, "No space left on device")
@@ -111,3 +124,7 @@ def test_disk_full_is_final(tmp_path, monkeypatch):
     monkeypatch.setattr(segments.os, "fdatasync", refuse)
     with pytest.raises(OSError, match="No space"):
         file.sync()
+    with pytest.raises(OSError, match="earlier"):
+        file.append(block([3]))
+    assert [b.offset for b in segments.scan(tmp_path / file.name)] == [kept.offset]
+    file.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -72,9 +71,14 @@ class GrantFeed:
     """Rows in the order they were granted. Keeps one grant ahead of the engine, so that it never runs dry."""
 
     def __init__(
-        self, *, want: Callable[[], None], changed: Callable[[str, InputChanged], None], suspect: Path
+        self,
+        *,
+        want: Callable[[], None],
+        changed: Callable[[str, InputChanged], None],
+        broken: Callable[[OSError], None],
+        suspect: Path,
     ) -> None:
-        self._want, self._changed = want, changed
+        self._want, self._changed, self._broken = want, changed, broken
         self._queue: deque[_Queued] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._ended = False
@@ -161,8 +165,8 @@ class GrantFeed:
             form = held.job.form
             places = zip(queued.positions[first:last], numbers, raws, strict=True)
             rows = [Row(position, number, raw, form, held) for position, number, raw in places]
-            if held.careful:
-                self._note_suspect(rows[0])
+            if held.careful and not self._note_suspect(rows[0]):
+                return []
             return rows
         return []
 
@@ -172,16 +176,19 @@ class GrantFeed:
             return rows.read(numbers.start, numbers.stop)
         return rows.read_many(numbers)
 
-    def _note_suspect(self, row: Row) -> None:
-        """Leave the row's place where the owner finds it should this row kill the process."""
+    def _note_suspect(self, row: Row) -> bool:
+        """Leave the row's place where the owner finds it should this row kill the process. False when it cannot be."""
         self._careful = row
         lease: Lease = row.lease.lease
-        data = f"{lease.job} {lease.generation} {lease.shard} {row.position}\n".encode()
-        fd = os.open(self._suspect, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        data = f"{lease.job} {lease.generation} {lease.shard} {row.position}\n"
         try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
+            self._suspect.write_text(data)
+        except OSError as error:
+            self._queue.clear()
+            self._ended = True
+            self._broken(error)
+            return False
+        return True
 
     def _ask(self) -> None:
         """One grant more when the rows in hand may not outlast its way here."""

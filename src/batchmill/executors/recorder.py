@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
+import msgspec
+
 from batchmill import faults
 from batchmill.executors.feed import Held, Unsent
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
-from batchmill.types import Commit, Outcome, Usage
+from batchmill.types import Commit, Outcome, RowError, Usage
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
@@ -19,6 +21,7 @@ COMMIT_ROWS = 16_384  # or until so many rows wait
 COMMIT_BYTES = 8 * 1024 * 1024
 
 NO_USAGE = Usage()
+WRITE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)  # what a hostile reply may raise in a form
 
 
 def _by_lease(outcomes: list[Outcome]) -> Iterator[tuple[Held, list[Outcome]]]:
@@ -28,6 +31,26 @@ def _by_lease(outcomes: list[Outcome]) -> Iterator[tuple[Held, list[Outcome]]]:
         return
     for held, some in groupby(outcomes, lambda outcome: outcome.row.lease):
         yield held, list(some)
+
+
+def _write_each(outcomes: list[Outcome]) -> tuple[list[Outcome], list[bytes], list[Outcome]]:
+    """(outcomes, their lines, errors for those whose reply cannot be made a line) where one of them cannot."""
+    written, lines, unwritable = [], [], []
+    for outcome in outcomes:
+        row = outcome.row
+        try:
+            lines.append(row.form.write(outcome))
+            written.append(outcome)
+        except WRITE_ERRORS as error:
+            reason = RowError("bad_reply", f"the reply cannot be made a result: {error}")
+            unwritable.append(Outcome(row, error=reason, status=0, usage=outcome.usage))
+    return written, lines, unwritable
+
+
+def _used(outcomes: list[Outcome], before: Usage) -> Usage:
+    """The tokens of these outcomes and those counted before."""
+    used = [outcome.usage for outcome in outcomes if outcome.usage is not None]
+    return sum(used, before) if used else before
 
 
 def empty_rows() -> BlockRows:
@@ -58,12 +81,18 @@ class Recorder:
         """Sink for the engine. Concurrency: on the event loop's thread."""
         for held, done in _by_lease(list(outcomes)):
             failed = [outcome for outcome in done if outcome.error is not None]
+            ok = [outcome for outcome in done if outcome.error is None] if failed else done
+            try:
+                lines = held.job.form.write_all(ok)
+            except WRITE_ERRORS:
+                ok, lines, unwritable = _write_each(ok)
+                failed += unwritable
+            self._take(held.ok, ok, lines)
+            held.ok_usage = _used(ok, held.ok_usage)
             if failed:
-                self._take(held, failed, held.failed)
+                self._take(held.failed, failed, held.job.form.write_all(failed))
                 held.failures += [outcome.error for outcome in failed]
-                self._take(held, [outcome for outcome in done if outcome.error is None], held.ok)
-            else:
-                self._take(held, done, held.ok)
+                held.failed_usage = _used(failed, held.failed_usage)
             held.undone -= len(done)
             full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
             if full or held.undone == 0 or held.careful:
@@ -76,17 +105,11 @@ class Recorder:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
 
     @staticmethod
-    def _take(held: Held, outcomes: list[Outcome], part: BlockRows) -> None:
-        """Append the lines of outcomes of one lease that are all ok or all errors."""
+    def _take(part: BlockRows, outcomes: list[Outcome], lines: list[bytes]) -> None:
         rows = [outcome.row for outcome in outcomes]
         part.positions += [row.position for row in rows]
         part.rows += [row.number for row in rows]
-        part.lines += held.job.form.write_all(outcomes)
-        used = [outcome.usage for outcome in outcomes if outcome.usage is not None]
-        if used and part is held.ok:
-            held.ok_usage = sum(used, held.ok_usage)
-        elif used:
-            held.failed_usage = sum(used, held.failed_usage)
+        part.lines += lines
 
     def _flush_on_time(self) -> None:
         self._flush_timer = None
@@ -161,6 +184,7 @@ class Recorder:
         helds, self._written = list(self._written.values()), {}
         self._written_rows = self._written_bytes = 0
         unsent = [(held, part) for held in helds for part in held.unsent]
+        unsent.sort(key=lambda pair: (pair[1].ref.segment, pair[1].ref.offset))
         for held in helds:
             held.unsent = []
         segments = {id(held.job.segment): held.job.segment for held in helds}

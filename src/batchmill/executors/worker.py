@@ -53,10 +53,14 @@ class Worker:
         self._reader, self._writer = reader, writer
         self._model = start.model
         self._jobs: dict[str, OpenJob] = {}
+        self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
         self._feed = GrantFeed(
-            want=lambda: self._send(Want()), changed=self._input_changed, suspect=self._home / f"{self._name}.suspect"
+            want=lambda: self._send(Want()),
+            changed=self._input_changed,
+            broken=self._storage_failed,
+            suspect=self._home / f"{self._name}.suspect",
         )
         self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
         self._owner_gone = asyncio.Event()
@@ -64,16 +68,18 @@ class Worker:
 
     async def run(self) -> int:
         """Host the engine until the owner drains or leaves. Returns the exit code."""
-        listening = asyncio.create_task(self._listen())
-        background = [asyncio.create_task(self._recorder.run()), asyncio.create_task(self._beat())]
         working = asyncio.create_task(self._work())
+        background = {asyncio.create_task(each) for each in (self._listen(), self._recorder.run(), self._beat())}
         gone = asyncio.create_task(self._owner_gone.wait())
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, gone, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done() and (error := task.exception()) is not None:
+                self._fail(_told(error, "the worker"), PauseReason.ENGINE_FAILED)
         if not working.done():
-            # The owner died: what is finished goes to the kernel, where the next owner finds it.
+            # The owner died, or this worker cannot go on: what is finished goes to the kernel, where it is found again.
             self._recorder.flush()
             working.cancel()
-        for task in (listening, gone, *background):
+        for task in (gone, *background):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await working
@@ -91,9 +97,7 @@ class Worker:
         except BatchmillError as error:
             self._fail(error, PauseReason.ENGINE_FAILED)
         except Exception as error:  # an engine's own bug: the owner must hear of it before this process ends
-            traceback.print_exc()
-            message = f"the {self._model.engine} engine failed: {type(error).__name__}: {error}"
-            self._fail(BatchmillError(message, code="engine_bug"), PauseReason.ENGINE_FAILED)
+            self._fail(_told(error, f"the {self._model.engine} engine"), PauseReason.ENGINE_FAILED)
         self._recorder.flush()
         await self._recorder.sync()
         for job in self._jobs.values():
@@ -131,9 +135,8 @@ class Worker:
             self._jobs[message.job].revoked = False
             return
         head = SegmentHead(message.job, message.identity, self._name)
-        self._jobs[message.job] = OpenJob(
-            message.job, message.form, SealedRows(Path(message.dataset)), SegmentFile(Path(message.segments), head)
-        )
+        segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
+        self._jobs[message.job] = OpenJob(message.job, message.form, SealedRows(Path(message.dataset)), segment)
 
     def _grant(self, grant: Grant) -> None:
         lease = grant.lease
@@ -145,7 +148,11 @@ class Worker:
         )  # fmt: skip
         self._held[lease.job, lease.generation, lease.shard] = held
         if grant.condemned:
-            grant = self._record_condemned(held, grant)
+            try:
+                grant = self._record_condemned(held, grant)
+            except InputChanged as error:
+                self._input_changed(job.id, error)
+                return
         self._feed.grant(held, grant)
         if job.revoked:
             self._feed.drop(job.id)
@@ -185,6 +192,7 @@ class Worker:
                 continue
             for held in mine:
                 del self._held[held.lease.job, held.lease.generation, held.lease.shard]
+            self._rolls[job.id] = job.segment.roll
             job.segment.close()
             job.rows.close()
             del self._jobs[job.id]
@@ -222,6 +230,12 @@ class Worker:
         self._send(Failed("storage_full" if full else "storage_failed", f"results cannot be written: {error}", reason))
         self._feed.end()
         self._owner_gone.set()
+
+
+def _told(error: BaseException, who: str) -> BatchmillError:
+    """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
+    traceback.print_exception(error)
+    return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 
 async def main(fd: int) -> int:

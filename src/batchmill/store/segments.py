@@ -6,8 +6,10 @@ Nothing here decides which blocks count: that is the ledger's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,6 +108,7 @@ def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool,
     """One block. The rows may stand in any order; each line ends with its newline."""
     payload = b"".join(part.lines)
     first, row, n = part.positions[0], part.rows[0], len(part.rows)
+    assert len(part.positions) == len(part.lines) == n, "every row of a block has its position and its line"
     contiguous = _runs_on(part.positions) and _runs_on(part.rows)
     table = b""
     if not contiguous:
@@ -204,49 +207,84 @@ def unpack_positions(runs: bytes) -> Iterator[tuple[int, int]]:
 class SegmentFile:
     """A worker's open segment: appends go to the kernel at once, to the disk with `sync`.
 
-    An error of the file system is final: no byte after it is ever referenced.
+    An error of the file system is final: no byte after it is ever referenced, and nothing more can be appended.
+
+    Args:
+        roll: the number of the last file that this worker has written for this job; 0 for none.
     """
 
-    def __init__(self, folder: Path, head: SegmentHead) -> None:
+    def __init__(self, folder: Path, head: SegmentHead, roll: int = 0) -> None:
         self.folder, self.head = folder, head
-        self._roll = 0
+        self.roll = roll
         self._fd = -1
         self._size = 0
+        self._synced = 0  # bytes of the open file that are on disk
         self._unsynced: list[int] = []  # descriptors of full files that still have to reach the disk
+        self._turning = threading.Lock()  # held while one file takes over from another
+        self._broken: OSError | None = None
 
     def append(self, blocks: bytes) -> SegmentRef:
-        if self._fd < 0 or self._size >= SEGMENT_BYTES_MAX:
-            self._begin()
-        offset = self._size
-        self._write(blocks)
+        self._raise_if_broken()
+        try:
+            if self._fd < 0 or self._size >= SEGMENT_BYTES_MAX:
+                self._begin()
+            offset = self._size
+            self._write(blocks)
+        except OSError as error:
+            self._broken = error
+            raise
         return SegmentRef(self.name, offset, len(blocks))
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise OSError(self._broken.errno, f"{self._broken.strerror} (earlier)")
 
     @property
     def name(self) -> str:
-        return f"{self.head.worker}-{self._roll:04d}.seg"
+        return f"{self.head.worker}-{self.roll:04d}.seg"
 
     def sync(self) -> None:
         """May run in a thread while another appends: it covers what was appended before the call."""
-        full, self._unsynced = self._unsynced, []
-        for fd in full:
-            os.fdatasync(fd)
-            os.close(fd)
-        if self._fd >= 0:
-            os.fdatasync(self._fd)
+        self._raise_if_broken()
+        with self._turning:
+            full, self._unsynced = self._unsynced, []
+            fd, size = self._fd, self._size
+        try:
+            for done in full:
+                os.fdatasync(done)
+            if fd >= 0:
+                os.fdatasync(fd)
+        except OSError as error:
+            self._broken = error
+            self._drop_unsynced(fd)
+            raise
+        finally:
+            for done in full:
+                os.close(done)
+        with self._turning:
+            if fd == self._fd:
+                self._synced = size
+
+    def _drop_unsynced(self, fd: int) -> None:
+        """Nobody knows what a failed sync left on the disk: what came after the last good one must not be found."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, self._synced)
 
     def close(self) -> None:
         if self._fd >= 0:
-            self.sync()
+            if self._broken is None:
+                self.sync()
             os.close(self._fd)
             self._fd = -1
 
     def _begin(self) -> None:
-        if self._fd >= 0:
-            self._unsynced.append(self._fd)
-        self._roll += 1
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(self.folder / self.name, flags, 0o600)
-        self._size = 0
+        with self._turning:
+            if self._fd >= 0:
+                self._unsynced.append(self._fd)
+            self.roll += 1
+            self._fd = os.open(self.folder / self.name, flags, 0o600)
+            self._size = self._synced = 0
         data = msgspec.json.encode(self.head)
         self._write(_FILE.pack(FILE_MAGIC, len(data), crc32(data)) + data)
         sync_folder(self.folder)
