@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.types import Outcome, Row, RowError, Usage
-from batchmill.wire.forms import usage_of
+from batchmill.wire.forms import counted, usage_of
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
@@ -131,10 +131,10 @@ def _one_line(data: bytes) -> bytes:
 
 def _usage(tokens: _Tokens) -> Usage:
     details = tokens.prompt_tokens_details or tokens.input_tokens_details
-    return Usage(
-        max(tokens.prompt_tokens or tokens.input_tokens or 0, 0),
-        max(details.cached_tokens or 0, 0) if details is not None else 0,
-        max(tokens.completion_tokens or tokens.output_tokens or 0, 0),
+    return counted(
+        tokens.prompt_tokens or tokens.input_tokens or 0,
+        (details.cached_tokens or 0) if details is not None else 0,
+        tokens.completion_tokens or tokens.output_tokens or 0,
     )
 
 

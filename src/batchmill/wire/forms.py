@@ -20,6 +20,7 @@ from batchmill.wire.json_bytes import append_members, decode, encode, join_objec
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
+TOKENS_MAX = 2**40  # of one row: what a reply claims beyond it is no count, and sums of it would not fit the ledger
 
 
 class RowLine(Struct, forbid_unknown_fields=True, gc=False):
@@ -243,7 +244,10 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def _output(self, body: bytes) -> bytes:
         """What a person asked for out of a reply: the text, the vector; the whole reply where it has no such part."""
-        reply = decode(body)
+        try:
+            reply = decode(body)
+        except RecursionError:  # nested too deep to look into: it is handed on as it is
+            return body
         match self.url, reply:
             case "/v1/chat/completions", {"choices": [{"message": {"content": str(text)}}]}:
                 return encode(text)
@@ -280,12 +284,18 @@ def usage_of(reply: dict[str, Any]) -> Usage | None:
     usage = reply.get("usage")
     if not isinstance(usage, dict):
         return None
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    return Usage(
-        input_tokens=_count(usage, "prompt_tokens", "input_tokens"),
-        cached_tokens=_count(details, "cached_tokens"),
-        output_tokens=_count(usage, "completion_tokens", "output_tokens"),
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return counted(
+        _count(usage, "prompt_tokens", "input_tokens"),
+        _count(details, "cached_tokens") if isinstance(details, dict) else 0,
+        _count(usage, "completion_tokens", "output_tokens"),
     )
+
+
+def counted(input_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
+    """Usage out of what a reply claims: each count 0 to TOKENS_MAX, and no more input cached than there was."""
+    inside = min(max(input_tokens, 0), TOKENS_MAX)
+    return Usage(inside, min(max(cached_tokens, 0), inside), min(max(output_tokens, 0), TOKENS_MAX))
 
 
 def error_body(error: RowError, type_: str = "invalid_request_error") -> bytes:
@@ -301,7 +311,7 @@ def with_model(body: bytes, model: str) -> bytes:
 def _count(counts: dict[str, Any], *names: str) -> int:
     for name in names:
         value = counts.get(name)
-        if isinstance(value, int) and value > 0:
+        if type(value) is int and value > 0:  # true is an int too
             return value
     return 0
 
@@ -325,8 +335,16 @@ def _vector(body: bytes) -> bytes:
 
 
 def _response_texts(items: list[Any]) -> list[str]:
-    contents = [part for item in items if isinstance(item, dict) for part in item.get("content") or ()]
-    return [part["text"] for part in contents if isinstance(part, dict) and part.get("type") == "output_text"]
+    contents = [item.get("content") for item in items if isinstance(item, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [text for part in parts if (text := _output_text(part)) is not None]
+
+
+def _output_text(part: Any) -> str | None:
+    match part:
+        case {"type": "output_text", "text": str(text)}:
+            return text
+    return None
 
 
 def _object_or_empty(raw: bytes) -> bytes:
