@@ -199,6 +199,8 @@ async def test_a_program_that_does_not_exist_is_an_end_with_a_reason(tmp_path):
     await server.start(["/no/such/python"], os.environ)
     assert await server.wait() == 127
     assert "/no/such/python" in server.complaint()
+    assert not server.scratch.exists()
+    assert server.pid_file.read_bytes() == b"{}"
 
 
 async def test_a_signal_that_ended_the_server_is_in_its_exit_code(tmp_path):

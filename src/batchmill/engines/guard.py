@@ -237,6 +237,7 @@ class Guard:
             self._start()
         except OSError as error:
             self.log.write(f"cannot start {self.options.command[0]}: {error}\n".encode())
+            self._forget()
             return EXIT_NOT_STARTED
         self._watch()
         self._end()
@@ -296,9 +297,13 @@ class Guard:
         self._drain()
         if left:
             self.log.write(f"the guard could not end the processes {left}\n".encode())
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of the engine is left: neither are its files."""
         shutil.rmtree(self.options.scratch, ignore_errors=True)
-        if not left:
-            write_record(self.options.lock_fd, {})
+        write_record(self.options.lock_fd, {})
 
     def _alive(self) -> list[int]:
         self._reap()
