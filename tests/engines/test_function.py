@@ -7,7 +7,7 @@ import threading
 import msgspec
 import pytest
 
-from batchmill.engines.function import ROWS_MAX, FunctionEngine
+from batchmill.engines.function import RESULT_DEPTH_MAX, ROWS_MAX, FunctionEngine
 from batchmill.engines.user_code import TRACEBACKS_MAX
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, ModelSpec, Row, Usage
@@ -171,6 +171,14 @@ async def test_bad_return_names_the_type(build):
     engine = await build("def f(): return {'x': object()}")
     message = (await answer(engine, table_rows({}))).in_order[0].error.message
     assert message == "the function returned a dict that JSON cannot hold: an object has no JSON form"
+
+
+async def test_a_result_has_a_largest_depth(build):
+    """A result of the deepest nesting that is allowed is kept, and one level more is that row's error."""
+    engine = await build("def f(n):\n    a = []\n    for _ in range(n - 1): a = [a]\n    return {'[' * 2000: a}")
+    sink = await answer(engine, table_rows({"n": RESULT_DEPTH_MAX - 1}, {"n": RESULT_DEPTH_MAX}))
+    assert sink.errors == [None, "bad_return"]
+    assert f"nested deeper than {RESULT_DEPTH_MAX} levels" in sink.outcomes[1].error.message
 
 
 async def test_values_of_the_field_become_json(build):

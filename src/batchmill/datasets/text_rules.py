@@ -29,7 +29,7 @@ def flaw(line: bytes, *, length_max: int, depth_max: int) -> RowError | None:
         return RowError("line_too_long", f"the line is longer than {length_max} bytes")
     if not (line.isascii() or is_utf8(line)):
         return RowError("invalid_encoding", f"the line is not UTF-8{_encoding_hint(line)}")
-    if _brackets(line) > depth_max and depth_exceeds(line, depth_max):
+    if is_too_deep(line, depth_max):
         return RowError("nesting_too_deep", f"the JSON is nested deeper than {depth_max} levels")
     return None
 
@@ -40,6 +40,11 @@ def is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def is_too_deep(text: bytes, depth_max: int) -> bool:
+    """Whether JSON nests deeper than `depth_max`. Cheap where it has few brackets."""
+    return len(text) > 2 * depth_max and _brackets(text) > depth_max and depth_exceeds(text, depth_max)
 
 
 def depth_exceeds(line: bytes, depth_max: int) -> bool:
@@ -63,7 +68,7 @@ def _brackets(text: bytes) -> int:
 def _is_shallow(lines: list[bytes], depth_max: int) -> bool:
     if _brackets(b"".join(lines)) <= depth_max:
         return True
-    return not any(_brackets(line) > depth_max and depth_exceeds(line, depth_max) for line in lines)
+    return not any(is_too_deep(line, depth_max) for line in lines)
 
 
 def _encoding_hint(line: bytes) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from batchmill.datasets.text_rules import is_too_deep
 from batchmill.engines.user_code import UserLog, UserThread
 from batchmill.errors import BatchmillError, ModelFailed
 from batchmill.models import functions
@@ -26,6 +27,7 @@ GROWTH_MAX = 8  # from one take to the next
 IN_FLIGHT_DEFAULT = 64  # rows of an async function awaited at once
 PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on the next
 MESSAGE_CHARS_MAX = 2048
+RESULT_DEPTH_MAX = 500  # levels of a result's JSON: whoever reads it later has a stack that ends
 
 
 # What reading a row may raise.
@@ -273,6 +275,9 @@ class Calls:
             body = self._encode(result)
         except Exception as error:  # the result's own code may run here
             message = f"the function returned {_article(result)} that JSON cannot hold: {_text(error)}"
+            return Outcome(row, error=RowError("bad_return", message), status=0)
+        if is_too_deep(body, RESULT_DEPTH_MAX):
+            message = f"the function returned {_article(result)} nested deeper than {RESULT_DEPTH_MAX} levels"
             return Outcome(row, error=RowError("bad_return", message), status=0)
         if type(result) is dict and "usage" in result:
             return Outcome(row, body, None, 200, usage_of(result))
