@@ -8,6 +8,7 @@ import io
 import json
 import resource
 import signal
+import tempfile
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -17,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from finished_job import FinishedJob, quiet
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput, StorageFull
 from batchmill.jobs import part_file, result_columns, result_parquet
@@ -43,7 +46,7 @@ def answer(job: FinishedJob, outputs: list[str]) -> None:
 
 
 def read_csv(text: str) -> list[list[str]]:
-    return list(csv.reader(io.StringIO(text)))
+    return list(csv.reader(io.StringIO(text, newline=""), strict=True))
 
 
 def written(job: FinishedJob, path: Path) -> pa.Table:
@@ -61,6 +64,21 @@ def test_csv_keeps_digits_and_text(tmp_path):
         ["1.10", 'x, "y"\n', "", "123456789012345678901234567890", ""],
         ["", "", '{"d":[1]}', '{"e":0.10}', ""],
     ]
+
+
+CELLS = st.text(st.sampled_from("ab,;'\"\r\n \t\\\0\x1c\x85\u2028é"), max_size=5)
+
+
+@given(st.lists(st.fixed_dictionaries({"a": CELLS, "b\r": CELLS}), max_size=6))
+def test_csv_comes_back_as_it_was(records):
+    """Whatever characters a cell holds, a reader of CSV finds the same cells again."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = TableSource(Path(folder), ["a", "b\r"], fixed=True, folds=False)
+        table = create_table("csv", Path(folder, "out.csv"), source)
+        table.write([json.dumps({**record, "output": "\r", "error": None}).encode() + b"\n" for record in records])
+        table.publish()
+        found = read_csv(Path(folder, "out.csv").read_bytes().decode())
+    assert found == [["a", "b\r", "output", "error"], *([each["a"], each["b\r"], "\r", ""] for each in records)]
 
 
 def test_csv_rows_that_failed_say_why(tmp_path):

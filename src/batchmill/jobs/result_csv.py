@@ -30,12 +30,11 @@ class CsvFile:
     def write(self, lines: Sequence[bytes]) -> None:
         columns = self._begin()
         for batch in in_batches(lines):
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
+            records = []
             for line in batch:
                 members = split_object(line)
-                writer.writerow([text_of(members[name]) if name in members else "" for name in columns])
-            self._file.write(text.getvalue().encode(), len(batch))
+                records.append([text_of(members[name]) if name in members else "" for name in columns])
+            self._file.write(_text_of(records), len(batch))
 
     def publish(self) -> ResultFile:
         self._begin()
@@ -48,10 +47,18 @@ class CsvFile:
         """The columns, settled and written as the header: every row has been seen."""
         if self._columns is None:
             self._columns = self._names.all()
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerow(self._columns)
-            self._file.write(text.getvalue().encode(), 0)
+            self._file.write(_text_of([self._columns]), 0)
         return self._columns
+
+
+def _text_of(records: list[list[str]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    # A bare CR ends a record for every reader, and csv quotes only what its own line terminator holds.
+    careful = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for record in records:
+        (careful if any("\r" in cell for cell in record) else writer).writerow(record)
+    return text.getvalue().encode()
 
 
 def create(output: Path, source: TableSource) -> CsvFile:
