@@ -1,22 +1,39 @@
-"""The one line that commits stand in: drained into the ledger many at a time, in the order they came."""
+"""The one line that commits stand in: drained into the ledger many at a time, in the order they came.
+
+Whoever stands in it is told what became of their commit, also when the line itself has broken.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sqlite3
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import sqlalchemy as sa
+from msgspec import Struct
 
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
 from batchmill.jobs.ledger import Ledger, Verdict
 from batchmill.types import Commit
 
 BATCH_MAX = 256
+# Workers commit only rows that they were granted, so the line is short unless the disk is slower than they are: then
+# whoever reads a worker's messages waits here, and with it the worker.
+QUEUE_MAX = 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Told = Callable[[Verdict | BatchmillError], None]
+
+
+class _Entry(Struct, frozen=True, eq=False):
+    commit: Commit
+    cost: float | None
+    told: Told
 
 
 class Books:
@@ -25,61 +42,116 @@ class Books:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._queue: asyncio.Queue[
-            tuple[Commit, float | None, Callable[[Verdict | BatchmillError], None]] | asyncio.Future
-        ]
-        self._queue = asyncio.Queue()
+        self._queue: asyncio.Queue[_Entry | asyncio.Future[None]] = asyncio.Queue(QUEUE_MAX)
+        self._batch: list[_Entry | asyncio.Future[None]] = []  # taken from the queue and not yet answered
+        self._broken: LedgerBroken | None = None
+        self._closed = False
         self._draining = asyncio.create_task(self._drain())
+        self._draining.add_done_callback(self._stopped)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of the ledger in its thread. Raises: StorageFull when the disk is full."""
+        """Run a method of the ledger in its thread. Raises: StorageFull when the disk is full, LedgerBroken."""
+        if self._closed:
+            raise LedgerBroken("the ledger is closed")
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
         except sa.exc.SQLAlchemyError as error:
             raise _storage_error(error) from error
 
-    def commit(self, commit: Commit, cost: float | None, told: Callable[[Verdict | BatchmillError], None]) -> None:
-        """Queue a commit; `told` hears what became of it, on the event loop."""
-        self._queue.put_nowait((commit, cost, told))
+    async def commit(self, commit: Commit, cost: float | None, told: Told) -> None:
+        """Queue a commit, once there is room; `told` hears what became of it, on the event loop.
+
+        Should `told` raise, it is told that too, as LedgerBroken.
+        """
+        await self._put(_Entry(commit, cost, told))
 
     async def settle(self) -> None:
-        """Wait until everything queued so far has been decided."""
+        """Wait until everything queued so far has been decided and told. Raises: LedgerBroken when it never will be."""
         done = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(done)
+        await self._put(done)
         await done
+
+    async def _put(self, entry: _Entry | asyncio.Future[None]) -> None:
+        if self._broken is None:
+            await self._queue.put(entry)
+            if self._broken is None:
+                return
+            entry = self._queue.get_nowait()  # the line broke while this waited for room: nobody will read it
+        self._fail(entry, self._broken)
 
     async def _drain(self) -> None:
         while True:
-            batch: list[Any] = [await self._queue.get()]
-            while len(batch) < BATCH_MAX and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            entries = [entry for entry in batch if isinstance(entry, tuple)]
-            if entries:
-                verdicts = await self._decide([(commit, cost) for commit, cost, _ in entries])
-                for (_, _, told), verdict in zip(entries, verdicts, strict=True):
-                    told(verdict)
-            for entry in batch:
+            self._batch = [await self._queue.get()]
+            while len(self._batch) < BATCH_MAX and not self._queue.empty():
+                self._batch.append(self._queue.get_nowait())
+            await self._answer([entry for entry in self._batch if isinstance(entry, _Entry)])
+            for entry in self._batch:
                 if isinstance(entry, asyncio.Future) and not entry.done():
                     entry.set_result(None)
+            self._batch = []
 
-    async def _decide(self, items: list[tuple[Commit, float | None]]) -> list[Verdict | BatchmillError]:
-        """One transaction for all; where that fails, one for each, so that one job's trouble stays its own."""
+    async def _answer(self, entries: Sequence[_Entry]) -> None:
+        """One transaction for all; where that fails, one for each, so that one job's trouble stays its own.
+
+        Each is told before the next transaction begins: what the ledger says is never ahead of what was told.
+        """
+        if not entries:
+            return
         try:
-            return list(await self.call(self.ledger.commit, items))
-        except BatchmillError as error:
-            if len(items) == 1:
-                return [error]
-        return [(await self._decide([item]))[0] for item in items]
+            verdicts = await self.call(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
+        except Exception as error:  # a bug over one commit must not end the line for all jobs
+            if len(entries) > 1:
+                for entry in entries:
+                    await self._answer([entry])
+                return
+            if not isinstance(error, BatchmillError):
+                error = _bug("a commit could not be counted", error)
+            self._tell(entries[0], error)
+            return
+        for entry, verdict in zip(entries, verdicts, strict=True):
+            self._tell(entry, verdict)
+
+    def _tell(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
+        self._batch.remove(entry)
+        try:
+            entry.told(verdict)
+        except Exception as error:  # the job whose commit this is must hear of it; the others go on
+            entry.told(_bug("what a commit sets off failed", error))
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """Without the drain nothing is ever decided: everyone who waits, or comes later, is told so."""
+        why = "it was closed" if task.cancelled() else f"{type(task.exception()).__name__}: {task.exception()}"
+        self._broken = LedgerBroken(f"commits are counted no more: {why}")
+        waiting, self._batch = self._batch, []
+        while not self._queue.empty():
+            waiting.append(self._queue.get_nowait())
+        for entry in waiting:
+            self._fail(entry, self._broken)
+
+    @staticmethod
+    def _fail(entry: _Entry | asyncio.Future[None], error: LedgerBroken) -> None:
+        if isinstance(entry, _Entry):
+            asyncio.get_running_loop().call_soon(entry.told, error)  # one that raises does not keep it from the next
+        elif not entry.done():
+            entry.set_exception(error)
 
     def close(self) -> None:
+        """Decide nothing more and close the ledger."""
+        self._closed = True
         self._draining.cancel()
         self._thread.shutdown(wait=True)
         self.ledger.close()
 
 
+def _bug(what: str, error: Exception) -> LedgerBroken:
+    traceback.print_exception(error)
+    return LedgerBroken(f"{what}: {type(error).__name__}: {error}")
+
+
 def _storage_error(error: sa.exc.SQLAlchemyError) -> BatchmillError:
-    text = str(getattr(error, "orig", None) or error)
-    if "full" in text:
+    cause = getattr(error, "orig", None)
+    text = str(cause or error)
+    if getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
         return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
     return LedgerBroken(f"the database failed: {text}", code="database_failed")

@@ -159,7 +159,7 @@ class Dispatcher:
     def wanted(self, pool: Pool) -> None:
         self._work.set()
 
-    def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
+    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
         price = pool.model.price
         cost = None if price is None else price.cost(commit.usage)
 
@@ -167,7 +167,7 @@ class Dispatcher:
             worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
             self._told(commit, cost, verdict)
 
-        self._books.commit(commit, cost, told)
+        await self._books.commit(commit, cost, told)
 
     def _told(self, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError) -> None:
         run = self._runs.get(commit.lease.job)

@@ -23,6 +23,11 @@ from batchmill.types import Commit, Lease, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
 
+ENDED = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED})  # what these have counted is published
+ERROR_CODES_MAX = 100  # distinct codes that a job's errors are counted by; user code may raise without end
+OTHER_ERRORS = "other"  # the code that all further ones are counted under
+
+
 class Standing(Struct, frozen=True):
     """A shard under a fresh lease: what is done already."""
 
@@ -161,23 +166,28 @@ class Ledger:
         with self._engine.connect() as db:
             return dict(db.execute(query).all())
 
-    def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
+    def commit(self, batch: Sequence[tuple[Commit, float | None]], *, rebuilding: bool = False) -> list[Verdict]:
         """Count outcomes: (commit, its cost in USD) each. One transaction for all.
 
+        A job that has ended, or is in another generation, takes no more: its results are out. Only `rebuilding` its
+        ledger counts what it had then.
         Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
         """
         with self._engine.begin() as db:
-            verdicts = [self._commit_one(db, commit, cost) for commit, cost in batch]
+            verdicts = [self._commit_one(db, commit, cost, rebuilding=rebuilding) for commit, cost in batch]
             faults.point("in_commit")
         faults.point("after_commit")
         return verdicts
 
-    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
+    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None, *, rebuilding: bool) -> Verdict:
         lease = commit.lease
         key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
-        found = db.execute(sa.select(shards).where(key)).first()
+        job = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards)
+        found = db.execute(job.join(shards, shards.c.job == jobs.c.id).where(key)).first()
         if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
             return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
+        if not rebuilding and (found.state in ENDED or found.job_generation != lease.generation):
+            return Verdict.STALE
         fresh = mask_of(commit.done)
         bitmap = int.from_bytes(found.bitmap, "little")
         n = commit.rows_ok + commit.rows_failed
@@ -301,11 +311,23 @@ def mask_of(runs: bytes) -> int:
 
 
 def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
-    for code, rows in errors.items():
-        key = (error_counts.c.job == job_id) & (error_counts.c.code == code)
-        updated = db.execute(error_counts.update().where(key).values(rows=error_counts.c.rows + rows))
-        if updated.rowcount == 0:
-            db.execute(error_counts.insert().values(job=job_id, code=code, rows=rows, sample=samples.get(code, "")))
+    """Add to the rows of each code, the most frequent first: they are the ones that find room."""
+    for code, rows in sorted(errors.items(), key=lambda counted: -counted[1]):
+        if _add_errors(db, job_id, code, rows):
+            continue
+        known = sa.select(sa.func.count()).where(error_counts.c.job == job_id, error_counts.c.code != OTHER_ERRORS)
+        sample = samples.get(code, "")
+        if db.execute(known).scalar_one() >= ERROR_CODES_MAX:
+            code = OTHER_ERRORS
+            if _add_errors(db, job_id, code, rows):
+                continue
+        db.execute(error_counts.insert().values(job=job_id, code=code, rows=rows, sample=sample))
+
+
+def _add_errors(db: sa.Connection, job_id: str, code: str, rows: int) -> bool:
+    """Add to the rows of a code; False when the job has none of it yet."""
+    key = (error_counts.c.job == job_id) & (error_counts.c.code == code)
+    return db.execute(error_counts.update().where(key).values(rows=error_counts.c.rows + rows)).rowcount > 0
 
 
 def undone(bitmap: int, n: int) -> Iterable[int]:

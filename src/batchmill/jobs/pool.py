@@ -34,7 +34,7 @@ class PoolListener(Protocol):
     """Who is told what the workers of a pool say."""
 
     def wanted(self, pool: Pool) -> None: ...
-    def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
+    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> None: ...
@@ -69,7 +69,7 @@ class Pool:
             failed = False
             async for message in handle.messages():
                 worker.heard = self._clock.monotonic()
-                failed = self._hear(worker, message) or failed
+                failed = await self._hear(worker, message) or failed
             code = await handle.wait()
             del self.workers[name]
             await self._listener.died(self, worker, code)
@@ -87,7 +87,7 @@ class Pool:
             text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
             self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
 
-    def _hear(self, worker: PoolWorker, message: object) -> bool:
+    async def _hear(self, worker: PoolWorker, message: object) -> bool:
         """Pass on what a worker said; True when it said that it has failed."""
         match message:
             case Ready():
@@ -99,7 +99,7 @@ class Pool:
                 self._listener.wanted(self)
             case Record(commit):
                 self._deaths = 0
-                self._listener.record(self, worker, commit)
+                await self._listener.record(self, worker, commit)
             case Heartbeat(stats):
                 worker.stats = stats
             case Released(job):

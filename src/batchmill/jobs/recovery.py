@@ -43,7 +43,15 @@ def _orphans(folder: Path, spec: JobSpec, worker: str | None, ends: dict[str, in
             yield from blocks
 
 
-def _count(ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, blocks: Iterable[Block]) -> Counted:
+def _count(
+    ledger: Ledger,
+    spec: JobSpec,
+    generation: int,
+    plan: PlanReader,
+    blocks: Iterable[Block],
+    *,
+    rebuilding: bool = False,
+) -> Counted:
     by_shard: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         by_shard[block.shard].append(block)
@@ -53,11 +61,13 @@ def _count(ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, blo
     counted: Counted = []
     for number, found in sorted(by_shard.items()):
         if number in shards:
-            counted += _count_shard(ledger, spec, generation, shards[number], found)
+            counted += _count_shard(ledger, spec, generation, shards[number], found, rebuilding=rebuilding)
     return counted
 
 
-def _count_shard(ledger: Ledger, spec: JobSpec, generation: int, shard: Shard, blocks: list[Block]) -> Counted:
+def _count_shard(
+    ledger: Ledger, spec: JobSpec, generation: int, shard: Shard, blocks: list[Block], *, rebuilding: bool
+) -> Counted:
     standing = ledger.lease(spec.id, generation, shard)
     bitmap, seq = standing.bitmap, standing.seq
     price = spec.models[shard.model].price
@@ -79,7 +89,7 @@ def _count_shard(ledger: Ledger, spec: JobSpec, generation: int, shard: Shard, b
         )  # fmt: skip
         found.append((commit, None if price is None else price.cost(block.meta.usage)))
         seq += 1
-    verdicts = ledger.commit(found) if found else []
+    verdicts = ledger.commit(found, rebuilding=rebuilding) if found else []
     assert all(verdict is Verdict.COUNTED for verdict in verdicts), "the lease is ours and the positions are open"
     return found
 
@@ -167,7 +177,7 @@ def rebuild(ledger: Ledger, spec: JobSpec, files: JobFiles, generations: int) ->
 def adopt_all(ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, files: JobFiles) -> Counted:
     """Count every sound block of a generation, whatever the ledger knows: the first of a row wins, by epoch."""
     blocks = (block for block in _orphans(files.segments, spec, None, {}) if block.generation == generation)
-    return _count(ledger, spec, generation, plan, blocks)
+    return _count(ledger, spec, generation, plan, blocks, rebuilding=True)
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,196 @@
+"""The queue before the ledger: everyone is told, whatever fails; and the ledger takes nothing for a job that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+
+import pytest
+import sqlalchemy as sa
+
+from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
+from batchmill.jobs import commits, ledger
+from batchmill.jobs.commits import Books
+from batchmill.jobs.ledger import Verdict, open_ledger
+from batchmill.states import JobState
+from batchmill.store.segments import pack_positions
+from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+SHARD = Shard(0, 100, 120, 0)
+TO_THE_END = [JobState.PLANNING, JobState.QUEUED, JobState.RUNNING]
+
+
+def spec(job_id: str = "job_1") -> JobSpec:
+    return JobSpec(
+        id=job_id, dataset=DatasetSpec(["/data/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],
+        form=OpenAIForm(), policy=Policy(), output=None, identity="same", code={}, created=1.0,
+    )  # fmt: skip
+
+
+def commit(lease: Lease, seq: int, position: int, errors: dict[str, int] | None = None) -> Commit:
+    failed = len(errors or {})
+    positions = list(range(position, position + max(1, failed)))
+    return Commit(
+        lease=lease, seq=seq, ref=SegmentRef("w-0001.seg", 10 * position, 10),
+        done=pack_positions(positions, SHARD.lo), rows_ok=0 if failed else 1, rows_failed=failed, usage=Usage(),
+        errors=errors or {}, samples={code: f"it was {code}" for code in errors or {}},
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def books(tmp_path):
+    opened = Books(open_ledger(tmp_path / "batchmill.db"))
+    opened.ledger.create(spec())
+    yield opened
+    opened.close()
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [[JobState.CANCELLING, JobState.CANCELLED], [JobState.FINALIZING, JobState.COMPLETED]])
+async def test_a_job_that_ended_takes_no_more(books, end):
+    """Once a job's results are out, what a worker still sends is refused, but what was counted is still known."""
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    for state in TO_THE_END + end[:1]:
+        books.ledger.move("job_1", state)
+    counted = commit(lease, 0, 100)
+    assert books.ledger.commit([(counted, None)]) == [Verdict.COUNTED]
+    books.ledger.move("job_1", end[1])
+    assert books.ledger.commit([(commit(lease, 1, 101), None)]) == [Verdict.STALE]
+    assert books.ledger.commit([(counted, None)]) == [Verdict.REPEATED]
+    assert books.ledger.job("job_1")["rows_ok"] == 1
+
+
+async def test_a_paused_job_takes_what_was_paid_for(books):
+    """Rows in flight when their job was paused are counted."""
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    books.ledger.move("job_1", JobState.PAUSED)
+    assert books.ledger.commit([(commit(lease, 0, 100), None)]) == [Verdict.COUNTED]
+
+
+async def test_another_generation_takes_no_more(books):
+    """A commit of a generation that is over is refused, unless the ledger is being made anew."""
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    books.ledger.note("job_1", generation=1)
+    late = commit(lease, 0, 100)
+    assert books.ledger.commit([(late, None)]) == [Verdict.STALE]
+    assert books.ledger.commit([(late, None)], rebuilding=True) == [Verdict.COUNTED]
+
+
+async def test_distinct_error_codes_have_a_maximum(books):
+    """At most so many codes are counted apart; all further ones together, and no row is lost from the sum."""
+    lease = books.ledger.lease("job_1", 0, Shard(0, 100, 100 + 2 * ledger.ERROR_CODES_MAX, 0)).lease
+    most = {f"E{n}": 1 for n in range(ledger.ERROR_CODES_MAX)}
+    books.ledger.commit([(commit(lease, 0, 100, most), None)])
+    assert books.ledger.errors("job_1").keys() == most.keys()
+    more = {"E0": 1, "F1": 1, "F2": 1}
+    books.ledger.commit([(commit(lease, 1, 100 + len(most), more), None)])
+    counted = books.ledger.errors("job_1")
+    assert len(counted) == len(most) + 1
+    assert counted["E0"] == (2, "it was E0") and counted[ledger.OTHER_ERRORS] == (2, "it was F1")
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def broken(_: object) -> None:
+    raise ValueError("deaf")
+
+
+async def test_who_fails_to_hear_is_told(books):
+    """Should hearing of a commit fail, that one is told so; the next commit is counted as if nothing was."""
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    first: list[Verdict | BatchmillError] = []
+    second: list[Verdict | BatchmillError] = []
+
+    def hears_badly(verdict: Verdict | BatchmillError) -> None:
+        first.append(verdict)
+        if len(first) == 1:
+            raise ValueError("deaf")
+
+    await books.commit(commit(lease, 0, 100), None, hears_badly)
+    await books.commit(commit(lease, 1, 101), None, second.append)
+    await books.settle()
+    assert first[0] is Verdict.COUNTED and isinstance(first[1], LedgerBroken) and "deaf" in first[1].message
+    assert second == [Verdict.COUNTED]
+
+
+async def test_a_commit_nobody_can_count_stays_its_own_trouble(books):
+    """A commit that makes the ledger fail in any way is told so; its neighbours are counted."""
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    heard: list[Verdict | BatchmillError] = []
+    bad = Commit(lease, 1, SegmentRef("w-0001.seg", 0, 10), None, 1, 0, Usage())  # type: ignore[arg-type]
+    await books.commit(commit(lease, 0, 100), None, heard.append)
+    await books.commit(bad, None, heard.append)
+    await books.commit(commit(lease, 1, 101), None, heard.append)
+    await books.settle()
+    assert heard[0] is heard[2] is Verdict.COUNTED and isinstance(heard[1], LedgerBroken)
+
+
+async def test_a_queue_that_broke_says_so(books):
+    """When the queue itself ends, whoever waits in it and whoever comes later is told; nobody waits for ever."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    heard: list[Verdict | BatchmillError] = []
+    await books.commit(commit(lease, 0, 100), None, broken)
+    waiting = [asyncio.create_task(books.commit(commit(lease, 1, 101), None, heard.append))]
+    waiting += [asyncio.create_task(books.settle()) for _ in range(commits.QUEUE_MAX + 5)]
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(end, LedgerBroken) for end in ends[1:])
+    await books.commit(commit(lease, 2, 102), None, heard.append)
+    await asyncio.sleep(0)
+    assert [type(each) for each in heard] == [LedgerBroken, LedgerBroken]
+    with pytest.raises(LedgerBroken, match="deaf"):
+        await books.settle()
+    assert await books.call(books.ledger.progress, "job_1", 0) == {0: 1}
+
+
+async def test_the_queue_has_a_maximum(books):
+    """Up to so many commits are queued at once; one more waits until there is room."""
+    stale = commit(Lease("gone", 0, 0, 1), 0, 100)
+    slow = threading.Event()
+    busy = asyncio.create_task(books.call(slow.wait))
+    heard: list[Verdict | BatchmillError] = []
+    await books.commit(stale, None, heard.append)
+    await asyncio.sleep(0)  # the queue hands over its first
+    for _ in range(commits.QUEUE_MAX):
+        await asyncio.wait_for(books.commit(stale, None, heard.append), 5)
+    one_more = asyncio.create_task(books.commit(stale, None, heard.append))
+    await asyncio.sleep(0)
+    assert not one_more.done()
+    slow.set()
+    await one_more
+    await books.settle()
+    await busy
+    assert heard == [Verdict.STALE] * (commits.QUEUE_MAX + 2)
+
+
+async def test_a_closed_ledger_says_so(tmp_path):
+    """After the close a call is an error of ours, not of the thread that is gone."""
+    books = Books(open_ledger(tmp_path / "batchmill.db"))
+    books.close()
+    with pytest.raises(LedgerBroken, match="closed"):
+        await books.call(books.ledger.all_jobs)
+
+
+async def test_a_full_disk_is_told_by_its_code(books):
+    """SQLite's code says that the disk is full; a path with the word in it does not."""
+
+    def fill() -> None:
+        with books.ledger._engine.connect() as db:
+            pages = db.exec_driver_sql("PRAGMA page_count").scalar()
+            db.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+            db.exec_driver_sql("CREATE TABLE large (data BLOB)")
+            db.exec_driver_sql("INSERT INTO large VALUES (zeroblob(1000000))")
+
+    def misname() -> None:
+        raise sa.exc.OperationalError("", None, sqlite3.OperationalError("no such table: fullness"))
+
+    with pytest.raises(StorageFull):
+        await books.call(fill)
+    with pytest.raises(LedgerBroken, match="fullness"):
+        await books.call(misname)
