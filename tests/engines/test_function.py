@@ -7,11 +7,12 @@ import threading
 import msgspec
 import pytest
 
-from batchmill.engines.function import RESULT_DEPTH_MAX, ROWS_MAX, FunctionEngine
+from batchmill.engines.function import ROWS_MAX, FunctionEngine
 from batchmill.engines.user_code import TRACEBACKS_MAX
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, ModelSpec, Row, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 TABLE = TableForm()
 
@@ -176,9 +177,9 @@ async def test_bad_return_names_the_type(build):
 async def test_a_result_has_a_largest_depth(build):
     """A result of the deepest nesting that is allowed is kept, and one level more is that row's error."""
     engine = await build("def f(n):\n    a = []\n    for _ in range(n - 1): a = [a]\n    return {'[' * 2000: a}")
-    sink = await answer(engine, table_rows({"n": RESULT_DEPTH_MAX - 1}, {"n": RESULT_DEPTH_MAX}))
+    sink = await answer(engine, table_rows({"n": DEPTH_MAX - 1}, {"n": DEPTH_MAX}))
     assert sink.errors == [None, "bad_return"]
-    assert f"nested deeper than {RESULT_DEPTH_MAX} levels" in sink.outcomes[1].error.message
+    assert f"nested deeper than {DEPTH_MAX} levels" in sink.outcomes[1].error.message
 
 
 async def test_values_of_the_field_become_json(build):

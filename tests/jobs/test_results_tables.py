@@ -27,6 +27,7 @@ from batchmill.jobs.gathering import TableSource, create_table, gather
 from batchmill.store.segments import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
 from batchmill.wire.forms import TableForm
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 
 def table_job(tmp_path: Path, rows: list[str], *, keys: bool = False) -> FinishedJob:
@@ -115,6 +116,9 @@ def test_folded_rows_have_a_column(tmp_path):
     assert table.column("folded_from").to_pylist() == [None, None, 0]
 
 
+DEEP = "[" * DEPTH_MAX + "]" * DEPTH_MAX
+
+
 @pytest.mark.parametrize(
     ("outputs", "kind", "values"),
     [
@@ -123,6 +127,20 @@ def test_folded_rows_have_a_column(tmp_path):
         (["1", "2.5", "-0.5"], pa.float64(), [1.0, 2.5, -0.5]),
         (["true", "false", "null"], pa.bool_(), [True, False, None]),
         (["[0.5,1]", "[]", "null"], pa.list_(pa.float64()), [[0.5, 1.0], [], None]),
+        (["[1,2,3]", "[]", "null"], pa.list_(pa.int64()), [[1, 2, 3], [], None]),
+        (
+            ["[9007199254740993]", "[-9223372036854775808,1]", "[]"],
+            pa.list_(pa.int64()),
+            [[2**53 + 1], [-(2**63), 1], []],
+        ),
+        (["[9007199254740992]", "[0.5]", "[]"], pa.list_(pa.float64()), [[2.0**53], [0.5], []]),
+        (["[9007199254740993]", "[0.5]", "[]"], pa.string(), ["[9007199254740993]", "[0.5]", "[]"]),
+        (["[9007199254740993,0.5]", "[0.5]", "[1]"], pa.string(), ["[9007199254740993,0.5]", "[0.5]", "[1]"]),
+        (["[9223372036854775808]", "[1]", "null"], pa.string(), ["[9223372036854775808]", "[1]", None]),
+        (["[]", "null", "null"], pa.list_(pa.int64()), [[], None, None]),
+        (["[true]", "[1]", "null"], pa.string(), ["[true]", "[1]", None]),
+        (["[1]", "2", "null"], pa.string(), ["[1]", "2", None]),
+        ([DEEP, "2", "null"], pa.string(), [DEEP, "2", None]),
         (['{"b":1.10}', "[1,[2]]", "null"], pa.string(), ['{"b":1.10}', "[1,[2]]", None]),
         (['"a"', "1", "null"], pa.string(), ['"a"', "1", None]),
         (["9007199254740993", "2", "3"], pa.int64(), [9007199254740993, 2, 3]),

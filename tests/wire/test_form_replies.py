@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from batchmill.engines.replies import read_reply
 from batchmill.types import Outcome, Row, Usage
 from batchmill.wire.forms import RESPONSES, TOKENS_MAX, TableForm, usage_of
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
@@ -63,3 +64,10 @@ def test_a_reply_too_deep_to_look_into_is_its_own_output():
     """A reply that cannot be taken apart goes through as it is."""
     body = b'{"x":' + b"[" * 3000 + b"]" * 3000 + b"}"
     assert written(body) == b'{"a":1,"output":' + body + b',"error":null}\n'
+
+
+@pytest.mark.parametrize(("levels", "is_kept"), [(DEPTH_MAX, True), (DEPTH_MAX + 1, False)])
+def test_a_reply_has_a_largest_depth(levels, is_kept):
+    """A reply that nests deeper than what every reader of the results can read is no reply."""
+    body = b'{"x":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+    assert (read_reply(200, body).body == body) is is_kept

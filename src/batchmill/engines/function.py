@@ -20,6 +20,7 @@ from batchmill.models import functions
 from batchmill.ports import Feed, Sink
 from batchmill.types import EngineStats, Limits, ModelSpec, Outcome, Row, RowError
 from batchmill.wire.forms import usage_of
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 ROWS_MAX = 1024  # taken from the feed at once
 TAKE_S = 0.25  # so many rows are taken at once as this lasts: they are what a pause has to wait for
@@ -27,7 +28,6 @@ GROWTH_MAX = 8  # from one take to the next
 IN_FLIGHT_DEFAULT = 64  # rows of an async function awaited at once
 PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on the next
 MESSAGE_CHARS_MAX = 2048
-RESULT_DEPTH_MAX = 500  # levels of a result's JSON: whoever reads it later has a stack that ends
 
 
 # What reading a row may raise.
@@ -276,8 +276,8 @@ class Calls:
         except Exception as error:  # the result's own code may run here
             message = f"the function returned {_article(result)} that JSON cannot hold: {_text(error)}"
             return Outcome(row, error=RowError("bad_return", message), status=0)
-        if is_too_deep(body, RESULT_DEPTH_MAX):
-            message = f"the function returned {_article(result)} nested deeper than {RESULT_DEPTH_MAX} levels"
+        if is_too_deep(body, DEPTH_MAX):
+            message = f"the function returned {_article(result)} nested deeper than {DEPTH_MAX} levels"
             return Outcome(row, error=RowError("bad_return", message), status=0)
         if type(result) is dict and "usage" in result:
             return Outcome(row, body, None, 200, usage_of(result))

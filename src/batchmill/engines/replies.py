@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from batchmill.datasets.text_rules import is_too_deep
 from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import counted, usage_of
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
@@ -75,6 +77,8 @@ _EMPTY = (b"null", b"false", b'""', b"{}", b"[]", b"0")
 
 def read_reply(status: int, data: bytes) -> Reply:
     """Read a reply's bytes. A body that is not strict JSON (or no object) is told by `body` being None."""
+    if is_too_deep(data, DEPTH_MAX):
+        return Reply(status, text=_start_of(data))
     try:
         if not data.isascii():
             data.decode()

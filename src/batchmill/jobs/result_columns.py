@@ -54,9 +54,13 @@ class Kind(StrEnum):
     INT = "int"
     FLOAT = "float"
     TEXT = "text"
-    VECTOR = "vector"  # list of numbers
+    INTS = "list of ints"
+    VECTOR = "vector"  # list of numbers, not all of them ints
     JSON = "json"
+    # Not kinds of a column, but of a value on its way to one.
     LARGE = "large int"  # no float has it exactly
+    LARGE_INTS = "list of large ints"
+    EMPTY = "empty list"
 
 
 class ColumnKinds:
@@ -78,16 +82,21 @@ class ColumnKinds:
     def kind(self, name: str) -> Kind:
         """The one kind that holds every value seen."""
         seen = {_KIND_OF.get(kind, kind) for kind in self._seen.get(name, ())} - {Kind.NULL}
-        if not seen:
-            return Kind.TEXT
-        if len(seen) == 1:
-            only = seen.pop()
-            return Kind.INT if only is Kind.LARGE else only
-        if seen <= {Kind.INT, Kind.LARGE}:
-            return Kind.INT
-        return Kind.FLOAT if seen == {Kind.INT, Kind.FLOAT} else Kind.JSON
+        for kinds, one in _HELD_BY:
+            if seen <= kinds:
+                return one
+        return Kind.JSON
 
 
+# The kinds of a column's values, and the first kind that holds them all without loss.
+_HELD_BY: tuple[tuple[set[Kind], Kind], ...] = (
+    ({Kind.TEXT}, Kind.TEXT),
+    ({Kind.BOOL}, Kind.BOOL),
+    ({Kind.INT, Kind.LARGE}, Kind.INT),
+    ({Kind.INT, Kind.FLOAT}, Kind.FLOAT),
+    ({Kind.INTS, Kind.LARGE_INTS, Kind.EMPTY}, Kind.INTS),
+    ({Kind.INTS, Kind.VECTOR, Kind.EMPTY}, Kind.VECTOR),
+)
 _KIND_OF: dict[Any, Kind] = {str: Kind.TEXT, bool: Kind.BOOL, float: Kind.FLOAT, type(None): Kind.NULL}
 
 
@@ -97,10 +106,25 @@ def _kind_of_value(value: Any) -> Kind:
             return Kind.INT
         case int():
             return Kind.LARGE if -_INT64 <= value < _INT64 else Kind.JSON
-        case list() if all(type(item) in (int, float) for item in value):
-            return Kind.VECTOR
+        case list():
+            return _kind_of_list(value)
         case _:
             return Kind.JSON
+
+
+def _kind_of_list(value: list[Any]) -> Kind:
+    types = set(map(type, value))
+    if not types:
+        return Kind.EMPTY
+    if types == {float}:
+        return Kind.VECTOR
+    if not types <= {int, float}:
+        return Kind.JSON
+    ints = [item for item in value if type(item) is int]
+    if max(map(abs, ints)) <= _EXACT:
+        return Kind.INTS if float not in types else Kind.VECTOR
+    is_held = float not in types and min(ints) >= -_INT64 and max(ints) < _INT64
+    return Kind.LARGE_INTS if is_held else Kind.JSON
 
 
 def decoded_members(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,7 @@ ARROW_TYPES = {
     Kind.INT: pa.int64(),
     Kind.FLOAT: pa.float64(),
     Kind.TEXT: pa.string(),
+    Kind.INTS: pa.list_(pa.int64()),
     Kind.VECTOR: pa.list_(pa.float64()),
     Kind.JSON: pa.string(),
 }

@@ -7,6 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+DEPTH_MAX = (
+    500  # levels that every process can read: the decoder shares Python's stack, of a thousand, with its callers
+)
+
 _object = msgspec.json.Decoder(dict[str, Raw])
 _string = msgspec.json.Decoder(str)
 encode = msgspec.json.encode
