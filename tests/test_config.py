@@ -104,6 +104,25 @@ def test_what_is_wrong_is_named(tmp_path, text, told):
     assert "batchmill.toml" in refused.value.message
 
 
+@pytest.mark.parametrize("name", config.LIMITS_MAX)
+def test_every_limit_has_a_largest_value(tmp_path, name):
+    """A limit at its maximum is taken, and beyond it, infinite or not a number it is refused by name."""
+    most = config.LIMITS_MAX[name]
+    of_input = name in [each.name for each in fields(InputLimits)]
+    text = "[limits]\n%s = %s" if of_input else MODEL + "limits = { %s = %s }"
+    found = load(tmp_path, text % (name, most))
+    assert getattr(found.limits if of_input else found.models["m"].limits, name) == most
+    beyond = [most + 1, 10**24, 10**400] if isinstance(most, int) else [most + 1, "inf", "nan"]
+    for value in beyond:
+        with pytest.raises(InvalidConfig, match=f"{name} must be more than 0 and at most"):
+            load(tmp_path, text % (name, value))
+
+
+def test_all_limits_are_bounded():
+    """Every limit that can be set has a maximum."""
+    assert set(config.LIMITS_MAX) == {each.name for struct in (InputLimits, Limits) for each in fields(struct)}
+
+
 def test_a_file_has_a_largest_size(tmp_path):
     """A file of the maximum size is read, and one byte more is refused."""
     assert load(tmp_path, "#" * config.FILE_BYTES_MAX).models == {}

@@ -36,10 +36,24 @@ from msgspec.structs import fields, replace
 
 from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 FILE_NAME = "batchmill.toml"
 FILE_BYTES_MAX = 4 * 1024 * 1024
 WORKERS_MAX = 1024
+SHOWN_CHARS = 40  # of a value out of range, in a message
+# The largest value of each limit, whether it stands in the file or is a flag.
+LIMITS_MAX = {
+    "line_bytes_max": 1024**3,  # a line is in memory whole, several times over
+    "depth_max": DEPTH_MAX,
+    "requests_per_minute": 10**9,
+    "tokens_per_minute": 10**12,
+    "in_flight_max": 100_000,
+    "attempts_max": 1000,
+    "connect_timeout_s": 86_400.0,
+    "attempt_timeout_s": 7 * 86_400.0,
+    "memory_bytes": 2**50,
+}
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
 _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
@@ -187,6 +201,12 @@ def _check_values(read: _File) -> None:
 
 def _check_limits(limits: Struct, place: str) -> None:
     for each in fields(type(limits)):
-        value = getattr(limits, each.name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InvalidConfig(f"{place}.{each.name} must be more than 0, not {value}")
+        if flaw := limit_flaw(each.name, getattr(limits, each.name)):
+            raise InvalidConfig(f"{place}.{flaw}")
+
+
+def limit_flaw(name: str, value: float | None) -> str:
+    """What is wrong with the value of a limit; empty: nothing. None is no limit."""
+    if value is None or 0 < value <= LIMITS_MAX[name]:
+        return ""
+    return f"{name} must be more than 0 and at most {LIMITS_MAX[name]:,.0f}, not {str(value)[:SHOWN_CHARS]}"

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import fields, replace
 
-from batchmill.config import WORKERS_MAX, Config, ModelEntry
+from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import functions
 from batchmill.types import Limits, ModelSpec
@@ -241,6 +241,5 @@ def _check(spec: ModelSpec) -> None:
     if spec.base_url is not None and not re.match(r"https?://[^\s/]+", spec.base_url):
         raise InvalidInput(f"base_url must begin with http:// or https:// and a host, not {spec.base_url!r}")
     for name in _LIMIT_FLAGS:
-        value = getattr(spec.limits, name)
-        if value is not None and not value > 0:
-            raise InvalidInput(f"{name} must be more than 0, not {value}")
+        if flaw := limit_flaw(name, getattr(spec.limits, name)):
+            raise InvalidInput(flaw)
