@@ -59,7 +59,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
-    "batchmill.jobs.offload._main": "the jobs of a child process, named on its command line",
+    "batchmill.jobs.offload_child._main": "the jobs of a child process, named on its command line",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
     "batchmill.models.functions._import_module": "the user's own function",

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from contract.executor_suite import ExecutorSuite
 
 from batchmill.executors.local import LocalExecutor
+from batchmill.models import functions
+from batchmill.types import ModelSpec
+from batchmill.wire.messages import Ready, Start
 
 
 class TestLocalExecutor(ExecutorSuite):
     @pytest.fixture
     def executor(self, tmp_path):
         return LocalExecutor(tmp_path / "workers")
+
+    @pytest.mark.parametrize("source", ["code/app.py:double", "package.part:double", "package/part.py:double"])
+    async def test_files_beside_the_user_are_not_ours(self, executor, tmp_path, monkeypatch, source):
+        """A queue.py in the folder we stand in breaks no worker, and functions under that folder are found."""
+        for folder in ("code", "package", "stand"):
+            (tmp_path / folder).mkdir()
+        (tmp_path / "package" / "__init__.py").touch()
+        (tmp_path / "code" / "beside.py").write_text("TWO = 2\n")
+        (tmp_path / "code" / "app.py").write_text("from beside import TWO\ndef double(n):\n    return TWO * n\n")
+        (tmp_path / "package" / "part.py").write_text("from package import other\nfrom .other import double\n")
+        (tmp_path / "package" / "other.py").write_text("def double(n):\n    return 2 * n\n")
+        for name in ("queue.py", "msgspec.py"):
+            (tmp_path / "stand" / name).write_text("raise RuntimeError('shadowed')\n")
+        source = functions.absolute(source, Path(tmp_path))
+        monkeypatch.chdir(tmp_path / "stand")
+        worker = await executor.start(Start("w3", ModelSpec("double", "function", source), str(tmp_path / "home")))
+        await self.hear(worker, Ready)
+        worker.kill()
+        await worker.wait()
 
 
 def test_sweeping_an_empty_folder(tmp_path):

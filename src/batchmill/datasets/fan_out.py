@@ -129,7 +129,7 @@ class Link:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "batchmill.datasets.validator"],
+            [sys.executable, "-P", "-m", "batchmill.datasets.validator"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

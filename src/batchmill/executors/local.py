@@ -73,7 +73,8 @@ class LocalExecutor:
         ours.setblocking(False)
         with open(home / f"{start.worker}.log", "ab", buffering=0) as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "batchmill.executors.worker", str(theirs.fileno()),
+                # -P: the folder we stand in is the user's, and a queue.py there is not the library's
+                sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
             )  # fmt: skip

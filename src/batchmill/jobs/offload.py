@@ -1,4 +1,4 @@
-"""Work that would hold up the owner's loop runs in a child: `python -m batchmill.jobs.offload MODULE:FUNCTION`.
+"""Work that would hold up the owner's loop runs in a child, see `jobs.offload_child`.
 
 The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -31,7 +29,7 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
     Cancelling kills the child.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "batchmill.jobs.offload", target,
+        sys.executable, "-P", "-m", "batchmill.jobs.offload_child", str(os.getpid()), target,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
@@ -74,15 +72,8 @@ def _send(kind: bytes, data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent: it has nothing to save."""
-    PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _main(target: str) -> None:
-    _die_with_parent()
-    module, _, name = target.partition(":")
+def answer(target: str, load: Callable[[], Callable[[bytes, Callable[[float], None]], bytes]]) -> None:
+    """In the child: run what `load` finds on the order from stdin, and tell the parent what became of it."""
     sent = 0.0
 
     def progress(share: float) -> None:
@@ -92,7 +83,7 @@ def _main(target: str) -> None:
             _send(_PROGRESS, msgspec.json.encode(share))
 
     try:
-        answer = getattr(importlib.import_module(module), name)(sys.stdin.buffer.read(), progress)
+        data = load()(sys.stdin.buffer.read(), progress)
     except BatchmillError as error:
         _send(_ERROR, msgspec.json.encode(Raised.of(error)))
     except Exception as error:  # our own bug in a child: the parent must be told what it was
@@ -100,8 +91,4 @@ def _main(target: str) -> None:
         message = f"{target}: {type(error).__name__}: {error}"
         _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))
     else:
-        _send(_ANSWER, answer)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+        _send(_ANSWER, data)

@@ -26,17 +26,23 @@ class Rates:
         self._since = self._clock.monotonic()
 
     def add(self, rows: int, usage: Usage) -> None:
-        self._seen.append((self._clock.monotonic(), rows, usage))
+        now = self._clock.monotonic()
+        self._forget(now)
+        self._seen.append((now, rows, usage))
         self._rows += rows
         self._usage = self._usage + usage
 
-    def now(self) -> tuple[float, float, float] | None:
-        """(rows, input tokens, output tokens) per second; None before the first commit."""
-        now = self._clock.monotonic()
+    def _forget(self, now: float) -> None:
+        """Drop what is older than the window, whether or not anybody looks."""
         while self._seen and self._seen[0][0] < now - WINDOW_S:
             _, rows, usage = self._seen.popleft()
             self._rows -= rows
             self._usage = self._usage + Usage(-usage.input_tokens, -usage.cached_tokens, -usage.output_tokens)
+
+    def now(self) -> tuple[float, float, float] | None:
+        """(rows, input tokens, output tokens) per second; None before the first commit."""
+        now = self._clock.monotonic()
+        self._forget(now)
         span = min(WINDOW_S, now - self._since)
         if not self._seen or span <= 0:
             return None

@@ -1,0 +1,30 @@
+"""What a child of `jobs.offload` runs: `python -P -m batchmill.jobs.offload_child PARENT MODULE:FUNCTION`.
+
+It is bound to its parent before anything that takes time is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from importlib import import_module
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to end this process with its parent: it has nothing to save."""
+    PR_SET_PDEATHSIG = 1  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had died before the kernel was asked
+        os._exit(1)
+
+
+def _main(parent: int, target: str) -> None:
+    _die_with(parent)
+    module, _, name = target.partition(":")
+    import_module("batchmill.jobs.offload").answer(target, lambda: getattr(import_module(module), name))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])
