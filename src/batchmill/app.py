@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +30,7 @@ from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
+LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
 
 Progress = Callable[[float], None]
 
@@ -41,6 +44,11 @@ class Owner:
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
+        for leftover in self._data_dir.glob("preview-*"):
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(leftover)  # of a command that was killed
+        for leftover in self._data_dir.glob("jobs/*/partial-*.jsonl"):
+            leftover.unlink()
         executor = LocalExecutor(self._data_dir / "workers")
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
@@ -113,11 +121,9 @@ class OpenJobs:
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         while True:
             jobs = await self._jobs()
-            if isinstance(jobs, JobService):
-                view = await jobs.show(job_id)
-                if _was_interrupted(view):
-                    await jobs.resume(job_id)  # its owner ended and this process took over
             try:
+                if _was_interrupted(await jobs.show(job_id)):
+                    await jobs.resume(job_id)  # the process that ran it ended, and another owns the directory now
                 async for view in jobs.watch(job_id, interval_s):
                     if not isinstance(jobs, JobService) and _was_interrupted(view):
                         break  # the owner is ending and has paused its jobs

@@ -18,14 +18,13 @@ class JobState(StrEnum):
     FAILED = "failed"  # no row ran: the dataset or the model was refused
 
     @property
-    def is_terminal(self) -> bool:
-        return not NEXT[self]
+    def is_at_rest(self) -> bool:
+        """Nothing of it is left to do: it has ended, though a retry may open it again."""
+        return self in (JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED)
 
 
 NEXT: dict[JobState, frozenset[JobState]] = {
-    JobState.VALIDATING: frozenset(
-        {JobState.PLANNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
-    ),
+    JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
     JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLING}),
     JobState.RUNNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING}),

@@ -111,12 +111,12 @@ def test_finds_a_job_by_the_beginning_of_its_id(ledger):
 
 
 def test_identity_finds_the_newest_job(ledger):
-    """The newest job of an identity is found, refused ones apart."""
+    """The jobs of an identity are found, the newest first, refused ones apart."""
     ledger.create(spec("job_2", created=2.0))
-    assert ledger.by_identity("same")["id"] == "job_2"
+    assert ledger.by_identity("same")[0]["id"] == "job_2"
     ledger.move("job_2", JobState.FAILED)
-    assert ledger.by_identity("same")["id"] == "job_1"
-    assert ledger.by_identity("other") is None
+    assert ledger.by_identity("same")[0]["id"] == "job_1"
+    assert ledger.by_identity("other") == []
 
 
 def test_refuses_a_database_of_another_version(tmp_path):

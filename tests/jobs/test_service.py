@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import pytest
 
 from batchmill.engines.clock import SystemClock
@@ -68,6 +69,16 @@ def order(folder, function: str = "double", **more) -> JobOrder:
 
 async def end_of(service: JobService, job_id: str) -> JobView:
     return [view async for view in service.watch(job_id, 0.05)][-1]
+
+
+async def paused_midway(service: JobService, asked: JobOrder) -> str:
+    """The id of a job that was paused after its first rows."""
+    submitted = await service.submit(asked)
+    async for view in service.watch(submitted.id, 0.05):
+        if view.rows_ok:
+            break
+    assert (await service.pause(submitted.id)).state == "paused"
+    return submitted.id
 
 
 def answers(folder, name: str = "out.jsonl") -> dict[str, object]:
@@ -206,12 +217,104 @@ async def test_changed_input_is_refused_by_name(folder, opened):
 async def test_changed_code_is_refused_by_name(folder, opened):
     """An unfinished job is not resumed with another function."""
     service = await opened()
-    submitted = await service.submit(order(folder, "slow"))
-    await service.pause(submitted.id)
+    submitted = await paused_midway(service, order(folder, "slow"))
     code = folder / "app.py"
     code.write_text(code.read_text() + "\n# other\n")
     with pytest.raises(InvalidInput, match="app.py:slow changed"):
         await service.submit(order(folder, "slow"))
+    with pytest.raises(InvalidInput, match="app.py:slow changed"):
+        await service.resume(submitted)
+
+
+async def test_code_that_never_ran_may_be_mended(folder, opened):
+    """A function that could not be loaded is mended, and the same order goes on."""
+    code = folder / "app.py"
+    whole = code.read_text()
+    code.write_text("def double(n:\n")
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(folder))).id)
+    assert (view.state, view.reason) == ("paused", "engine_failed")
+    code.write_text(whole)
+    submitted = await service.submit(order(folder))
+    assert (submitted.id, submitted.how) == (view.id, "resumed")
+    assert (await end_of(service, view.id)).rows_ok == ROWS
+
+
+async def test_a_paused_job_keeps_its_output(folder, opened):
+    """Another job cannot take the output of a job that is only paused."""
+    service = await opened()
+    await paused_midway(service, order(folder, "slow"))
+    with pytest.raises(InvalidInput, match="unfinished job"):
+        await service.submit(order(folder, "double", overwrite=True))
+
+
+async def test_a_retry_does_not_write_over_a_later_job(folder, opened, monkeypatch):
+    """A job whose output another has written since is not retried into it."""
+    broken = folder / "broken"
+    broken.touch()
+    monkeypatch.setenv("BROKEN", str(broken))
+    service = await opened()
+    first = await end_of(service, (await service.submit(order(folder, "fragile"))).id)
+    (folder / "out.jsonl").unlink()
+    (folder / "out.errors.jsonl").unlink()
+    await end_of(service, (await service.submit(order(folder, "double"))).id)
+    with pytest.raises(InvalidInput, match="since"):
+        await service.retry(first.id)
+
+
+async def test_files_of_others_beside_the_output_are_safe(folder, opened):
+    """Neither an error file that is there nor an input of any name is written over or removed."""
+    (folder / "out.errors.jsonl").write_text("precious")
+    service = await opened()
+    with pytest.raises(InvalidInput, match="out.errors.jsonl exists"):
+        await service.submit(order(folder))
+    (folder / "in.jsonl").rename(folder / "it.errors.jsonl")
+    (folder / "in.jsonl").symlink_to(folder / "it.errors.jsonl")
+    with pytest.raises(InvalidInput, match="is an input"):
+        await service.submit(order(folder, output=str(folder / "it.jsonl"), overwrite=True))
+    assert (folder / "out.errors.jsonl").read_text() == "precious"
+
+
+async def test_results_that_are_gone_are_written_again(folder, opened):
+    """A finished job whose output was deleted writes it again without running a row."""
+    service = await opened()
+    first = await end_of(service, (await service.submit(order(folder))).id)
+    (folder / "out.jsonl").unlink()
+    (folder / "app.py").touch()
+    submitted = await service.submit(order(folder))
+    assert (submitted.id, submitted.how) == (first.id, "resumed")
+    assert (await end_of(service, first.id)).state == "completed" and len(answers(folder)) == ROWS
+
+
+async def test_a_job_returns_to_a_worker_that_served_it(folder, opened):
+    """A job that is paused and resumed while another keeps its worker busy goes on in that worker."""
+    service = await opened()
+    first = await service.submit(order(folder, "slow"))
+    second = await paused_midway(service, order(folder, "slow", output=str(folder / "two.jsonl")))
+    await service.resume(second)
+    assert {(await end_of(service, each)).rows_ok for each in (first.id, second)} == {ROWS}
+
+
+async def test_cancel_without_the_input(folder, opened):
+    """A paused job whose input has changed can still be cancelled."""
+    service = await opened()
+    submitted = await paused_midway(service, order(folder, "slow"))
+    source = folder / "in.jsonl"
+    source.write_text(source.read_text().replace('"n": 5}', '"n": 6}'))
+    view = await service.cancel(submitted)
+    assert view.state == "cancelled" and "were not written" in view.message
+
+
+async def test_a_job_of_other_input_is_another_job(folder, opened):
+    """Without an output of its own each input has its job, whichever came last."""
+    service = await opened()
+    first = await service.submit(order(folder, output=None))
+    await end_of(service, first.id)
+    other = folder / "other.jsonl"
+    other.write_text((folder / "in.jsonl").read_text().replace('"n": 5}', '"n": 6}'))
+    again = msgspec.structs.replace(order(folder, output=None), dataset=DatasetSpec([str(other)]))
+    await end_of(service, (await service.submit(again)).id)
+    assert (await service.submit(order(folder, output=None))).id == first.id
 
 
 async def test_a_copy_of_the_input_is_the_same_input(folder, opened):
@@ -234,6 +337,7 @@ async def test_a_refused_dataset_runs_no_row(folder, opened):
     assert (view.problems[0].code, view.problems[0].line) == ("invalid_json", ROWS + 1)
     view = await end_of(service, (await service.submit(order(folder, policy=Policy(on_invalid="skip")))).id)
     assert (view.state, view.rows_ok, view.errors) == ("completed", ROWS, {"invalid_json": 1})
+    assert (view.rows_failed, view.rows_rejected) == (1, 1)
 
 
 async def test_identical_rows_run_once_when_asked(folder, opened):
@@ -261,7 +365,7 @@ async def test_one_output_for_one_job(folder, opened):
     """Two different jobs cannot write to one file at a time."""
     service = await opened()
     await service.submit(order(folder, "slow"))
-    with pytest.raises(InvalidInput, match="is writing to"):
+    with pytest.raises(InvalidInput, match="unfinished job"):
         await service.submit(order(folder, "double"))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput
 from batchmill.ports import Jobs
 from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
 from batchmill.wire import messages
@@ -60,12 +60,17 @@ class Written(Struct, frozen=True, tag="written"):
     path: str
 
 
+class Ping(Struct, frozen=True, tag="ping"):
+    pass
+
+
 class End(Struct, frozen=True, tag="end"):
     pass
 
 
-_call = msgspec.msgpack.Decoder(Submit | ListJobs | Ask | Watch)
+_call = msgspec.msgpack.Decoder(Submit | ListJobs | Ask | Watch | Ping)
 _reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | Written | End | Raised)
+ANSWER_S = 15.0
 VERBS = {"show", "pause", "resume", "cancel", "retry", "partial", "verify", "rebuild"}
 
 
@@ -101,6 +106,9 @@ class ControlServer:
                         await writer.drain()
                 except BatchmillError as error:
                     writer.write(messages.pack(Raised.of(error)))
+                except Exception as error:  # the door: whoever asked is told, and does not ask for ever
+                    text = f"the process that owns the data directory failed: {type(error).__name__}: {error}"
+                    writer.write(messages.pack(Raised.of(BatchmillError(text))))
                 await writer.drain()
         except ConnectionError:
             pass  # the guest left; what it asked for goes on
@@ -127,8 +135,11 @@ async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIt
             async for view in jobs.watch(job, interval_s):
                 yield Viewed(view)
             yield End()
+        case Ping():
+            yield End()
         case Ask(verb, job):
-            assert verb in VERBS, verb
+            if verb not in VERBS:
+                raise InvalidInput(f"no command is called {verb!r}; there are {', '.join(sorted(VERBS))}")
             match await getattr(jobs, verb)(job):
                 case LedgerReport() as report:
                     yield Audited(report)
@@ -145,9 +156,15 @@ class ControlClient:
         self._path = path
 
     async def check(self) -> None:
-        """Raises OwnerGone when nobody listens."""
-        _, writer = await self._connect()
-        writer.close()
+        """Raises: OwnerGone when nobody listens; InvalidConfig when the owner is there and does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._ask(Ping())
+        except TimeoutError:
+            raise InvalidConfig(
+                f"the process that owns {self._path.parent} has not answered for {ANSWER_S:.0f} s: it may be stopped "
+                "(its id is in owner.lock); continue or end it"
+            ) from None
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:

@@ -216,7 +216,7 @@ class Dispatcher:
 
     async def close(self, *, at_once: bool = False) -> None:
         self._dispatching.cancel()
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             await pool.stop(at_once=at_once)
         self._pools.clear()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, JobPaused
+from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused, StorageFull
 from batchmill.jobs import recovery, retry
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
@@ -21,21 +24,37 @@ from batchmill.jobs.preparation import Prepared, PrepareOrder, listed
 from batchmill.jobs.publishing import Publishing
 from batchmill.jobs.views import add_run
 from batchmill.ports import Clock
-from batchmill.states import JobState, PauseReason
+from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.ballast import Ballast
 from batchmill.types import JobView
 from batchmill.wire.job_spec import JobSpec
 
+T = TypeVar("T")
+
+
+class Tools(Struct, frozen=True):
+    """What every drive of a data directory works with."""
+
+    data_dir: Path
+    books: Books
+    dispatcher: Dispatcher
+    clock: Clock
+    ballast: Ballast
+
 
 class Drive:
-    def __init__(self, spec: JobSpec, data_dir: Path, books: Books, dispatcher: Dispatcher, clock: Clock) -> None:
-        self.spec, self.files = spec, JobFiles(data_dir, spec.id)
-        self._books, self._dispatcher, self._clock = books, dispatcher, clock
+    def __init__(self, spec: JobSpec, tools: Tools) -> None:
+        self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
+        self._books, self._dispatcher, self._clock = tools.books, tools.dispatcher, tools.clock
+        self._ballast = tools.ballast
+        self.at_once = False  # end without waiting for rows in flight
+        self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
         self.task: asyncio.Task[None] | None = None
         self._run: JobRun | None = None
         self._progress: float | None = None
         self._stop: BatchmillError | None = None  # asked to pause before the run began
         self._cancelled = False
-        self._child: asyncio.Task[bytes] | None = None
+        self._child: asyncio.Task[Any] | None = None
 
     # -- what others ask ----------------------------------------------------------------------------------------------
 
@@ -79,29 +98,29 @@ class Drive:
 
     async def reopen(self) -> None:
         """A paused job goes on where it was."""
-        planned = (self.files.plan(0) / "plan.json").exists()
+        record = await self._call(self._ledger.job, self.spec.id)
+        planned = record["rows"] and (self.files.plan(0) / "plan.json").exists()
         await self._move(JobState.QUEUED if planned else JobState.VALIDATING, reason=None, message="")
 
     async def run(self) -> None:
         """Take the job as far as it goes."""
-        at_once = False
         try:
             await self._go()
         except JobPaused as error:
-            at_once = error.reason in (PauseReason.INTERRUPTED, PauseReason.ASKED)
             await self._rest(error.reason, error.message)
         except asyncio.CancelledError:
-            at_once = True
+            self.at_once = True
             raise
         except InvalidInput as error:
-            await self._refuse(error.code, error.message)
+            await self._refuse(error)
         except BatchmillError as error:
             await self._rest(PauseReason.ENGINE_FAILED, error.message)
         except Exception as error:  # our own bug: the job must say so, not look as if it ran
             traceback.print_exc()
             await self._rest(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
         finally:
-            await self._dispatcher.unreserve(self.spec.id, at_once=at_once and self._run is None)
+            self.is_resting = True
+            await self._dispatcher.unreserve(self.spec.id, at_once=self.at_once)
 
     async def _go(self) -> None:
         record = await self._call(self._ledger.job, self.spec.id)
@@ -122,7 +141,7 @@ class Drive:
         self._dispatcher.reserve(self.spec.id, self.spec.models)  # they get ready while the rows are read
         order = PrepareOrder(self.spec, str(self.files.dataset), str(self.files.plan(0)))
         work = offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(order), self._show)
-        answer = await self._offloaded(work)
+        answer = await self._heeding(work)
         if answer is None:
             await self._move(JobState.CANCELLED, finished=self._clock.now())
             return False
@@ -139,13 +158,16 @@ class Drive:
             return False
         await self._move(JobState.PLANNING)
         plan = prepared.plan
+        await self._call(self._ledger.set_errors, self.spec.id, prepared.rejected)
         await self._move(
-            JobState.QUEUED, rows=plan.rows, rows_rejected=plan.rejected, rows_folded=plan.followers, **problems
-        )
+            JobState.QUEUED,
+            rows=plan.rows, rows_rejected=plan.rejected, rows_failed=plan.rejected, rows_folded=plan.followers,
+            **problems,
+        )  # fmt: skip
         return True
 
-    async def _offloaded(self, work) -> bytes | None:
-        """The answer of a child; None when the job was cancelled meanwhile. Raises JobPaused when it was to pause."""
+    async def _heeding(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of long work; None when the job was cancelled meanwhile. Raises JobPaused when it is to pause."""
         self._child = asyncio.create_task(work)
         try:
             return await self._child
@@ -170,7 +192,7 @@ class Drive:
             self._dispatcher.reserve(self.spec.id, self.spec.models)
         await self._move(JobState.RUNNING)
         publishing = Publishing(self.spec, self.files)
-        if not done and run.generation == 0:
+        if not done and run.generation == 0 and run.rows_left:
             publishing.follow(run)
         self._run = run
         if self._cancelled:
@@ -183,7 +205,7 @@ class Drive:
             await publishing.abandon()
             raise
         finally:
-            await self._dispatcher.remove(run)
+            await self._dispatcher.remove(run, at_once=self.at_once)
             await self._keep_time(run)
             self._run = None
         if ending.cancelled:
@@ -199,7 +221,18 @@ class Drive:
         """Write the results of a job that is finalizing or being cancelled, and end it."""
         blocks = await self._call(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
-        manifest = await publishing.finish(blocks, cancelled=cancelled, progress=self._show)
+        work = publishing.finish(blocks, cancelled=cancelled, progress=self._show)
+        if cancelled:
+            try:
+                manifest = await work
+            except InputChanged as error:
+                text = f"its results were not written: {error.message}"
+                await self._move(JobState.CANCELLED, message=text, finished=self._clock.now())
+                return
+        else:
+            manifest = await self._heeding(work)
+            if manifest is None:  # cancelled when every row had its outcome already: there is nothing left to cancel
+                manifest = await Publishing(self.spec, self.files).finish(blocks, cancelled=False, progress=self._show)
         faults.point("after_publish")
         await self._call(self._ledger.set_errors, self.spec.id, manifest.causes)
         await self._move(
@@ -211,6 +244,10 @@ class Drive:
     async def cancel_paused(self) -> None:
         """Cancel a job that nobody runs: its finished rows become its results."""
         await self._move(JobState.CANCELLING, reason=None, message="")
+        await self.finish_cancel()
+
+    async def finish_cancel(self) -> None:
+        """Bring a job that is being cancelled to its end."""
         if not (self.files.plan(0) / "plan.json").exists():
             await self._move(JobState.CANCELLED, finished=self._clock.now())
             return
@@ -227,7 +264,9 @@ class Drive:
         record = await self._call(self._ledger.job, self.spec.id)
         blocks = await self._call(self._ledger.committed, self.spec.id)
         generation = record["generation"] + 1
-        opened = await asyncio.to_thread(retry.plan_failed, self.spec, self.files, blocks, generation)
+        order = retry.RetryOrder(self.spec, str(self.files.data_dir), blocks, generation)
+        answer = await offload("batchmill.jobs.retry:plan_offloaded", msgspec.json.encode(order), lambda _: None)
+        opened = msgspec.json.decode(answer, type=retry.Opened)
         if opened.rows == 0:
             raise InvalidTransition(f"the job {self.spec.id} has no failed rows that could be run again")
         await self._call(self._ledger.open_generation, self.spec.id, generation, opened.settled, opened.rows_ok)
@@ -253,7 +292,16 @@ class Drive:
             raise self._stop
 
     async def _rest(self, reason: PauseReason, message: str) -> None:
-        await self._move(JobState.PAUSED, reason=reason, message=message)
+        try:
+            await self._move(JobState.PAUSED, reason=reason, message=message)
+        except StorageFull:
+            self._ballast.release()  # so that at least the reason can be written down
+            await self._move(JobState.PAUSED, reason=reason, message=message)
 
-    async def _refuse(self, code: str, message: str) -> None:
-        await self._move(JobState.FAILED, reason=code, message=message, finished=self._clock.now())
+    async def _refuse(self, error: InvalidInput) -> None:
+        """What the caller gave cannot be run. Once rows have run it is a pause: nothing of them is given up."""
+        record = await self._call(self._ledger.job, self.spec.id)
+        if JobState.FAILED not in NEXT[JobState(record["state"])]:
+            await self._rest(PauseReason.ENGINE_FAILED, error.message)
+            return
+        await self._move(JobState.FAILED, reason=error.code, message=error.message, finished=self._clock.now())

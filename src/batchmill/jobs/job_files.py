@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from batchmill.jobs.part_file import PartFile
 from batchmill.store.segments import sync_folder
 from batchmill.wire.job_spec import JobSpec
 
@@ -34,10 +35,11 @@ class JobFiles:
         """Make the folders and describe the job in them, durably."""
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
-        part = self.spec.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(spec))
-        part.rename(self.spec)
-        sync_folder(self.home)
+        with PartFile(self.spec, 0o600) as file:
+            file.write(msgspec.json.encode(spec))
+            file.publish()
+        for folder in (self.home.parent, self.home.parent.parent):
+            sync_folder(folder)
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from itertools import groupby
 
-import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
+from batchmill.jobs import ledger_snapshot
+from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
+from batchmill.jobs.segment_gaps import Span, merged
 from batchmill.states import NEXT, JobState
 from batchmill.store import tables
 from batchmill.store.segments import unpack_positions
 from batchmill.store.tables import commits, error_counts, jobs, shards
 from batchmill.types import Commit, Lease, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
-
 
 ENDED = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED})  # what these have counted is published
 ERROR_CODES_MAX = 100  # distinct codes that a job's errors are counted by; user code may raise without end
@@ -50,16 +52,7 @@ class Ledger:
 
     def create(self, spec: JobSpec) -> None:
         with self._engine.begin() as db:
-            db.execute(
-                jobs.insert().values(
-                    id=spec.id,
-                    identity=spec.identity,
-                    state=JobState.VALIDATING,
-                    spec=msgspec.json.encode(spec),
-                    created=spec.created,
-                    output=spec.output,
-                )
-            )
+            ledger_snapshot.insert_job(db, spec)
 
     def job(self, job_id: str) -> sa.RowMapping:
         """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
@@ -80,23 +73,20 @@ class Ledger:
         with self._engine.connect() as db:
             return db.execute(sa.select(jobs).order_by(jobs.c.created.desc(), jobs.c.id)).mappings().all()
 
-    def by_identity(self, identity: str) -> sa.RowMapping | None:
-        """The newest job of this identity that was not cancelled or refused."""
+    def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
+        """The jobs of this identity that were not cancelled or refused, the newest first."""
         query = (
             sa.select(jobs)
             .where(jobs.c.identity == identity, jobs.c.state.not_in((JobState.FAILED, JobState.CANCELLED)))
             .order_by(jobs.c.created.desc())
-            .limit(1)
         )
         with self._engine.connect() as db:
-            return db.execute(query).mappings().first()
+            return db.execute(query).mappings().all()
 
     def move(self, job_id: str, state: JobState, **fields: object) -> None:
         """Take a job to another state and set fields with it. Raises: InvalidTransition."""
         with self._engine.begin() as db:
-            now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
-            if state not in NEXT[JobState(now)]:
-                raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
+            _check_next(db, job_id, state)
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **fields))
 
     def note(self, job_id: str, **fields: object) -> None:
@@ -107,6 +97,7 @@ class Ledger:
     def open_generation(self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int) -> None:
         """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows)."""
         with self._engine.begin() as db:
+            _check_next(db, job_id, JobState.QUEUED)
             failed = sum(settled.values())
             db.execute(
                 jobs.update()
@@ -139,24 +130,22 @@ class Ledger:
 
     def lease(self, job_id: str, generation: int, shard: Shard) -> Standing:
         """Raise the shard's epoch: whatever an earlier holder still sends is refused from now on."""
-        key = (shards.c.job == job_id) & (shards.c.generation == generation) & (shards.c.shard == shard.number)
-        with self._engine.begin() as db:
-            found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
-            if found is None:
-                empty = bytes(-(-(shard.hi - shard.lo) // 8))
-                db.execute(
-                    shards.insert().values(
-                        job=job_id, generation=generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=1, seq=0,
-                        done=0, bitmap=empty,
-                    )
-                )  # fmt: skip
-                standing = Standing(Lease(job_id, generation, shard.number, 1), 0, 0)
-            else:
-                db.execute(shards.update().where(key).values(epoch=found.epoch + 1))
-                lease = Lease(job_id, generation, shard.number, found.epoch + 1)
-                standing = Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
+        (standing,) = self.lease_all(job_id, generation, [(shard, 0)])
         faults.point("after_lease")
         return standing
+
+    def lease_all(self, job_id: str, generation: int, wanted: Sequence[tuple[Shard, int]]) -> list[Standing]:
+        """Lease shards, each above an epoch that was seen: its blocks may be newer than a ledger that was restored."""
+        with self._engine.begin() as db:
+            return [_lease_one(db, Lease(job_id, generation, shard.number, seen), shard) for shard, seen in wanted]
+
+    def bitmaps(self, job_id: str, generation: int, numbers: Sequence[int]) -> dict[int, int]:
+        """Shard -> which of its positions have their outcome, of the shards that were ever leased."""
+        query = sa.select(shards.c.shard, shards.c.bitmap).where(
+            shards.c.job == job_id, shards.c.generation == generation, shards.c.shard.in_(numbers)
+        )
+        with self._engine.connect() as db:
+            return {shard: int.from_bytes(bitmap, "little") for shard, bitmap in db.execute(query)}
 
     def progress(self, job_id: str, generation: int) -> dict[int, int]:
         """Shard -> rows done, of the shards that were ever leased."""
@@ -247,42 +236,31 @@ class Ledger:
         with self._engine.connect() as db:
             return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
 
-    def committed_ends(self, job_id: str, worker: str = "") -> dict[str, int]:
-        """Segment -> where its last committed byte ends, of one worker's segments or of all."""
+    def committed_spans(self, job_id: str, worker: str = "") -> dict[str, list[Span]]:
+        """Segment -> its committed bytes, of one worker's segments or of all."""
         query = (
-            sa.select(commits.c.segment, sa.func.max(commits.c.offset + commits.c.length))
+            sa.select(commits.c.segment, commits.c.offset, commits.c.offset + commits.c.length)
             .where(commits.c.job == job_id, commits.c.segment.startswith(worker, autoescape=True))
-            .group_by(commits.c.segment)
+            .order_by(commits.c.segment, commits.c.offset)
         )
         with self._engine.connect() as db:
-            return dict(db.execute(query).all())
+            by_segment = groupby(db.execute(query), key=lambda found: found[0])
+            return {segment: merged((start, end) for _, start, end in found) for segment, found in by_segment}
 
-    def forget(self, job_id: str) -> None:
-        """Drop everything that was counted for a job: before its ledger is made anew from its segments."""
+    def snapshot(self, job_id: str) -> Snapshot:
+        """All that is known of a job."""
+        with self._engine.connect() as db:
+            return ledger_snapshot.read(db, job_id)
+
+    def replace(self, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
+        """Put a rebuilt ledger in the place of what `before` says there was, and pause the job.
+
+        Raises: InvalidTransition when the job is no longer as it was.
+        """
         with self._engine.begin() as db:
-            for table in (shards, commits, error_counts):
-                db.execute(table.delete().where(table.c.job == job_id))
-            db.execute(
-                jobs.update()
-                .where(jobs.c.id == job_id)
-                .values(rows_ok=0, rows_failed=0, input_tokens=0, cached_tokens=0, output_tokens=0, cost=None)
-            )
-
-    def shard_records(self, job_id: str) -> Sequence[sa.RowMapping]:
-        """Every shard that was ever leased."""
-        query = sa.select(shards).where(shards.c.job == job_id).order_by(shards.c.generation, shards.c.shard)
-        with self._engine.connect() as db:
-            return db.execute(query).mappings().all()
-
-    def commit_sums(self, job_id: str) -> dict[tuple[int, int], int]:
-        """(generation, shard) -> rows in its commit records."""
-        query = (
-            sa.select(commits.c.generation, commits.c.shard, sa.func.sum(commits.c.rows_ok + commits.c.rows_failed))
-            .where(commits.c.job == job_id)
-            .group_by(commits.c.generation, commits.c.shard)
-        )
-        with self._engine.connect() as db:
-            return {(generation, shard): rows for generation, shard, rows in db.execute(query)}
+            ledger_snapshot.replace(db, spec, before, after)
+            rows = {code: count for code, (count, _) in after.errors.items()}
+            _count_errors(db, spec.id, rows, {code: sample for code, (_, sample) in after.errors.items()})
 
     def close(self) -> None:
         self._engine.dispose()
@@ -291,6 +269,23 @@ class Ledger:
 def open_ledger(path: object) -> Ledger:
     """The ledger in the database at `path`."""
     return Ledger(tables.open_database(path))
+
+
+def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> Standing:
+    key = (shards.c.job == seen.job) & (shards.c.generation == seen.generation) & (shards.c.shard == shard.number)
+    found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
+    epoch = max(seen.epoch, 0 if found is None else found.epoch) + 1
+    lease = Lease(seen.job, seen.generation, shard.number, epoch)
+    if found is not None:
+        db.execute(shards.update().where(key).values(epoch=epoch))
+        return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
+    db.execute(
+        shards.insert().values(
+            job=seen.job, generation=seen.generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=epoch, seq=0,
+            done=0, bitmap=bytes(-(-(shard.hi - shard.lo) // 8)),
+        )
+    )  # fmt: skip
+    return Standing(lease, 0, 0)
 
 
 def mask_of(runs: bytes) -> int:
@@ -308,6 +303,12 @@ def mask_of(runs: bytes) -> int:
             bits[start >> 3] |= 1 << (start & 7)
         mask |= int.from_bytes(bits, "little")
     return mask
+
+
+def _check_next(db: sa.Connection, job_id: str, state: JobState) -> None:
+    now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
+    if state not in NEXT[JobState(now)]:
+        raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
 
 
 def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:

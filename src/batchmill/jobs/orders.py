@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,10 @@ import sqlalchemy as sa
 
 from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.results import check_output
+from batchmill.jobs.job_files import JobFiles, read_spec
+from batchmill.jobs.results import check_output, errors_path
 from batchmill.models import functions
+from batchmill.states import JobState
 from batchmill.types import JobOrder, ModelSpec, Seal
 from batchmill.wire import templates
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
@@ -32,10 +34,13 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     form = _form(order, detected.format, job_id)
     if order.output is not None:
         check_output(order.output, detected.format)
-        if order.output in order.dataset.paths:
-            raise InvalidInput(
-                f"{order.output} is the input: results cannot be written over it", code="output_is_input"
-            )
+        _refuse_inputs(order.dataset.paths, outputs(order.output, form))
+    unpriced = [model.name for model in order.models if model.price is None]
+    if order.policy.budget is not None and unpriced:
+        raise InvalidInput(
+            f"a budget needs every model's price, and {unpriced[0]!r} has none: give it a `price` in batchmill.toml",
+            code="no_price",
+        )
     return JobSpec(
         id=job_id,
         dataset=order.dataset,
@@ -44,9 +49,35 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         policy=order.policy,
         output=order.output,
         identity=identity(order, form),
-        code={model.name: functions.digest(model.source) for model in order.models if model.engine == "function"},
+        code=code_of(order.models),
         created=now,
     )
+
+
+def code_of(models: list[ModelSpec]) -> dict[str, str]:
+    """Model -> sha256 of its function's source, as it is now."""
+    return {model.name: functions.digest(model.source) for model in models if model.engine == "function"}
+
+
+def outputs(output: str, form: Form) -> list[str]:
+    """The files that results may be written to."""
+    return [output, str(errors_path(Path(output)))] if form.errors_apart else [output]
+
+
+def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
+    """An input is never written over, by whatever name it goes."""
+    for path in written:
+        for source in inputs:
+            same = os.path.realpath(path) == os.path.realpath(source)
+            if same or (os.path.exists(path) and os.path.samefile(path, source)):
+                raise InvalidInput(f"{path} is an input: results cannot be written over it", code="output_is_input")
+
+
+def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:
+    """Raises: InvalidInput when a function of the job is not the one it began with."""
+    for model in spec.models:
+        if spec.code.get(model.name) != now.get(model.name):
+            raise InvalidInput(f"{model.source} changed since the job {spec.id} began: {way_out}", code="code_changed")
 
 
 def _form(order: JobOrder, format_: str, job_id: str) -> Form:
@@ -116,7 +147,8 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     try:
         sealed = msgspec.json.decode((files.dataset / "seal.json").read_bytes(), type=Seal)
     except FileNotFoundError:
-        return files.read_spec().dataset.paths == spec.dataset.paths  # it was never read to its end: read it again
+        # It was never read to its end: it is read again. Where even its description is gone, so is the job.
+        return files.spec.exists() and files.read_spec().dataset.paths == spec.dataset.paths
     if [file.path for file in sealed.sources] == spec.dataset.paths and all(map(sources.unchanged, sealed.sources)):
         return True
     sizes = [file.size_bytes for file in sealed.sources]
@@ -125,18 +157,38 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     return sealing.digest(spec.dataset.paths) == sealed.sha256
 
 
-def refuse_if_taken(spec: JobSpec, active: list[sa.RowMapping], *, overwrite: bool) -> None:
-    """Two jobs never write to one file, and a file that is there is not written over unasked."""
+def refuse_if_taken(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
+    """Two jobs never write to one file. `finished` is when this job published; who published later owns the file.
+
+    Raises: InvalidInput, naming the other job.
+    """
     if spec.output is None:
         return
-    for record in active:
-        if record["output"] == spec.output:
+    mine = set(outputs(spec.output, spec.form))
+    for record in records:
+        other, state = read_spec(record["spec"]), JobState(record["state"])
+        if other.id == spec.id or other.output is None:
+            continue
+        shared = sorted(mine.intersection(outputs(other.output, other.form)))
+        if not shared:
+            continue
+        if not state.is_at_rest:
             raise InvalidInput(
-                f"the job {record['id']} is writing to {spec.output}: wait for it, or choose another output",
+                f"the unfinished job {other.id} writes to {shared[0]}: let it end, cancel it or choose another output",
                 code="output_taken",
             )
-    if not overwrite and Path(spec.output).exists():
-        raise InvalidInput(
-            f"{spec.output} exists and is not this job's: choose another output, or write over it with --overwrite",
-            code="output_exists",
-        )
+        if finished is not None and state is JobState.COMPLETED and record["finished"] > finished:
+            raise InvalidInput(
+                f"the job {other.id} has written {shared[0]} since: run the command again with another output",
+                code="output_taken",
+            )
+
+
+def refuse_if_there(spec: JobSpec) -> None:
+    """A file that is there is not written over unasked. Raises: InvalidInput."""
+    for path in [] if spec.output is None else outputs(spec.output, spec.form):
+        if os.path.exists(path):
+            raise InvalidInput(
+                f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",
+                code="output_exists",
+            )

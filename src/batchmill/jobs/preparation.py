@@ -31,6 +31,7 @@ class Prepared(Struct, frozen=True):
 
     report: SealReport
     plan: Plan | None
+    rejected: dict[str, tuple[int, str]] = {}  # code -> (refused rows, one message)
 
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -39,12 +40,16 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     spec = asked.spec
     report = seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
+    causes: dict[str, tuple[int, str]] = {}
     if report.rejected == 0 or spec.policy.on_invalid == "skip":
         wanted = plan_order(spec, report.seal.rows)
         planned = plan.make(
             wanted, Path(asked.dataset), Path(asked.plan), lambda share: progress(SEALING_SHARE + share * 0.15)
         )
-    return msgspec.json.encode(Prepared(report, planned))
+        for refused in plan.iter_rejected(Path(asked.dataset)):
+            rows, sample = causes.get(refused.code, (0, refused.message))
+            causes[refused.code] = rows + 1, sample
+    return msgspec.json.encode(Prepared(report, planned, causes))
 
 
 def seal_order(spec: JobSpec) -> SealOrder:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.offload import offload
@@ -34,6 +34,16 @@ class Publishing:
         if can_stream(self._output, run.plan.plan):
             run.counted_hooks.append(self._counted)
             self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
+            self._copying.add_done_callback(lambda task: self._copied(task, run))
+
+    def _copied(self, task: asyncio.Task[Manifest], run: JobRun) -> None:
+        """Copying that fails early is noticed: a full disk pauses the job, after anything else results are gathered."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, JobPaused):
+            run.pause(error)
+        elif self._copying is task:
+            self._copying = None
 
     def _counted(self, commit: Commit) -> None:
         self._queue.put_nowait(commit.ref)
