@@ -126,7 +126,7 @@ def digest(source: str) -> str:
     Raises: ModelFailed where there is no such file.
     """
     parsed = parse(source)
-    path = _file_of(parsed)
+    path = file_of(parsed)
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -163,7 +163,8 @@ def _is_machinery(filename: str) -> bool:
 _OURS = Path(__file__).resolve().parent.parent
 
 
-def _file_of(source: Source) -> Path:
+def file_of(source: Source) -> Path:
+    """The file that holds the function; it need not be there. Raises: ModelFailed for a module nobody has."""
     if source.file is not None:
         return source.file
     assert source.module is not None

@@ -16,7 +16,7 @@ from msgspec.structs import fields, replace
 
 from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
-from batchmill.models import functions
+from batchmill.models import function_source, functions
 from batchmill.types import Limits, ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -93,7 +93,19 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         limits=entry.limits,
     )
     _check(spec)
+    if flags.attempt_timeout_s is not None or spec.limits.attempt_timeout_s != Limits().attempt_timeout_s:
+        _refuse_idle_timeout(spec)
     return spec
+
+
+def _refuse_idle_timeout(spec: ModelSpec) -> None:
+    """A time limit that could end no call is refused, where it can be seen without running user code."""
+    if spec.engine == "function" and function_source.is_blocking(spec.source):
+        raise InvalidInput(
+            f"a time limit (--timeout, attempt_timeout_s) cannot end a call of {spec.source}: write it as "
+            "`async def`, or leave the limit out",
+            code="needless_timeout",
+        )
 
 
 def _kind(name: str) -> Kind:
