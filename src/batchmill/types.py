@@ -277,4 +277,6 @@ class LedgerReport(Struct, frozen=True):
     segments: int
     bytes: int
     adopted: int = 0  # rows that a rebuild found and the ledger did not know
+    reopened: int = 0  # rows that the ledger counted and a rebuild could not read: they run again
+    damaged: list[str] = []  # what a rebuild could not read
     broken: list[str] = []

@@ -73,12 +73,11 @@ async def test_a_paused_job_takes_what_was_paid_for(books):
 
 
 async def test_another_generation_takes_no_more(books):
-    """A commit of a generation that is over is refused, unless the ledger is being made anew."""
+    """A commit of a generation that is over is refused."""
     lease = books.ledger.lease("job_1", 0, SHARD).lease
     books.ledger.note("job_1", generation=1)
     late = commit(lease, 0, 100)
     assert books.ledger.commit([(late, None)]) == [Verdict.STALE]
-    assert books.ledger.commit([(late, None)], rebuilding=True) == [Verdict.COUNTED]
 
 
 async def test_distinct_error_codes_have_a_maximum(books):

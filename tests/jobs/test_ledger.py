@@ -182,7 +182,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         assert self.ledger.job("job_1")["rows_ok"] == len(self.counted)
-        assert sum(self.ledger.commit_sums("job_1").values()) == len(self.counted)
+        assert sum(c.rows_ok + c.rows_failed for c in self.ledger.snapshot("job_1").commits) == len(self.counted)
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):

@@ -54,6 +54,8 @@ def _print(session: Session, report: LedgerReport) -> int:
     )
     if report.adopted:
         session.print(f"  {count(report.adopted, 'row')} found that the ledger did not know")
-    for text in report.broken:
+    if report.reopened:
+        session.print(f"  {count(report.reopened, 'row')} cannot be read; resuming the job runs them again")
+    for text in report.damaged + report.broken:
         session.say(f"  {clean(text)}")
     return code

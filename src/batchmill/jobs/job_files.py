@@ -13,6 +13,7 @@ from batchmill.wire.job_spec import JobSpec
 
 class JobFiles:
     def __init__(self, data_dir: Path, job_id: str) -> None:
+        self.data_dir = data_dir
         self.home = data_dir / "jobs" / job_id
 
     @property

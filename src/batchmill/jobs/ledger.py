@@ -155,27 +155,26 @@ class Ledger:
         with self._engine.connect() as db:
             return dict(db.execute(query).all())
 
-    def commit(self, batch: Sequence[tuple[Commit, float | None]], *, rebuilding: bool = False) -> list[Verdict]:
+    def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
         """Count outcomes: (commit, its cost in USD) each. One transaction for all.
 
-        A job that has ended, or is in another generation, takes no more: its results are out. Only `rebuilding` its
-        ledger counts what it had then.
+        A job that has ended, or is in another generation, takes no more: its results are out.
         Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
         """
         with self._engine.begin() as db:
-            verdicts = [self._commit_one(db, commit, cost, rebuilding=rebuilding) for commit, cost in batch]
+            verdicts = [self._commit_one(db, commit, cost) for commit, cost in batch]
             faults.point("in_commit")
         faults.point("after_commit")
         return verdicts
 
-    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None, *, rebuilding: bool) -> Verdict:
+    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
         lease = commit.lease
         key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
         job = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards)
         found = db.execute(job.join(shards, shards.c.job == jobs.c.id).where(key)).first()
         if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
             return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
-        if not rebuilding and (found.state in ENDED or found.job_generation != lease.generation):
+        if found.state in ENDED or found.job_generation != lease.generation:
             return Verdict.STALE
         fresh = mask_of(commit.done)
         bitmap = int.from_bytes(found.bitmap, "little")

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from batchmill.jobs import scheduler
 from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.plan import PlanReader, iter_rejected, make_again
+from batchmill.jobs.outcome_map import FAILED, OK, put
+from batchmill.jobs.plan import PlanReader, Progress, iter_rejected, make_again
 from batchmill.store.segments import read_ref
 from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
-OPEN, OK, FAILED = 0, 1, 2
+
+class RetryOrder(Struct, frozen=True):
+    """What a retry is planned from."""
+
+    spec: JobSpec
+    data_dir: str
+    committed: list[tuple[int, SegmentRef]]  # the oldest generation first
+    generation: int  # that is to be opened
 
 
 class Opened(Struct, frozen=True):
@@ -25,14 +34,19 @@ class Opened(Struct, frozen=True):
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
 
 
+def plan_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: RetryOrder in, Opened out, both as JSON."""
+    asked = msgspec.json.decode(order, type=RetryOrder)
+    files = JobFiles(Path(asked.data_dir), asked.spec.id)
+    return msgspec.json.encode(plan_failed(asked.spec, files, asked.committed, asked.generation))
+
+
 def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
     """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
     state = bytearray(rows)
     for _, ref in blocks:  # the oldest generation first
         for block in read_ref(segments, ref):
-            value = OK if block.ok else FAILED
-            for row in block.rows():
-                state[row] = value
+            put(state, block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
     return state
 
 

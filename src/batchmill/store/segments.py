@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from struct import Struct as Layout
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -29,6 +30,8 @@ BLOCK_MAGIC = b"BMBK"
 VERSION = 1
 IS_ERROR, IS_CONTIGUOUS = 1, 2
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
+FILE_HEAD_BYTES_MAX = 64 * 1024
+SEARCH_BYTES = 1024 * 1024  # read at a time while a sound header is looked for
 
 _FILE = Layout("<8sII")  # magic, length of the description, its crc
 # magic, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, body crc | header crc
@@ -130,18 +133,68 @@ def _runs_on(numbers: list[int]) -> bool:
     return numbers[-1] == first + len(numbers) - 1 and numbers == list(range(first, first + len(numbers)))
 
 
+class Damage(Struct, frozen=True):
+    """Bytes of a segment that are no sound block: torn, or not what was written."""
+
+    path: str
+    offset: int
+    length: int
+    is_tail: bool  # they run to the end of the file, as a block that was being written does
+    rows: int | None = None  # in the block that was there, where its header is sound
+    generation: int | None = None
+    shard: int | None = None
+
+    def __str__(self) -> str:
+        what = "bytes" if self.rows is None else f"generation {self.generation}, shard {self.shard}: {self.rows} rows"
+        return f"{self.path}, bytes {self.offset} to {self.offset + self.length}: {what} cannot be read"
+
+
 def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block]:
     """The whole and sound blocks of a segment from byte `start` on; ends at the first torn or damaged one.
 
     `start` is 0 or the offset of a block. `end` is where to stop, at most the size of the file.
     """
+    for found in salvage(path, start, end):
+        if isinstance(found, Damage):
+            return
+        yield found
+
+
+def salvage(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block | Damage]:
+    """Every sound block of a segment between two bytes, and what lies between them that is none.
+
+    Lines are JSON and JSON holds no NUL, which every header has: what is found behind damage is no row's text.
+    """
     with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+        fd, name = file.fileno(), os.fspath(path)
+        size = os.fstat(fd).st_size
         end = size if end is None else min(end, size)
-        offset = max(start, _head_bytes(file.fileno()))
-        while (block := _read_block(file.fileno(), os.fspath(path), offset, end)) is not None:
-            yield block
-            offset += block.length
+        offset = start or _read_file_head(fd)[1]
+        while offset < end:
+            block = _read_block(fd, name, offset, end)
+            if block is not None:
+                yield block
+                offset += block.length
+                continue
+            header = _read_header(fd, offset)
+            after = end
+            if header is not None and offset + header.length <= end:
+                after = offset + header.length
+            else:
+                header, after = None, _next_header(fd, offset + 1, end)
+            known = (None, None, None) if header is None else (header.n, header.generation, header.shard)
+            yield Damage(name, offset, after - offset, after == size, *known)
+            offset = after
+
+
+def read_block(path: str | os.PathLike[str], offset: int) -> Block:
+    """The block at `offset`. Raises: LedgerBroken when there is none."""
+    for block in scan(path, offset):
+        return block
+    raise LedgerBroken(f"{path} has no sound block at byte {offset}", code="segment_corrupt")
+
+
+REPAIR = "`batchmill ledger rebuild` of its job keeps what is sound; resuming the job then runs the other rows again"
 
 
 def read_ref(folder: Path, ref: SegmentRef) -> list[Block]:
@@ -151,10 +204,11 @@ def read_ref(folder: Path, ref: SegmentRef) -> list[Block]:
     try:
         blocks = list(scan(path, ref.offset, end))
     except FileNotFoundError:
-        raise LedgerBroken(f"the segment {path} is gone", code="segment_missing") from None
+        raise LedgerBroken(f"the segment {path} is gone: {REPAIR}", code="segment_missing") from None
     if sum(block.length for block in blocks) != ref.length:
         raise LedgerBroken(
-            f"{path} is damaged between bytes {ref.offset} and {end}: checksums do not match", code="segment_corrupt"
+            f"{path} is damaged between bytes {ref.offset} and {end}, checksums do not match: {REPAIR}",
+            code="segment_corrupt",
         )
     return blocks
 
@@ -166,16 +220,9 @@ def read_payload(block: Block) -> bytes:
 
 
 def read_head(path: str | os.PathLike[str]) -> SegmentHead | None:
-    """Whose segment this is; None for a file whose own header is torn: it holds no block."""
+    """Whose segment this is; None where the head of the file is torn or damaged."""
     with open(path, "rb", buffering=0) as file:
-        head = os.pread(file.fileno(), _FILE.size, 0)
-        if len(head) < _FILE.size:
-            return None
-        magic, length, crc = _FILE.unpack(head)
-        data = os.pread(file.fileno(), length, _FILE.size)
-    if magic != FILE_MAGIC or crc32(data) != crc:
-        return None
-    return msgspec.json.decode(data, type=SegmentHead)
+        return _read_file_head(file.fileno())[0]
 
 
 def pack_positions(positions: Sequence[int], base: int) -> bytes:
@@ -306,28 +353,86 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _head_bytes(fd: int) -> int:
+def _read_file_head(fd: int) -> tuple[SegmentHead | None, int]:
+    """Whose segment this is and where its blocks begin; (None, 0) where that cannot be read."""
     head = os.pread(fd, _FILE.size, 0)
     if len(head) < _FILE.size:
-        return _FILE.size
-    return _FILE.size + _FILE.unpack(head)[1]
+        return None, 0
+    magic, length, crc = _FILE.unpack(head)
+    if magic != FILE_MAGIC or length > FILE_HEAD_BYTES_MAX:
+        return None, 0
+    data = os.pread(fd, length, _FILE.size)
+    if crc32(data) != crc:
+        return None, 0
+    return msgspec.json.decode(data, type=SegmentHead), _FILE.size + length
+
+
+class _Header(NamedTuple):
+    """What a block's header says, in the order of `_HEAD`."""
+
+    magic: bytes
+    version: int
+    flags: int
+    generation: int
+    shard: int
+    epoch: int
+    position: int
+    row: int
+    n: int
+    payload: int
+    table: int
+    meta: int
+    crc: int
+
+    @property
+    def length(self) -> int:
+        return HEADER_BYTES + self.table + self.meta + self.payload
+
+
+def _read_header(fd: int, offset: int) -> _Header | None:
+    """The header at `offset`, if there is a sound one."""
+    return _parse_header(os.pread(fd, HEADER_BYTES, offset))
+
+
+def _parse_header(head: bytes) -> _Header | None:
+    if len(head) < HEADER_BYTES or head[:4] != BLOCK_MAGIC or _CRC.unpack(head[-4:])[0] != crc32(head[:-4]):
+        return None
+    header = _Header._make(_HEAD.unpack(head[:-4]))
+    return header if header.version == VERSION else None
+
+
+def _next_header(fd: int, offset: int, end: int) -> int:
+    """Where the next sound header begins, or `end`."""
+    while offset < end:
+        chunk = os.pread(fd, min(SEARCH_BYTES, end - offset), offset)
+        at = chunk.find(BLOCK_MAGIC)
+        while at >= 0:
+            head = chunk[at : at + HEADER_BYTES]
+            if len(head) < HEADER_BYTES:
+                head = os.pread(fd, HEADER_BYTES, offset + at)
+            if _parse_header(head) is not None:
+                return offset + at
+            at = chunk.find(BLOCK_MAGIC, at + 1)
+        if len(chunk) < len(BLOCK_MAGIC):
+            return end
+        offset += len(chunk) - len(BLOCK_MAGIC) + 1
+    return end
 
 
 def _read_block(fd: int, path: str, offset: int, end: int) -> Block | None:
-    head = os.pread(fd, HEADER_BYTES, offset)
-    if len(head) < HEADER_BYTES or head[:4] != BLOCK_MAGIC or _CRC.unpack(head[-4:])[0] != crc32(head[:-4]):
+    header = _read_header(fd, offset)
+    if header is None or offset + header.length > end:
         return None
-    _, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, crc = _HEAD.unpack(head[:-4])
-    length = HEADER_BYTES + table + meta + payload
-    if version != VERSION or offset + length > end:
+    size = header.length - HEADER_BYTES
+    body = os.pread(fd, size, offset + HEADER_BYTES)
+    if len(body) < size or crc32(body) != header.crc:
         return None
-    body = os.pread(fd, length - HEADER_BYTES, offset + HEADER_BYTES)
-    if len(body) < length - HEADER_BYTES or crc32(body) != crc:
-        return None
+    table, meta = header.table, header.meta
     return Block(
-        path=path, offset=offset, length=length, generation=generation, shard=shard, epoch=epoch, position=position,
-        row=row, n=n, ok=not flags & IS_ERROR, payload_offset=offset + HEADER_BYTES + table + meta,
-        payload_bytes=payload, table=None if flags & IS_CONTIGUOUS else body[:table],
+        path=path, offset=offset, length=header.length, generation=header.generation, shard=header.shard,
+        epoch=header.epoch, position=header.position, row=header.row, n=header.n, ok=not header.flags & IS_ERROR,
+        payload_offset=offset + HEADER_BYTES + table + meta, payload_bytes=header.payload,
+        table=None if header.flags & IS_CONTIGUOUS else body[:table],
         meta=_meta_decoder.decode(body[table : table + meta]) if meta else BlockMeta(),
     )  # fmt: skip
 

@@ -1,0 +1,307 @@
+"""`ledger rebuild`: what a job's ledger is to be, from its plans, its segments, and what the ledger knew.
+
+Runs in a child of the owner and writes nothing but the plan of a generation that is needed. The owner puts the result
+in the place of what was there in one transaction: killed before it, nothing has changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import LedgerBroken
+from batchmill.jobs import scheduler
+from batchmill.jobs.audit import AuditOrder, Lines
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.ledger_snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
+from batchmill.jobs.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
+from batchmill.jobs.plan import PLAN, PlanReader, Progress, iter_rejected, make_again
+from batchmill.jobs.segment_gaps import gaps_of, merged
+from batchmill.store.segments import Block, Damage, read_block, read_head, read_payload, salvage
+from batchmill.types import Shard, Usage
+
+Key = tuple[int, int]  # generation, shard
+
+
+class _Orphan(Struct, frozen=True, order=True, gc=False):
+    """Where a sound block lies that no commit names. In order: the newest epoch of a shard first.
+
+    Where two blocks hold the same row the newer one is right: the rows of an older lease that counted are left out of
+    a newer one.
+    """
+
+    generation: int
+    shard: int
+    epoch_back: int  # the epoch, negated
+    path: str
+    offset: int
+
+
+def rebuild_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: AuditOrder in, Rebuilt out, both as JSON."""
+    return msgspec.json.encode(rebuild(msgspec.json.decode(order, type=AuditOrder), progress))
+
+
+def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
+    """Keep every sound block: those that counted first, then those that no commit names.
+
+    Raises: LedgerBroken when a plan is damaged: nobody can say then which row an outcome is of.
+    """
+    work = _Rebuild(order)
+    try:
+        if not (work.files.plan(0) / PLAN).exists():
+            return work.unplanned()
+        work.keep_committed(lambda share: progress(share * 0.7))
+        work.keep_orphans()
+        return work.result()
+    finally:
+        work.close()
+
+
+class _Rebuild:
+    def __init__(self, order: AuditOrder) -> None:
+        self.files = JobFiles(Path(order.data_dir), order.spec.id)
+        self._spec, self._before = order.spec, order.before
+        self._maps: dict[int, OutcomeMap] = {}
+        self._commits: dict[Key, list[CommitRecord]] = defaultdict(list)
+        self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
+        self._usage = Usage()
+        self._failed: list[_Orphan] = []  # the blocks of errors that count
+        self._damaged = Lines()
+        for shard in order.before.shards:
+            self._epochs[shard.generation, shard.shard] = shard.epoch
+
+    def unplanned(self) -> Rebuilt:
+        """A job that was stopped before its plan was written: no row of it ran."""
+        if self._before.commits or any(self.files.segments.glob("*.seg")):
+            raise LedgerBroken(f"the plan in {self.files.plan(0)} is gone: restore it", code="plan_broken")
+        return Rebuilt(0, Counters(), [], [], {})
+
+    def close(self) -> None:
+        for outcomes in self._maps.values():
+            outcomes.close()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def keep_committed(self, progress: Progress) -> None:
+        """Every sound block of what the ledger counted; a commit that is whole keeps its range and its cost."""
+        total, done = sum(commit.length for commit in self._before.commits), 0
+        for commit in self._before.commits:
+            kept = [block for block in self._read_commit(commit) if self._take(block, "counted")]
+            if sum(block.length for block in kept) == commit.length:
+                ok = sum(block.n for block in kept if block.ok)
+                failed = sum(block.n for block in kept if not block.ok)
+                whole = msgspec.structs.replace(commit, rows_ok=ok, rows_failed=failed)
+                self._count(whole, commit.generation, commit.shard)
+            else:
+                for block in kept:
+                    self._count_block(block)
+            done += commit.length
+            progress(done / total)
+
+    def _read_commit(self, commit: CommitRecord) -> Iterator[Block]:
+        path, end = self.files.segments / commit.segment, commit.offset + commit.length
+        rows = commit.rows_ok + commit.rows_failed
+        if not path.exists():
+            self._damaged.add(f"{path} is gone: {rows} rows of generation {commit.generation}, shard {commit.shard}")
+            return
+        reached = commit.offset
+        for found in salvage(path, commit.offset, end):
+            reached = found.offset + found.length
+            if isinstance(found, Damage):
+                self._damaged.add(str(found))
+            else:
+                yield found
+        if reached < end:
+            self._damaged.add(f"{path} ends at byte {reached}; {end - reached} bytes behind it were committed")
+
+    def keep_orphans(self) -> None:
+        """Every sound block that no commit names and whose rows have no outcome, the newest of a shard first."""
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for commit in self._before.commits:
+            spans[commit.segment].append((commit.offset, commit.offset + commit.length))
+        orphans = []
+        for path in sorted(self.files.segments.glob("*.seg")):
+            head = read_head(path)
+            if head is not None and head.job != self._spec.id:
+                self._damaged.add(f"{path} is a segment of the job {head.job}")
+                continue
+            for start, end in gaps_of(path, merged(spans[path.name])):
+                orphans += self._scan(path, start, end)
+        used = set()
+        for orphan in sorted(orphans):
+            block = read_block(orphan.path, orphan.offset)
+            if self._take(block):
+                self._count_block(block)
+                used.add(orphan.path)
+        for path in used:
+            _sync(path)
+
+    def _scan(self, path: Path, start: int, end: int | None) -> Iterator[_Orphan]:
+        for found in salvage(path, start, end):
+            if isinstance(found, Block):
+                yield _orphan(found)
+            elif found.rows is not None or not found.is_tail:  # a tail that is torn was being written: no damage
+                self._damaged.add(str(found))
+
+    def _take(self, block: Block, named: str = "") -> bool:
+        """Count the rows of a block if it may stand for them; `named`: say so when it may not."""
+        key = block.generation, block.shard
+        outcomes = self._map(block.generation)
+        if block.shard < len(outcomes.shards):
+            self._epochs[key] = max(self._epochs[key], block.epoch)
+        fault = outcomes.breach(block, block.shard)
+        if fault is not None:
+            if named:
+                self._damaged.add(f"{block.path} at byte {block.offset} was {named}, but holds {fault}")
+            return False
+        outcomes.take(block)
+        self._usage += block.meta.usage
+        if not block.ok:
+            self._failed.append(_orphan(block))
+        return True
+
+    def _map(self, generation: int) -> OutcomeMap:
+        if generation not in self._maps:
+            self._maps[generation] = OutcomeMap(self.files.plan(generation), generation)
+        return self._maps[generation]
+
+    def _count_block(self, block: Block) -> None:
+        shard = self._map(block.generation).shards[block.shard]
+        price = self._spec.models[shard.model].price
+        record = CommitRecord(
+            generation=block.generation, shard=block.shard, seq=0, epoch=0, segment=Path(block.path).name,
+            offset=block.offset, length=block.length, rows_ok=block.n if block.ok else 0,
+            rows_failed=0 if block.ok else block.n, cost=None if price is None else price.cost(block.meta.usage),
+        )  # fmt: skip
+        self._count(record, block.generation, block.shard)
+
+    def _count(self, record: CommitRecord, generation: int, shard: int) -> None:
+        commits = self._commits[generation, shard]
+        commits.append(msgspec.structs.replace(record, seq=len(commits)))
+
+    # -- what follows from it -----------------------------------------------------------------------------------------
+
+    def result(self) -> Rebuilt:
+        generation = max(self._before.generation, *self._maps, 0)
+        maps = [self._map(number) for number in range(generation + 1)]
+        plan = maps[0].plan.plan
+        states = newest(maps, plan.rows)
+        shards = list(self._shard_records())
+        epochs = {(shard.generation, shard.shard): shard.epoch for shard in shards}
+        commits = [
+            msgspec.structs.replace(commit, epoch=epochs[key])
+            for key in sorted(self._commits)
+            for commit in self._commits[key]
+        ]
+        costs = [commit.cost for commit in commits if commit.cost is not None]
+        adopted, reopened = self._compare(states)
+        return Rebuilt(
+            generation=self._reach_open_rows(maps, states),
+            counters=Counters(
+                rows=plan.rows, rows_ok=states.count(OK), rows_failed=states.count(FAILED) + plan.rejected,
+                rows_folded=plan.followers, rows_rejected=plan.rejected, usage=self._usage,
+                cost=sum(costs) if costs else None,
+            ),
+            shards=shards, commits=commits, errors=self._errors(states, plan.rejected), adopted=adopted,
+            reopened=reopened, damaged=self._damaged.all(),
+        )  # fmt: skip
+
+    def _shard_records(self) -> Iterator[ShardRecord]:
+        """Under a new epoch, so that whoever held a shard can commit nothing any more."""
+        for generation, number in sorted(self._epochs):
+            outcomes = self._map(generation)
+            if number >= len(outcomes.shards):
+                self._damaged.add(
+                    f"generation {generation}, shard {number}: the plan has {len(outcomes.shards)} shards"
+                )
+                continue
+            shard, bits = self._shard(generation, number)
+            yield ShardRecord(
+                generation=generation, shard=number, lo=shard.lo, hi=shard.hi,
+                epoch=self._epochs[generation, number] + 1, seq=len(self._commits[generation, number]),
+                done=bits.bit_count(), bitmap=bits.to_bytes(-(-(shard.hi - shard.lo) // 8), "little"),
+            )  # fmt: skip
+
+    def _shard(self, generation: int, number: int) -> tuple[Shard, int]:
+        shard = self._map(generation).shards[number]
+        return shard, self._map(generation).bits(shard)
+
+    def _compare(self, states: bytearray) -> tuple[int, int]:
+        """(rows with an outcome that the ledger did not know, rows without one that it counted), each row once."""
+        known = {(shard.generation, shard.shard): shard.bitmap for shard in self._before.shards}
+        found, lost = bytearray(len(states)), bytearray(len(states))
+        for generation, number in self._epochs:
+            if number >= len(self._map(generation).shards):
+                continue
+            shard, bits = self._shard(generation, number)
+            before = int.from_bytes(known.get((generation, number), b""), "little")
+            for changed, marks in ((bits & ~before, found), (before & ~bits, lost)):
+                for row in self._map(generation).rows_at(shard, changed) if changed else ():
+                    marks[row] = 1
+        reopened = sum(1 for row, state in zip(lost, states, strict=True) if row and state == OPEN) if any(lost) else 0
+        return sum(found), reopened
+
+    def _reach_open_rows(self, maps: list[OutcomeMap], states: bytearray) -> int:
+        """The generation to go on with: a new one where the newest does not plan every row that has no outcome."""
+        newest_plan, first = maps[-1].plan, maps[0].plan
+        if newest_plan is first or _open_rows(newest_plan, states) == _open_rows(first, states):
+            return len(maps) - 1
+        home = self.files.plan(len(maps))
+        home.mkdir(exist_ok=True)
+        rows = _open_rows(first, states)
+        sizes = [scheduler.shard_rows(model, rows) for model in self._spec.models]
+        make_again(first, lambda number: states[number] == OPEN, sizes, home)
+        return len(maps)
+
+    def _errors(self, states: bytearray, rejected: int) -> dict[str, tuple[int, str]]:
+        """Error code -> (rows, one message) of the rows whose newest outcome is an error, refused ones included."""
+        rows: Counter[str] = Counter()
+        samples: dict[str, str] = {}
+        told = bytearray(len(states))
+        for place in sorted(self._failed, key=lambda place: -place.generation):
+            block = read_block(place.path, place.offset)
+            current = [states[row] == FAILED and not told[row] for row in block.rows()]
+            for row in block.rows():
+                told[row] = 1
+            for code, count, sample in self._causes(block, current):
+                rows[code] += count
+                samples.setdefault(code, sample)
+        for refused in iter_rejected(self.files.dataset) if rejected else ():
+            rows[refused.code] += 1
+            samples.setdefault(refused.code, refused.message)
+        return {code: (count, samples[code]) for code, count in rows.items()}
+
+    def _causes(self, block: Block, current: list[bool]) -> Iterator[tuple[str, int, str]]:
+        if all(current):
+            for code, count in block.meta.errors.items():
+                yield code, count, block.meta.samples.get(code, "")
+        elif any(current):
+            for line, counts in zip(read_payload(block).split(b"\n")[:-1], current, strict=True):
+                if counts:
+                    error = self._spec.form.cause(line)
+                    yield error.code, 1, error.message
+
+
+def _orphan(block: Block) -> _Orphan:
+    return _Orphan(block.generation, block.shard, -block.epoch, block.path, block.offset)
+
+
+def _open_rows(plan: PlanReader, states: bytearray) -> int:
+    """How many rows of a plan have no outcome."""
+    shards = plan.shards()
+    return sum(states[row] == OPEN for shard in shards for row in plan.row_numbers(shard.lo, shard.hi))
+
+
+def _sync(path: str) -> None:
+    """What is about to be counted must be on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
