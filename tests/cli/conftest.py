@@ -96,6 +96,8 @@ class MemoryApp:
         self.estimate = None
         self.partial = b""
         self.was_cancelled = False
+        self.was_closed = False
+        self.while_closing = lambda: None
 
     @contextlib.asynccontextmanager
     async def open_jobs(self, config):
@@ -105,6 +107,11 @@ class MemoryApp:
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
+        finally:
+            self.while_closing()
+            await asyncio.sleep(0)  # where a signal would be heard
+            await asyncio.sleep(0)
+            self.was_closed = True
 
     async def preview_validate(self, order, config, progress):
         progress(0.5)

@@ -1,5 +1,7 @@
 """`batchmill run` as a user sees it: what is ordered, shown, summed up, and which exit code comes."""
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -71,6 +73,17 @@ def test_engine_flags_keep_their_kind(app, call, place, view):
         ((*RUN, "--model", "vllm:x/y", "--workers", "2"), "with several --model"),
         ((*RUN, "--model", "openai:f"), "two models are called 'f'"),
         ((*RUN, "--nope"), "No such option"),
+        ((*RUN, "--param", "x=NaN"), "--param x holds NaN"),
+        ((*RUN, "--param", 'x={"a":[1,-Infinity]}'), "--param x holds -Infinity"),
+        ((*RUN, "--param", "x=[1e999]"), "--param x holds 1e999"),
+        ((*RUN, "--param", "x=" + "[" * 100_000), "--param x is nested deeper than 128 levels"),
+        ((*RUN, "--param", "messages=[]"), "--param cannot set messages"),
+        ((*RUN, "--param", "instructions=x"), "--param cannot set instructions"),
+        ((*RUN, "--prompt", "\udcff{a}"), r"'\udcff{a}' is not UTF-8"),
+        ((*RUN, "-o", "\udcff.jsonl"), "is not UTF-8"),
+        (("--data-dir", "\udcff", *RUN), "is not UTF-8"),
+        (("show", "\udcff"), "is not UTF-8"),
+        ((*RUN, "-o", "out.txt"), "does not say what to write"),
         (("rum",), "No such command 'rum'"),
         (("--config", "gone.toml", *RUN), "gone.toml cannot be read"),
     ],
@@ -178,6 +191,37 @@ def test_what_became_of_the_order_is_said(app, call, view, how, told):
     assert told in call(*RUN).stderr
 
 
+@pytest.mark.parametrize("named", ["fold", "fold/*", "fold/**"])
+def test_results_in_the_input_folder_are_no_input(app, call, place, view, named):
+    """The same command finds the same input, although its results lie in the folder or match the glob."""
+    (place / "fold").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "out.jsonl", "out.errors.jsonl", "out.jsonl.part", "out.errors.jsonl.part"):
+        (place / "fold" / name).write_text("{}\n")
+    app.jobs.add(view(state="completed"))
+    assert call("run", named, "--model", "function:app.py:f", "-o", "fold/out.jsonl").exit_code == 0
+    assert call("run", "fold/out.jsonl", "--model", "function:app.py:f", "-o", "fold/out.jsonl").exit_code == 0
+    first, named_itself = app.jobs.orders
+    assert first.dataset.paths == [str(place / "fold/a.jsonl"), str(place / "fold/b.jsonl")]
+    assert named_itself.dataset.paths == [first.output]
+
+
+def test_a_file_name_that_is_not_utf8_is_refused(call, place):
+    """A file in a folder whose name has no UTF-8 form is refused by name, not a crash."""
+    (place / "fold").mkdir()
+    (place / "fold" / os.fsdecode(b"a\xff.jsonl")).write_text("{}\n")
+    result = call("run", "fold", "--model", "function:app.py:f")
+    assert result.exit_code == 2 and r"a\udcff.jsonl' is not UTF-8" in result.stderr
+
+
+def test_a_budget_needs_the_price_of_every_model(call, place):
+    """A budget over two models of which one has no price would count half of what is spent."""
+    (place / "batchmill.toml").write_text(
+        '[models.a]\nengine = "openai"\nsource = "a"\nprice = { input = 1 }\n[models.b]\nengine = "openai"\nsource = "b"\n'
+    )
+    result = call("run", "in.jsonl", "--model", "a", "--model", "b", "--budget", "1")
+    assert result.exit_code == 2 and "give models.b.price" in result.stderr
+
+
 def test_json_is_one_object_a_line(app, call, view):
     """With --json, standard output holds the submission, every view and the summary, in ASCII."""
     app.jobs.add(view(notes=["bl\x9bue"]), view(state="completed", rows_ok=10))
@@ -195,6 +239,31 @@ def test_errors_are_json_too(call):
     assert result.exit_code == 2
     assert json.loads(result.stdout)["code"] == "unknown_price"
     assert result.stderr.startswith("batchmill: --budget needs a price")
+
+
+@pytest.mark.parametrize(
+    "args", [(*RUN, "--nope", "--json"), ("--json", "rum"), ("run", "--json"), (*RUN, "--json", "--budget", "x")]
+)
+def test_usage_errors_are_json_too(call, args):
+    """A flag that is wrong is told as JSON wherever --json stands; without it nothing is on standard output."""
+    told = json.loads(call(*args).stdout)
+    assert (told["type"], told["code"]) == ("error", "usage") and told["message"]
+    assert call(*[arg for arg in args if arg != "--json"]).stdout == ""
+
+
+def test_a_crash_log_holds_any_text(app, call, place, view, monkeypatch):
+    """A command line that has no UTF-8 form is written down with what went wrong."""
+    monkeypatch.setattr(sys, "argv", ["batchmill", "\udcff"])
+    app.jobs.add(view())
+
+    async def submit(order):
+        raise RuntimeError("boom \udcff")
+
+    app.jobs.submit = submit
+    result = call(*RUN)
+    assert result.exit_code == 1 and "(details: " in result.stderr
+    (log,) = (place / "data" / "crashes").iterdir()
+    assert log.read_text().startswith("batchmill \\udcff\n") and "RuntimeError: boom" in log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -218,6 +287,46 @@ def test_the_second_interrupt_stops_at_once(app, call, view):
     result = call(*RUN)
     assert result.exit_code == 130 and app.was_cancelled
     assert "stopping at once" in result.stderr
+
+
+def test_after_the_second_interrupt_nothing_is_disturbed(app, call, view):
+    """What a stopped command still has to close is closed, however often Ctrl-C comes, and no traceback is shown."""
+    app.jobs.add(view(), view(), view(), view(state="paused", reason="asked"))
+
+    async def pause(job_id):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("the owner is gone")
+
+    app.jobs.pause = pause
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at else None
+    app.jobs.waits_for_pause = True
+    app.while_closing = lambda: os.kill(os.getpid(), signal.SIGINT)
+    result = call(*RUN)
+    gc.collect()
+    assert result.exit_code == 130 and app.was_cancelled and app.was_closed
+    assert "Traceback" not in result.output and "never retrieved" not in result.output
+    assert result.stderr.splitlines()[-1].startswith("stopped; what was finished is kept")
+
+
+def test_an_ignored_signal_stays_ignored(app, call, view):
+    """A command started with nohup goes on when its terminal closes."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    app.jobs.add(view(), view(state="completed", rows_ok=10))
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGHUP)
+    assert call(*RUN).exit_code == 0 and app.jobs.asked == []
+
+
+def test_who_joins_is_told_what_that_means(app, call, view):
+    """A command that joins a running job says that its flags do not count and that Ctrl-C pauses it for everybody."""
+    app.jobs.how = "joined"
+    app.jobs.add(view(), view(), view(state="paused", reason="asked", rows_ok=4))
+    app.jobs.waits_for_pause = True
+    app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at == 1 else None
+    told = call(*RUN).stderr
+    assert "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody" in told
+    assert "pausing the job for everybody who runs or follows it" in told
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):

@@ -12,7 +12,7 @@ import click
 from batchmill.cli.displays import display_for, done
 from batchmill.cli.following import follow
 from batchmill.cli.run import attend
-from batchmill.cli.session import EXIT_OK, Session, global_options
+from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.summary import lines, pause_lines, show_problems
 from batchmill.cli.text import clean, count, moment, money, table
 from batchmill.config import Config
@@ -58,7 +58,7 @@ def _columns(view: JobView) -> list[str]:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def show(session: Session, job_id: str) -> int:
@@ -87,7 +87,7 @@ async def _show(session: Session, job_id: str) -> None:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @click.option("--partial", is_flag=True, help="The rows that are finished so far, as JSON lines.")
 @click.option("--errors", is_flag=True, help="The error file instead.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
@@ -153,7 +153,7 @@ def _print_file(session: Session, path: str, file: BinaryIO) -> None:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def cancel(session: Session, job_id: str) -> int:
@@ -162,7 +162,7 @@ def cancel(session: Session, job_id: str) -> int:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def pause(session: Session, job_id: str) -> int:
@@ -171,7 +171,7 @@ def pause(session: Session, job_id: str) -> int:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def resume(session: Session, job_id: str) -> int:
@@ -180,7 +180,7 @@ def resume(session: Session, job_id: str) -> int:
 
 
 @click.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def retry(session: Session, job_id: str) -> int:
@@ -194,7 +194,7 @@ async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[
         asked = await ask(opened)
         display = display_for(session)
         try:
-            view = (await follow(opened, asked.id, display)).view
+            view = (await follow(opened, asked.id, display, interrupts=session.interrupts)).view
         finally:
             display.close()
     if session.as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options
+from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.text import clean, count, size
 from batchmill.types import LedgerReport
 
@@ -15,7 +15,7 @@ def ledger() -> None:
 
 
 @ledger.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def verify(session: Session, job_id: str) -> int:
@@ -24,7 +24,7 @@ def verify(session: Session, job_id: str) -> int:
 
 
 @ledger.command()
-@click.argument("job_id", metavar="ID")
+@job_argument
 @global_options
 @click.pass_obj
 def rebuild(session: Session, job_id: str) -> int:

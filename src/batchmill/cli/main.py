@@ -56,6 +56,7 @@ class CommandLine(click.Group):
         extra["standalone_mode"] = False
         session = extra.setdefault("obj", None) or Session()
         extra["obj"] = session
+        session.args = list(sys.argv[1:] if args is None else args)
         sys.exit(session.guard(lambda: super(CommandLine, self).main(args, prog_name or "batchmill", **extra)))
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
-from batchmill.cli.session import Session, global_options
+from batchmill.cli.flag_values import pairs, request_fields, scalar
+from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.config import Config
 from batchmill.datasets import sources
 from batchmill.errors import InvalidInput
+from batchmill.jobs.results import errors_path
 from batchmill.models.registry import ModelFlags, resolve
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
@@ -62,15 +63,12 @@ def order_options(command: C) -> C:
 def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
     """The order that the options of a command line make. Raises: InvalidInput."""
     models = _models(session, config, options)
-    budget = options.get("budget")
-    if budget is not None and all(model.price is None for model in models):
-        raise InvalidInput(
-            f"--budget needs a price: give models.{models[0].name}.price in the configuration", code="unknown_price"
-        )
     output = options["output"]
-    return JobOrder(
+    if output is not None:
+        output = os.path.abspath(session.cwd / Path(output).expanduser())
+    order = JobOrder(
         dataset=DatasetSpec(
-            paths=sources.resolve(list(options["inputs"])),
+            paths=sources.resolve(list(options["inputs"]), [] if output is None else _written_by(output)),
             format=options["format_"],
             copy=options["copy"],
             line_bytes_max=config.limits.line_bytes_max,
@@ -80,19 +78,49 @@ def build_order(session: Session, config: Config, options: dict[str, Any]) -> Jo
         prompt=options["prompt"],
         system=options["system"],
         url=options["url"],
-        params={name: _json_or_text(value) for name, value in _pairs(options["params"], "--param").items()},
-        policy=Policy(on_invalid=options["on_invalid"], dedupe=options["dedupe"], budget=budget),
-        output=None if output is None else os.path.abspath(session.cwd / Path(output).expanduser()),
+        params=request_fields(options["params"], config.limits.depth_max),
+        policy=Policy(
+            on_invalid=options["on_invalid"], dedupe=options["dedupe"], budget=_budget(options.get("budget"), models)
+        ),
+        output=output,
         restart=options.get("restart", False),
         overwrite=options.get("overwrite", False),
     )
+    _refuse_half_text(order)
+    return order
+
+
+def _written_by(output: str) -> list[str]:
+    """What a job with this output leaves beside its input: no later run of the same command may take it for input."""
+    files = [output, str(errors_path(Path(output)))]
+    return [*files, *(f"{file}.part" for file in files)]
+
+
+def _budget(budget: float | None, models: list[ModelSpec]) -> float | None:
+    """Rows of a model without a price would be spent unseen."""
+    unpriced = [model.name for model in models if model.price is None]
+    if budget is not None and unpriced:
+        raise InvalidInput(
+            f"--budget needs a price of every model: give models.{unpriced[0]}.price in the configuration",
+            code="unknown_price",
+        )
+    return budget
+
+
+def _refuse_half_text(order: JobOrder) -> None:
+    """Bytes of a command line or a file's name that are no UTF-8 have no form in a job's description."""
+    try:
+        msgspec.json.encode(order)
+    except UnicodeEncodeError as error:
+        refuse_half_text(error.object)
+        raise
 
 
 def _models(session: Session, config: Config, options: dict[str, Any]) -> list[ModelSpec]:
     key = options["api_key_env"]
-    args = {name: _scalar(value) for name, value in _pairs(options["engine_args"], "--engine-arg", bare="true").items()}
+    args = {name: scalar(value) for name, value in pairs(options["engine_args"], "--engine-arg", bare="true").items()}
     flags = ModelFlags(
-        adapters=_pairs(options["adapters"], "--adapter"),
+        adapters=pairs(options["adapters"], "--adapter"),
         engine_args={name.removeprefix("--"): value for name, value in args.items()},
         base_url=options["base_url"],
         api_key=None if key is None else f"env:{key}",
@@ -111,37 +139,3 @@ def _models(session: Session, config: Config, options: dict[str, Any]) -> list[M
         if model.name in [other.name for other in models[:at]]:
             raise InvalidInput(f"two models are called {model.name!r}: name them in the configuration")
     return models
-
-
-def _pairs(texts: tuple[str, ...], flag: str, bare: str | None = None) -> dict[str, str]:
-    """KEY=VALUE texts; `bare` stands for the value of a KEY alone."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or (not equals and bare is None):
-            raise InvalidInput(f"{flag} is given as KEY=VALUE, not {text!r}")
-        if name in found:
-            raise InvalidInput(f"{flag} {name} is given twice")
-        found[name] = value if equals else str(bare)
-    return found
-
-
-def _scalar(text: str) -> str | int | float | bool:
-    """A flag's value as it would stand in the configuration."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            continue
-        # "007", "1_000", "inf" and "1.50" are texts: a flag must reach the engine as it was written.
-        return value if math.isfinite(value) and str(value) == text else text
-    return text
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 import click
 
 from batchmill import config
+from batchmill.cli.interrupts import Interrupts
 from batchmill.cli.text import clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused
@@ -69,6 +70,8 @@ class Session:
         self.config_file: str | None = None
         self.as_json = False
         self.verbose = False
+        self.args: list[str] = []  # as they were typed
+        self.interrupts = Interrupts()
 
     @property
     def app(self) -> App:
@@ -80,14 +83,21 @@ class Session:
 
     def config(self) -> Config:
         """Raises: InvalidConfig."""
-        return config.load(
+        found = config.load(
             environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file
         )  # fmt: skip
+        refuse_half_text(str(found.data_dir))
+        return found
 
     def run(self, work: Coroutine[Any, Any, int | None]) -> int:
         """Run a command's coroutine to its exit code."""
+
+        async def caught() -> int | None:
+            with self.interrupts.caught():
+                return await work
+
         try:
-            return asyncio.run(work) or EXIT_OK
+            return asyncio.run(caught()) or EXIT_OK
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.say("stopped; what was finished is kept, and the same command goes on from there")
             return EXIT_INTERRUPTED
@@ -109,6 +119,8 @@ class Session:
             sys.stdout.flush()
             return code if isinstance(code, int) else EXIT_OK
         except click.ClickException as error:
+            if self.as_json or "--json" in self.args:  # the flag may stand behind what could not be parsed
+                self.emit("error", code="usage", message=error.format_message())
             error.show()
             return EXIT_USAGE
         except (click.Abort, KeyboardInterrupt):
@@ -144,7 +156,7 @@ class Session:
             folder = self.config().data_dir / "crashes"
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
-            path.write_text(f"{' '.join(sys.argv)}\n{_trace(error)}\n")
+            path.write_text(f"{' '.join(sys.argv)}\n{_trace(error)}\n", encoding="utf-8", errors="backslashreplace")
         except (OSError, BatchmillError):  # no place to write to: then the terminal is it
             self.say(f"{told}\n{_trace(error)}")
             return EXIT_FAILED
@@ -161,6 +173,20 @@ def _single(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def refuse_half_text(text: str) -> str:
+    """`text`, unless it holds bytes that are no UTF-8. Raises: InvalidInput."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{text!r} is not UTF-8: rename the file, or write the text in UTF-8") from None
+    return text
+
+
+def job_argument(command: C) -> C:
+    """The id of a job, or its first letters."""
+    return click.argument("job_id", metavar="ID", callback=lambda ctx, param, value: refuse_half_text(value))(command)
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:

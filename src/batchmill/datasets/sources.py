@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import stat
+from collections.abc import Collection
 
 from batchmill.errors import InvalidDataset
 from batchmill.types import SealedFile
@@ -22,18 +23,20 @@ def kind(path: str) -> tuple[str | None, str | None]:
     return FORMAT_SUFFIXES.get(suffix), codec
 
 
-def resolve(patterns: list[str]) -> list[str]:
+def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
     """The absolute paths of the files that these files, folders and globs mean, each once, in name order.
 
-    A folder means the files directly in it that have a known suffix and are not hidden.
+    A folder means the files directly in it that have a known suffix and are not hidden. The files of `leave_out` are
+    not among what a folder or a glob means; one that is named itself is taken.
     Raises: InvalidDataset when a pattern means no file.
     """
     if not patterns:
         raise InvalidDataset("no input file was named", code="no_input")
-    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern)})
+    left_out = set(map(os.path.realpath, leave_out))
+    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern, left_out)})
 
 
-def _files(pattern: str) -> list[str]:
+def _files(pattern: str, left_out: set[str]) -> list[str]:
     if os.path.isdir(pattern):
         found = [os.path.join(pattern, name) for name in os.listdir(pattern) if _belongs(name)]
         found = [path for path in found if os.path.isfile(path)]
@@ -46,6 +49,7 @@ def _files(pattern: str) -> list[str]:
         missing = f"no file matches {pattern}"
     else:
         raise InvalidDataset(f"there is no file {pattern}", code="no_input")
+    found = [path for path in found if os.path.realpath(path) not in left_out]
     if not found:
         raise InvalidDataset(missing, code="no_input")
     return found

@@ -1,0 +1,70 @@
+"""The texts of KEY=VALUE flags and what they mean."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from batchmill.datasets.text_rules import is_too_deep
+from batchmill.errors import InvalidInput
+
+OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
+
+
+def pairs(texts: Sequence[str], flag: str, bare: str | None = None) -> dict[str, str]:
+    """KEY=VALUE texts; `bare` stands for the value of a KEY alone."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and bare is None):
+            raise InvalidInput(f"{flag} is given as KEY=VALUE, not {text!r}")
+        if name in found:
+            raise InvalidInput(f"{flag} {name} is given twice")
+        found[name] = value if equals else str(bare)
+    return found
+
+
+def scalar(text: str) -> str | int | float | bool:
+    """A flag's value as it would stand in the configuration."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        # "007", "1_000", "inf" and "1.50" are texts: a flag must reach the engine as it was written.
+        return value if math.isfinite(value) and str(value) == text else text
+    return text
+
+
+def request_fields(texts: Sequence[str], depth_max: int) -> dict[str, Any]:
+    """What --param says: further fields of every request, each JSON, or text where it is no JSON."""
+    found: dict[str, Any] = {}
+    for name, text in pairs(texts, "--param").items():
+        if name in OF_THE_PROMPT:
+            raise InvalidInput(f"--param cannot set {name}: --prompt and --system say what each row asks")
+        if is_too_deep(text.encode(errors="replace"), depth_max):
+            raise InvalidInput(f"--param {name} is nested deeper than {depth_max} levels")
+        try:
+            found[name] = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+        except ValueError:
+            found[name] = text
+        except _NotFinite as error:
+            raise InvalidInput(f"--param {name} holds {error}, a number that JSON has no form for") from None
+    return found
+
+
+class _NotFinite(Exception):
+    """A number that would reach the service as null."""
+
+
+def _refuse_number(name: str) -> NoReturn:
+    raise _NotFinite(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
