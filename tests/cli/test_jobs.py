@@ -1,9 +1,11 @@
 """The commands about jobs that exist."""
 
 import json
+import os
 
 import pytest
 
+from batchmill.errors import BatchmillError
 from batchmill.types import Problem
 
 
@@ -62,6 +64,11 @@ def test_results_are_printed_to_the_byte(app, call, view, place):
         ({"rows_ok": 4}, (), "the job job_1 is running, 4 of 10 rows are done: --partial prints those"),
         ({"state": "completed"}, ("--errors",), "has no error file"),
         ({"state": "completed"}, ("--errors", "--partial"), "do not go together"),
+        ({"state": "completed", "output": "/gone.jsonl"}, (), "in /gone.jsonl cannot be read: No such file"),
+        ({}, ("--json", "--errors"), "--json says where all results lie"),
+        ({}, ("--json", "--partial"), "--json says where all results lie"),
+        ({}, ("--json", "-o", "x"), "--json says where all results lie"),
+        ({}, ("--partial", "-o", "gone/x"), "gone/x cannot be written: No such file"),
     ],
 )
 def test_results_that_are_not_there_are_refused(app, call, view, fields, flags, told):
@@ -79,6 +86,52 @@ def test_partial_results_come_while_it_runs(app, call, view, place):
     assert (result.stdout, result.stderr) == ("1\n2\n", "2 of 10 rows are finished\n")
     assert call("results", "job_1", "--partial", "-o", "part").exit_code == 0
     assert (place / "part").read_bytes() == b"1\n2\n"
+
+
+OWN = ("in.jsonl", "r.jsonl", "./r.jsonl", "link", "hard", "r.jsonl.part", "r.errors.jsonl", "r.errors.jsonl.part")
+
+
+@pytest.mark.parametrize("flags", [(), ("--partial",), ("--errors",)])
+@pytest.mark.parametrize("own", OWN)
+def test_results_are_not_written_over_the_jobs_files(app, call, view, place, flags, own):
+    """-o refuses every name of the job's output, error file, their parts and its input, and leaves them alone."""
+    for name in ("r.jsonl", "r.errors.jsonl", "r.jsonl.part", "r.errors.jsonl.part"):
+        (place / name).write_text(name)
+    (place / "link").symlink_to("r.jsonl")
+    (place / "hard").hardlink_to(place / "r.jsonl")
+    files = {"output": str(place / "r.jsonl"), "errors_output": str(place / "r.errors.jsonl")}
+    app.jobs.add(view(state="completed", input=[str(place / "in.jsonl")], **files))
+    before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+    result = call("results", "job_1", "-o", own, *flags)
+    assert result.exit_code == 2 and "belongs to the job itself" in result.stderr
+    assert {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} == before
+
+
+def test_a_copy_appears_whole_or_not_at_all(app, call, view, place):
+    """A copy that fails in the middle leaves what was there before, and nothing else."""
+    (place / "copy").write_text("before")
+    app.jobs.add(view())
+
+    async def fail(config, job_id, out):
+        out.write(b"half")
+        raise BatchmillError("the segments are gone")
+
+    app.partial_results = fail
+    names = sorted(path.name for path in place.iterdir())
+    assert call("results", "job_1", "--partial", "-o", "copy").exit_code == 1
+    assert (place / "copy").read_text() == "before"
+    assert sorted(path.name for path in place.iterdir()) == names
+
+
+def test_a_pipe_is_written_as_it_is(app, call, view, place):
+    """-o may name what is no file: its reader gets the rows, and it is still there afterwards."""
+    os.mkfifo(place / "pipe")
+    reader = os.open(place / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    app.partial = b"1\n"
+    app.jobs.add(view())
+    assert call("results", "job_1", "--partial", "-o", "pipe").exit_code == 0
+    assert os.read(reader, 10) == b"1\n" and (place / "pipe").is_fifo()
+    os.close(reader)
 
 
 @pytest.mark.parametrize(("verb", "state"), [("cancel", "cancelled"), ("pause", "paused")])

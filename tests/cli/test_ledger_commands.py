@@ -26,3 +26,12 @@ def test_rebuild_says_what_it_found(app, call, view):
     """A rebuild reports the rows that it found."""
     app.jobs.add(view())
     assert "3 rows found that the ledger did not know" in call("ledger", "rebuild", "job_1").stdout
+
+
+def test_rebuild_says_what_it_lost(app, call, view):
+    """A rebuild names what could not be read; that is no fault of the ledger it made."""
+    app.jobs.add(view())
+    app.jobs.report = replace(app.jobs.report, reopened=5, damaged=["w1-0001.seg, bytes 65 to 300: \x07bytes"])
+    result = call("ledger", "rebuild", "job_1")
+    assert result.exit_code == 0 and "5 rows cannot be read; resuming the job runs them again" in result.stdout
+    assert "bytes 65 to 300" in result.stderr

@@ -155,8 +155,32 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
     app.jobs.add(view(state="paused", reason="budget", message="$1.00 of $1.00 is spent", rows_ok=4))
     result = call(*RUN)
     assert "the budget is spent: $1.00 of $1.00 is spent" in result.stderr
-    assert "larger --budget; then batchmill resume job_1" in result.stderr
+    assert "to go on: run the same command with a larger --budget\n" in result.stderr  # resume keeps the old one
     assert "  left      6" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "told"),
+    [
+        (
+            "auth",
+            "the service refused the credentials: no key",
+            "batchmill: the service refused the credentials: no key",
+        ),
+        ("auth", "no key", "batchmill: the service refused the credentials: no key"),
+        ("quota", "the account has nothing left to spend: x", "batchmill: the account has nothing left to spend: x"),
+        ("storage_full", "", "batchmill: there is no room left on the disk"),
+        ("engine_failed", "boom", "batchmill: the engine failed: boom"),
+        ("engine_failed", "boom", "the same command again with the flag mended"),
+        ("new_reason", "x", "batchmill: new_reason: x"),
+        ("quota", "", "to go on: add to its quota; then batchmill resume job_1 (or the same command again)"),
+    ],
+)
+def test_a_pause_says_its_reason_once(app, call, view, reason, message, told):
+    """The reason of a pause is not repeated where its message begins with it, and what helps is said."""
+    app.jobs.add(view(state="paused", reason=reason, message=message))
+    lines = call(*RUN).stderr.splitlines()[-2:]
+    assert any(line == told or (line.startswith("to go on") and told in line) for line in lines)
 
 
 def test_problems_are_listed_by_line(app, call, view, place):
@@ -215,9 +239,8 @@ def test_a_file_name_that_is_not_utf8_is_refused(call, place):
 
 def test_a_budget_needs_the_price_of_every_model(call, place):
     """A budget over two models of which one has no price would count half of what is spent."""
-    (place / "batchmill.toml").write_text(
-        '[models.a]\nengine = "openai"\nsource = "a"\nprice = { input = 1 }\n[models.b]\nengine = "openai"\nsource = "b"\n'
-    )
+    model = '[models.%s]\nengine = "openai"\nsource = "m"\n'
+    (place / "batchmill.toml").write_text(model % "a" + "price = { input = 1 }\n" + model % "b")
     result = call("run", "in.jsonl", "--model", "a", "--model", "b", "--budget", "1")
     assert result.exit_code == 2 and "give models.b.price" in result.stderr
 
@@ -325,7 +348,9 @@ def test_who_joins_is_told_what_that_means(app, call, view):
     app.jobs.waits_for_pause = True
     app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at == 1 else None
     told = call(*RUN).stderr
-    assert "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody" in told
+    assert (
+        "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody" in told
+    )
     assert "pausing the job for everybody who runs or follows it" in told
 
 

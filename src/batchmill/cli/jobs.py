@@ -11,6 +11,8 @@ import click
 
 from batchmill.cli.displays import display_for, done
 from batchmill.cli.following import follow
+from batchmill.cli.order_options import written_by
+from batchmill.cli.output_file import written_whole
 from batchmill.cli.run import attend
 from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.summary import lines, pause_lines, show_problems
@@ -97,6 +99,8 @@ def results(session: Session, job_id: str, partial: bool, errors: bool, output: 
     """Print a job's results as they were written; --json says where they lie instead."""
     if partial and errors:
         raise InvalidInput("--partial and --errors do not go together: finished rows come with their errors")
+    if session.as_json and (partial or errors or output is not None):
+        raise InvalidInput("--json says where all results lie and prints none: leave out --partial, --errors and -o")
     return session.run(_results(session, job_id, output, partial=partial, errors=errors))
 
 
@@ -111,9 +115,9 @@ async def _results(session: Session, job_id: str, output: str | None, *, partial
         session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
         return
     path = _result_path(view, errors=errors)
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         if output is not None:
-            with open(output, "wb") as out:
+            with written_whole(output, _files_of(view)) as out:
                 shutil.copyfileobj(file, out, COPY_BYTES)
         elif sys.stdout.isatty():
             _print_file(session, path, file)
@@ -123,12 +127,24 @@ async def _results(session: Session, job_id: str, output: str | None, *, partial
 
 async def _write_partial(session: Session, config: Config, view: JobView, output: str | None) -> None:
     if output is not None:
-        with open(output, "wb") as out:
+        with written_whole(output, _files_of(view)) as out:
             rows = await session.app.partial_results(config, view.id, out)
     else:
         rows = await session.app.partial_results(config, view.id, sys.stdout.buffer)
         sys.stdout.buffer.flush()
-    session.say(f"{count(rows)} of {count(view.rows)} rows are finished")
+    session.say(f"{count(rows)} of {count(view.rows, 'row')} are finished")
+
+
+def _files_of(view: JobView) -> list[str]:
+    """What the job reads and writes, the files that it is only going to make included."""
+    return [*view.input, *([] if view.output is None else written_by(view.output))]
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise InvalidInput(f"the results in {path} cannot be read: {error.strerror}", code="no_file") from None
 
 
 def _result_path(view: JobView, *, errors: bool) -> str:

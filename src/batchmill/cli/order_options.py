@@ -68,7 +68,7 @@ def build_order(session: Session, config: Config, options: dict[str, Any]) -> Jo
         output = os.path.abspath(session.cwd / Path(output).expanduser())
     order = JobOrder(
         dataset=DatasetSpec(
-            paths=sources.resolve(list(options["inputs"]), [] if output is None else _written_by(output)),
+            paths=sources.resolve(list(options["inputs"]), [] if output is None else written_by(output)),
             format=options["format_"],
             copy=options["copy"],
             line_bytes_max=config.limits.line_bytes_max,
@@ -90,7 +90,7 @@ def build_order(session: Session, config: Config, options: dict[str, Any]) -> Jo
     return order
 
 
-def _written_by(output: str) -> list[str]:
+def written_by(output: str) -> list[str]:
     """What a job with this output leaves beside its input: no later run of the same command may take it for input."""
     files = [output, str(errors_path(Path(output)))]
     return [*files, *(f"{file}.part" for file in files)]

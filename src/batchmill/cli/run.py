@@ -61,8 +61,8 @@ async def _announce(session: Session, jobs: Jobs, submitted: Submitted, display:
         "started": f"job {submitted.id}",
         "resumed": f"resuming job {submitted.id}{rows}",
         "retried": f"retrying {count(view.rows - done(view), 'row')} of job {submitted.id}",
-        "joined": f"joining job {submitted.id}, which is running{rows}; this command's flags for workers, limits, prices "
-        "and budget have no effect on it, and Ctrl-C pauses it for everybody",
+        "joined": f"joining job {submitted.id}, which is running{rows}; this command's flags for workers, limits, "
+        "prices and budget have no effect on it, and Ctrl-C pauses it for everybody",
         "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
     }
     display.say(clean(told.get(submitted.how, f"job {submitted.id}: {submitted.how}")))

@@ -22,16 +22,21 @@ PROBLEMS_MAX = 1000
 SAMPLE_CHARS_MAX = 160
 WIDTH = 10
 
-# Why a pause came, and what somebody has to do before the job can go on.
+RESUME = "batchmill resume {id} (or the same command again)"
+# Why a pause came, and what somebody has to do for the job to go on.
 PAUSES = {
-    PauseReason.ASKED: ("paused", ""),
-    PauseReason.INTERRUPTED: ("interrupted", ""),
+    PauseReason.ASKED: ("paused", RESUME),
+    PauseReason.INTERRUPTED: ("interrupted", RESUME),
     PauseReason.BUDGET: ("the budget is spent", "run the same command with a larger --budget"),
-    PauseReason.QUOTA: ("the account has nothing left to spend", "add to its quota"),
-    PauseReason.AUTH: ("the service refused the credentials", "correct the key"),
-    PauseReason.STORAGE_FULL: ("there is no room left on the disk", "make room"),
-    PauseReason.INPUT_CHANGED: ("an input file changed since it was sealed", "restore it"),
-    PauseReason.ENGINE_FAILED: ("the engine failed", "mend it"),
+    PauseReason.QUOTA: ("the account has nothing left to spend", f"add to its quota; then {RESUME}"),
+    PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
+    PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),
+    PauseReason.INPUT_CHANGED: ("an input file changed since it was sealed", f"restore it; then {RESUME}"),
+    PauseReason.ENGINE_FAILED: (
+        "the engine failed",
+        "mend it; then batchmill resume {id}, or where a flag was wrong the same command again with the flag mended: "
+        "resume keeps the flags",
+    ),
 }
 
 
@@ -83,7 +88,12 @@ def lines(view: JobView) -> list[str]:
         left = view.rows - view.rows_ok - view.rows_failed
         found += [_line("left", count(left))] if left else []
     if view.rows_folded:
-        found.append(_line("folded", f"{count(view.rows_folded)} share the answer of an identical row"))
+        found.append(
+            _line(
+                "folded",
+                f"{count(view.rows_folded)} share{'s' if view.rows_folded == 1 else ''} the answer of an identical row",
+            )
+        )
     usage = view.usage
     if usage.input_tokens or usage.output_tokens:
         cached = f" ({percent(usage.cached_tokens, usage.input_tokens)} cached)" if usage.cached_tokens else ""
@@ -112,13 +122,11 @@ def causes(view: JobView) -> list[str]:
 def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how it goes on."""
     known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
-    why, first = known or (clean(view.reason or view.state), "")
+    why, then = known or (clean(view.reason or view.state), RESUME)
     told = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
-    then = f"{first}; then " if first else ""
-    return [
-        f"batchmill: {why}{': ' + told if told and told != why else ''}",
-        f"to go on: {then}batchmill resume {view.id} (or the same command again)",
-    ]
+    if not told.startswith(why):  # many a message begins with the reason itself
+        told = f"{why}: {told}" if told else why
+    return [f"batchmill: {told}", f"to go on: {then.format(id=view.id)}"]
 
 
 def show_problems(session: Session, problems: list[Problem], total: int) -> None:
