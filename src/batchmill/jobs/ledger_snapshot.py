@@ -124,6 +124,7 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
 def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
     """Put `after` in the place of `before`, but for the error counts; the job is paused then.
 
+    When it finished stays known: who has written to its output since then owns that file.
     Raises: InvalidTransition when the job is no longer as it was, or no row of it ever ran.
     """
     if _mark(read(db, spec.id)) != _mark(before):
@@ -143,7 +144,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
         jobs.update()
         .where(jobs.c.id == spec.id)
         .values(
-            state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT, finished=None,
+            state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT,
             generation=after.generation, rows=sums.rows, rows_ok=sums.rows_ok, rows_failed=sums.rows_failed,
             rows_folded=sums.rows_folded, rows_rejected=sums.rows_rejected, cost=sums.cost,
             input_tokens=sums.usage.input_tokens, cached_tokens=sums.usage.cached_tokens,
