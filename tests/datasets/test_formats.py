@@ -164,6 +164,13 @@ def test_csv(write, sealed, home, text, name):
     assert columns_schema(home) is None
 
 
+def test_blank_lines_of_one_column_are_rows(write, sealed, home):
+    """In a CSV of one column a blank line is an empty cell, and every line behind the header has its row."""
+    report = sealed(write(b'\na\n1\n\n2\r\n\r\n""\n', "t.csv"))
+    assert [json.loads(row)["a"] for row in SealedRows(home).read(0, report.seal.rows)] == ["1", "", "2", "", ""]
+    assert report.problems == []
+
+
 def test_csv_rows_that_are_wrong(write, sealed, home):
     """Ragged, unreadable and long records are refused on their own line and keep their place among the rows."""
     text = b'a,b\n1,2\n"x\ny",2\n1\n1,2,3\n\xff,1\n"a"b,c\n' + b"x" * 200 + b",1\n3,4\n"

@@ -3,6 +3,7 @@ import json
 import pytest
 from dataset_rows import CHAT, openai_row
 
+from batchmill.datasets.formats import NAMES_ROWS_MAX
 from batchmill.errors import InvalidDataset
 from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS, TableForm
 
@@ -165,6 +166,35 @@ def test_table_of_unlike_rows(write, sealed):
     lines = [b'{"a":1,"c%d":2}' % n for n in range(3000)] + [b'{"c":1}']
     report = sealed(write(lines), form=TableForm(prompt="{a}"))
     assert [(p.code, p.line) for p in report.problems] == [("missing_column", 3001)]
+
+
+@pytest.mark.parametrize("rows", [1, NAMES_ROWS_MAX])
+def test_a_column_that_no_row_has_is_told_once(write, sealed, rows):
+    """A name in the prompt that none of the first rows has refuses the dataset; one that a later row has does not."""
+    form = TableForm(prompt="{revue}")
+    with pytest.raises(
+        InvalidDataset, match="needs a column 'revue'; there are review, n; did you mean 'review'"
+    ) as caught:
+        sealed(write([b"nope", *[b'{"review":1}'] * (rows - 1), b'{"review":1,"n":2}']), form=form)
+    assert caught.value.code == "missing_column"
+
+
+@pytest.mark.parametrize(("before", "is_seen"), [(NAMES_ROWS_MAX - 1, True), (NAMES_ROWS_MAX, False)])
+def test_a_column_that_only_some_rows_have(write, sealed, before, is_seen):
+    """Rows that lack a column which another of the first rows has are refused one by one."""
+    path = write([*[b'{"a":1}'] * before, b'{"b":1}'])
+    if not is_seen:
+        with pytest.raises(InvalidDataset, match="needs a column 'b'"):
+            sealed(path, form=TableForm(prompt="{b}"))
+        return
+    report = sealed(path, form=TableForm(prompt="{b}"))
+    assert (report.rejected, report.problems[0].code) == (before, "missing_column")
+
+
+def test_a_table_that_cannot_be_read_is_told_row_by_row(write, sealed):
+    """Where no row can be read, it is the rows that are wrong and not the prompt."""
+    report = sealed(write([b"nope", b"no"]), spec={"format": "jsonl"}, form=TableForm(prompt="{b}"))
+    assert [problem.code for problem in report.problems] == ["invalid_json"] * 2
 
 
 def test_what_a_table_becomes_must_be_a_request(write, sealed):

@@ -39,7 +39,8 @@ def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Adv
                 code="schema_mismatch",
             )
         piece = _Piece(names, spec.line_bytes_max)
-        for line, cells, flaw in _each(source, records):
+        blank = [""] if len(names) == 1 else None  # a blank line is how an empty cell of the only column is written
+        for line, cells, flaw in _each(source, records, blank):
             piece.add(line, cells, flaw)
             if len(piece.data) >= PIECE_BYTES:
                 yield piece.take()
@@ -112,11 +113,11 @@ class _Records:
         self._reader = csv.reader(text, strict=True)
         self.line = 0
 
-    def read(self) -> list[str]:
-        """The next record that is not blank. Raises: csv.Error, StopIteration."""
+    def read(self, blank: list[str] | None = None) -> list[str]:
+        """The next record. A blank line stands for `blank`, or for nothing. Raises: csv.Error, StopIteration."""
         while True:
             self.line = self._reader.line_num + 1
-            cells = next(self._reader)
+            cells = next(self._reader) or blank
             if cells:
                 return cells
 
@@ -157,11 +158,11 @@ def _header(source: Source, records: _Records) -> list[str]:
     return names
 
 
-def _each(source: Source, records: _Records) -> Iterator[tuple[int, list[str], str]]:
-    """(line, cells, flaw) of every record."""
+def _each(source: Source, records: _Records, blank: list[str] | None) -> Iterator[tuple[int, list[str], str]]:
+    """(line, cells, flaw) of every record; `blank` as in `_Records.read`."""
     while True:
         try:
-            cells = records.read()
+            cells = records.read(blank)
         except StopIteration:
             return
         except csv.Error as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parque
 CONVERTED = ("csv", "parquet")  # formats that a module of `late` turns into rows
 MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
+NAMES_ROWS_MAX = 1000  # rows that are looked through for a column which the first row lacks
 FIRST_ROWS_MAX = 100  # lines that are tried before the first that can be read
 
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -57,6 +60,21 @@ def detect(spec: DatasetSpec) -> Detected:
     if spec.format == "openai" or (spec.format is None and _is_openai(names)):
         return Detected("openai", [])
     return Detected("jsonl", list(names or ()))
+
+
+def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
+    """Every field name of the first rows of a JSONL dataset, in order; rows that cannot be read have none."""
+    found: dict[str, None] = {}
+    for row in islice(_first_rows(classify(spec), spec), NAMES_ROWS_MAX):
+        found.update(dict.fromkeys(row))
+    return tuple(found)
+
+
+def _first_rows(sources: list[Source], spec: DatasetSpec) -> Iterator[dict[str, Raw]]:
+    for source in sources:
+        for line in lines_of(source, spec.line_bytes_max):
+            with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                yield _members(line)
 
 
 def classify(spec: DatasetSpec) -> list[Source]:

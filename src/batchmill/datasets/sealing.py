@@ -15,15 +15,15 @@ import msgspec
 from batchmill.datasets import late, layout
 from batchmill.datasets.conversion import Material, convert, copied, in_place
 from batchmill.datasets.fan_out import Crew, validators
-from batchmill.datasets.formats import Detected, classify, detect
+from batchmill.datasets.formats import Detected, classify, detect, names_at_first
 from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder, SealReport
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, unchanged
 from batchmill.datasets.tables import Tables
-from batchmill.datasets.validation import check_form, column_flaw
+from batchmill.datasets.validation import check_form, column_flaw, missing_column
 from batchmill.errors import InputChanged, InvalidDataset, InvalidRow, StorageFull
-from batchmill.types import Seal, SealedFile
-from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.types import DatasetSpec, Seal, SealedFile
+from batchmill.wire.forms import Form, OpenAIForm, TableForm
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 
@@ -104,9 +104,22 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
         check_form(order)
     except InvalidRow as error:
         raise InvalidDataset(f"what the rows become is no request: {error.message}", code=error.code) from None
-    if detected.format in ("csv", "parquet") and (flaw := column_flaw(tuple(detected.columns), form)):
+    if flaw := _flaw_of_all(order.dataset, form, detected):
         raise InvalidDataset(flaw.message, code=flaw.code)
     return order
+
+
+def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow | None:
+    """What is wrong with the columns of a table as a whole: told once, and not for every row.
+
+    Rows of a JSONL table may differ: only a column that none of the first has is missed in all of them.
+    """
+    if detected.format in ("csv", "parquet"):
+        return column_flaw(tuple(detected.columns), form)
+    if not isinstance(form, TableForm) or set(form.columns()) <= set(detected.columns):
+        return None
+    names = names_at_first(spec)
+    return missing_column(names, form) if names else None
 
 
 def _material(

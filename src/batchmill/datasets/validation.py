@@ -209,6 +209,11 @@ def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
             return InvalidRow(
                 f"a column is named {name!r}, as one of the result's own is: rename it", code="column_conflict"
             )
+    return missing_column(names, form)
+
+
+def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
+    """The first column that the prompt needs and that is not among these; None: all are there."""
     for name in form.columns():
         if name not in names:
             shown = ", ".join(names[:NAMES_SHOWN]) or "none"
