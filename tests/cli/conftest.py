@@ -109,8 +109,8 @@ class MemoryApp:
             raise
         finally:
             self.while_closing()
-            await asyncio.sleep(0)  # where a signal would be heard
-            await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)  # turns of the loop, in which a signal is heard
             self.was_closed = True
 
     async def preview_validate(self, order, config, progress):

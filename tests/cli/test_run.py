@@ -333,6 +333,15 @@ def test_after_the_second_interrupt_nothing_is_disturbed(app, call, view):
     assert result.stderr.splitlines()[-1].startswith("stopped; what was finished is kept")
 
 
+def test_an_interrupt_after_the_end_asks_for_no_pause(app, call, view):
+    """Ctrl-C while a command closes what it opened lets it close, and leaves the job that has ended alone."""
+    app.jobs.add(view(), view(state="completed", rows_ok=10))
+    app.while_closing = lambda: os.kill(os.getpid(), signal.SIGINT)
+    result = call(*RUN)
+    assert (result.exit_code, app.jobs.asked, app.was_closed) == (0, [], True)
+    assert "job job_1: completed" in result.stdout and "Traceback" not in result.output
+
+
 def test_an_ignored_signal_stays_ignored(app, call, view):
     """A command started with nohup goes on when its terminal closes."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

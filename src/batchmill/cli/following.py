@@ -31,14 +31,14 @@ async def follow(
     Args: is_shared: another process runs the job, and the person has to know whom a pause concerns.
     """
     pause = _Pause(jobs, job_id, display, is_shared=is_shared)
-    interrupts.first_does(pause.begin, lambda: display.say("stopping at once"))
     view = None
-    try:
-        async for view in jobs.watch(job_id):
-            display.update(view)
-        await pause.settle()
-    finally:
-        await pause.abandon()
+    with interrupts.first_does(pause.begin, lambda: display.say("stopping at once")):
+        try:
+            async for view in jobs.watch(job_id):
+                display.update(view)
+            await pause.settle()
+        finally:
+            await pause.abandon()
     assert view is not None, "watch() yields at least one view"
     return Followed(view, interrupts.count > 0)
 

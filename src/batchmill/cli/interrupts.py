@@ -20,7 +20,7 @@ class Interrupts:
         self.count = 0
         self._task: asyncio.Task[object] | None = None
         self._first: Callable[[], None] | None = None
-        self._stopping: Callable[[], None] | None = None
+        self._stopping: Callable[[], None] = lambda: None
         self._is_stopped = False
 
     @contextlib.contextmanager
@@ -37,9 +37,17 @@ class Interrupts:
             for each in caught:
                 loop.remove_signal_handler(each)
 
-    def first_does(self, first: Callable[[], None], stopping: Callable[[], None]) -> None:
-        """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command."""
+    @contextlib.contextmanager
+    def first_does(self, first: Callable[[], None], stopping: Callable[[], None]) -> Iterator[None]:
+        """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command.
+
+        A first signal that comes later does nothing: the command is about to end by itself, and orderly.
+        """
         self._first, self._stopping = first, stopping
+        try:
+            yield
+        finally:
+            self._first = self._stopping = lambda: None
 
     def _interrupt(self) -> None:
         self.count += 1
@@ -47,6 +55,5 @@ class Interrupts:
             self._first()
         elif not self._is_stopped and self._task is not None:
             self._is_stopped = True
-            if self._stopping is not None:
-                self._stopping()
+            self._stopping()
             self._task.cancel()
