@@ -42,7 +42,8 @@ def prepared(folder: Path, lines: list[str], models: list[ModelSpec], form: Form
             DatasetSpec([str(source)]),
             form=form if isinstance(form, TableForm) and form.prompt else None,
             targets={each.name: (number, number) for number, each in enumerate(models)},
-            urls=[frozenset([CHAT]) if has_tokens else None] * len(models), keys=has_tokens, fold="deterministic" if has_tokens else "none",
+            urls=[frozenset([CHAT]) if has_tokens else None] * len(models), keys=has_tokens,
+            fold="deterministic" if has_tokens else "none",
         ),
         dataset, quiet,
     )  # fmt: skip
