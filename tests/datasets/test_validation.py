@@ -3,6 +3,7 @@ import json
 import pytest
 from dataset_rows import CHAT, openai_row
 
+from batchmill.datasets import fan_out
 from batchmill.datasets.formats import NAMES_ROWS_MAX
 from batchmill.errors import InvalidDataset
 from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS, TableForm
@@ -195,6 +196,18 @@ def test_a_table_that_cannot_be_read_is_told_row_by_row(write, sealed):
     """Where no row can be read, it is the rows that are wrong and not the prompt."""
     report = sealed(write([b"nope", b"no"]), spec={"format": "jsonl"}, form=TableForm(prompt="{b}"))
     assert [problem.code for problem in report.problems] == ["invalid_json"] * 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_columns_of_a_table_to_be_are_counted(write, sealed, monkeypatch, processes):
+    """Rows of as many columns as a table may have are sealed, and one column more refuses the dataset."""
+    monkeypatch.setattr(fan_out, "ALONE_BYTES_MAX", 0)
+    path = write([b'{"a":1,"c%d":2}' % n for n in range(2000)])
+    assert sealed(path, columns_max=2001, processes=processes).problems_total == 0
+    assert sealed(path, processes=processes).problems_total == 0
+    with pytest.raises(InvalidDataset, match="more than 2000 different columns") as caught:
+        sealed(path, columns_max=2000, processes=processes)
+    assert caught.value.code == "too_many_columns"
 
 
 def test_what_a_table_becomes_must_be_a_request(write, sealed):

@@ -25,6 +25,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
     keys: bool = False  # write the columns that the plan is made from
     fold: Fold = "none"  # which rows may share an answer
+    columns_max: int | None = None  # different columns of a table whose rows may differ; None: as many as they like
     problems_max: int = 1000
     processes: int = 2
 
@@ -86,6 +87,7 @@ class RangeEnd(Struct, frozen=True, array_like=True):
     """Every chunk of a range has been sent."""
 
     digest: bytes  # sha256 of the range's bytes
+    names: list[str] = []  # columns that this validator saw here for the first time, where they are counted
 
 
 class RangeFailed(Struct, frozen=True, array_like=True):

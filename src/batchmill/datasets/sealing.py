@@ -148,19 +148,31 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
     """Have every line checked and keep what is found; the digests of the ranges."""
     total = sum(part.end - part.start for part in material.parts)
     digests = []
+    names: set[str] = set()
     done = 0
     with validators(order, total) as checkers:
         for range_, found in checkers.findings(material.parts):
             match found:
                 case Chunk():
                     tables.add(found, range_.part)
-                case RangeEnd(digest=digest):
+                case RangeEnd(digest=digest, names=new):
+                    names.update(new)
+                    _see_few(names, order.columns_max)
                     if isinstance(checkers, Crew) and not digests and tables.has_ids:
                         late.load("duplicates")  # numpy loads while the validators are at work
                     digests.append(digest)
                     done += range_.end - range_.start
                     progress(done / total)
     return digests
+
+
+def _see_few(names: set[str], columns_max: int | None) -> None:
+    if columns_max is not None and len(names) > columns_max:
+        raise InvalidDataset(
+            f"the rows have more than {columns_max} different columns, too many for a table: name the output .jsonl, "
+            "which needs none",
+            code="too_many_columns",
+        )
 
 
 def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,9 @@ class Rules(Protocol):
     def check(self, line: bytes) -> Checked:
         """One line that is not blank and that passes the rules for text."""
 
+    def new_names(self) -> list[str]:
+        """Columns that came up since the last call, where the order bounds their number."""
+
 
 class _Object(Struct, gc=False):
     """Any JSON object: its members are skipped, and seen to be JSON."""
@@ -126,6 +129,9 @@ class OpenAIRules:
         model, target = self.route(row.url, body)
         return Checked(row.custom_id, None, Request(row.url, bytes(body), row.custom_id), model, target)
 
+    def new_names(self) -> list[str]:
+        return []
+
     def route(self, url: str, body: Raw) -> tuple[int, int]:
         """Which model a body goes to, once that model is known to take it."""
         if self._urls == [None]:
@@ -164,6 +170,9 @@ class TableRules:
         self._order = order
         self._resolver = OpenAIRules(order)
         self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> what is wrong with them
+        self._names_max = -1 if order.columns_max is None else order.columns_max
+        self._names: set[str] = set()
+        self._new_names: list[str] = []
 
     def bulk(self, lines: list[bytes]) -> list[str] | None:
         if self._order.keys:
@@ -192,8 +201,19 @@ class TableRules:
         if names not in self._shapes:
             if len(self._shapes) >= 1024:  # rows of ever new shapes must not fill the memory
                 self._shapes.clear()
+            self._count(names)
             self._shapes[names] = column_flaw(names, self._form)
         return self._shapes[names]
+
+    def _count(self, names: tuple[str, ...]) -> None:
+        if len(self._names) <= self._names_max:  # beyond it the dataset is refused: no more is needed to say so
+            fresh = [name for name in names if name not in self._names]
+            self._names.update(fresh)
+            self._new_names += fresh
+
+    def new_names(self) -> list[str]:
+        names, self._new_names = self._new_names, []
+        return names
 
 
 def rules_for(order: SealOrder) -> Rules:

@@ -13,6 +13,8 @@ from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidInput
 from batchmill.jobs import plan, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
+from batchmill.jobs.result_columns import COLUMNS_MAX
+from batchmill.jobs.results import output_kind
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
@@ -67,6 +69,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         targets=names,
         urls=[None if model.engine == "function" else frozenset(URLS) for model in spec.models],
         keys=needs_keys(spec),
+        columns_max=None if spec.output is None or output_kind(Path(spec.output))[0] == "jsonl" else COLUMNS_MAX,
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
     )
 
