@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
@@ -43,12 +43,18 @@ class JobRun:
         self._began: float | None = None  # when the first rows were handed out
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, Shard] = {}  # those with rows undone
+        # In the order in which they go out. A shard that ended or was held before its turn is still in here and passed
+        # over when that comes: taking it out would cost as much as the queue is long.
         self._ready: dict[int, deque[Shard]] = {model: deque() for model in range(len(spec.models))}
         self._held: dict[int, _Held] = {}
+        self._in_hands: defaultdict[str, set[int]] = defaultdict(set)  # worker -> shards it holds
+        self._rows_held: Counter[int] = Counter()  # model -> rows undone that workers hold
+        self._shards_left: Counter[int] = Counter()  # model -> shards with rows undone
         self._done: dict[int, int] = {}
         self._deaths: dict[int, int] = {}  # shard -> workers that died on it since its last commit
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
+        self.suspects = 0  # times that a worker died while a row ran alone
         self.rows_left = plan.leaders
         self.cost = 0.0
 
@@ -62,6 +68,14 @@ class JobRun:
                 self._shards[shard.number] = shard
                 self._done[shard.number] = finished
                 self._ready[shard.model].append(shard)
+                self._shards_left[shard.model] += 1
+        self._end_if_complete()
+
+    def catch_up(self, done: dict[int, int]) -> None:
+        """Count rows that the ledger counted without this run being told: shard -> rows done there now."""
+        for number, rows in done.items():
+            if number in self._shards and rows > self._done[number]:
+                self._advance(number, rows - self._done[number])
         self._end_if_complete()
 
     @property
@@ -72,17 +86,43 @@ class JobRun:
     # -- giving out ---------------------------------------------------------------------------------------------------
 
     def has_ready(self, model: int) -> bool:
-        return not self.ended.done() and bool(self._ready[model])
+        if self.ended.done():
+            return False
+        ready = self._ready[model]
+        while ready and (ready[0].number not in self._shards or ready[0].number in self._held):
+            ready.popleft()
+        return bool(ready)
 
     def rows_held(self, model: int) -> int:
-        held = [held.shard for held in self._held.values() if held.shard.model == model]
-        return sum(shard.hi - shard.lo - self._done[shard.number] for shard in held)
+        return self._rows_held[model]
 
     def pop(self, model: int, worker: str) -> Shard:
-        """The next shard of a model, now in this worker's hands."""
+        """The next shard of a model that `has_ready`, now in this worker's hands."""
         shard = self._ready[model].popleft()
-        self._held[shard.number] = _Held(shard, worker, 0)
+        self._hold(shard, worker)
         return shard
+
+    def take_over(self, left: dict[int, str]) -> None:
+        """Shards that workers have from before this run began are in their hands: shard -> worker."""
+        for number, worker in left.items():
+            if number in self._shards:
+                self._hold(self._shards[number], worker)
+
+    def _hold(self, shard: Shard, worker: str) -> None:
+        self._held[shard.number] = _Held(shard, worker, 0)
+        self._in_hands[worker].add(shard.number)
+        self._rows_held[shard.model] += shard.hi - shard.lo - self._done[shard.number]
+
+    def _let_go(self, shard: Shard) -> bool:
+        """Nobody holds the shard any more; whether somebody did."""
+        held = self._held.pop(shard.number, None)
+        if held is None:
+            return False
+        self._in_hands[held.worker].discard(shard.number)
+        if not self._in_hands[held.worker]:
+            del self._in_hands[held.worker]
+        self._rows_held[shard.model] -= shard.hi - shard.lo - self._done[shard.number]
+        return True
 
     def grant(self, shard: Shard, standing: Standing) -> Grant:
         """The message that hands over what is undone of a shard."""
@@ -111,29 +151,44 @@ class JobRun:
         """The ledger has counted these rows."""
         number = commit.lease.shard
         rows = commit.rows_ok + commit.rows_failed
-        self.rows_left -= rows
         self.rates.add(rows, commit.usage)
         for hook in self.counted_hooks:
             hook(commit)
-        shard = self._shards.get(number)
-        if shard is None:
-            return
-        self._done[number] += rows
-        held = self._held.get(number)
-        if self._done[number] == shard.hi - shard.lo:
-            self._held.pop(number, None)
-            if held is None:
-                self._ready[shard.model].remove(shard)
-            del self._shards[number], self._done[number]
-            self._deaths.pop(number, None)
+        if number in self._shards:
+            self._advance(number, rows)
         self._end_if_complete()
 
+    def _advance(self, number: int, rows: int) -> None:
+        """So many rows more of a shard are done."""
+        shard = self._shards[number]
+        self.rows_left -= rows
+        self._done[number] += rows
+        if number in self._held:
+            self._rows_held[shard.model] -= rows
+        if self._done[number] == shard.hi - shard.lo:
+            self._let_go(shard)
+            self._shards_left[shard.model] -= 1
+            del self._shards[number], self._done[number]
+            self._deaths.pop(number, None)
+
     def held_by(self, worker: str) -> list[Shard]:
-        return [held.shard for held in self._held.values() if held.worker == worker]
+        return [self._shards[number] for number in sorted(self._in_hands.get(worker, ()))]
+
+    def is_held_by(self, worker: str) -> bool:
+        return bool(self._in_hands.get(worker))
+
+    @property
+    def held(self) -> dict[int, str]:
+        """Shard -> the worker that has it."""
+        return {number: held.worker for number, held in self._held.items()}
+
+    def shard(self, number: int) -> Shard:
+        """A shard with rows undone."""
+        return self._shards[number]
 
     def put_back(self, shard: Shard, *, died: bool) -> None:
         """A shard whose holder has gone goes first again."""
-        if self._held.pop(shard.number, None) is None:
+        if not self._let_go(shard):
             return
         if died:
             self._deaths[shard.number] = self._deaths.get(shard.number, 0) + 1
@@ -142,6 +197,7 @@ class JobRun:
     def suspect(self, position: int) -> None:
         """A worker died while this row ran alone."""
         self._row_deaths[position] = self._row_deaths.get(position, 0) + 1
+        self.suspects += 1
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -149,6 +205,11 @@ class JobRun:
         """End the run with the reason; what is in flight may still be counted."""
         if not self.ended.done():
             self.ended.set_exception(error)
+
+    @property
+    def is_cancelled(self) -> bool:
+        done = self.ended.done() and not self.ended.cancelled() and self.ended.exception() is None
+        return done and self.ended.result().cancelled
 
     def cancel(self) -> None:
         if not self.ended.done():
@@ -168,4 +229,4 @@ class JobRun:
     @property
     def models_left(self) -> Sequence[int]:
         """Numbers of the models that still have rows to run."""
-        return sorted({shard.model for shard in self._shards.values()})
+        return sorted(model for model, shards in self._shards_left.items() if shards)

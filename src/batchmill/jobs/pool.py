@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from batchmill.ports import Clock, Executor, WorkerHandle
 from batchmill.states import PauseReason
@@ -14,8 +16,13 @@ from batchmill.types import Commit, EngineStats, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Heartbeat, Ready, Record, Released, Start, Want
 
 DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
+ROW_DEATHS_MAX = (
+    30  # as many where a row that ran alone was to blame, and no row got through between: it is not the rows
+)
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
-DRAIN_S = 10.0
+GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
+DRAIN_S = 10.0  # workers may take so long to record what they have and end
+END_S = 10.0  # and so long to be gone once they are killed
 
 
 class PoolWorker:
@@ -24,10 +31,24 @@ class PoolWorker:
     def __init__(self, name: str, home: Path, handle: WorkerHandle) -> None:
         self.name, self.home, self.handle = name, home, handle
         self.is_ready = False
+        self.is_ended = False  # we have killed it: its end is nobody's fault
         self.wants = 0  # grants it has room for
-        self.opened: set[str] = set()  # jobs it was told of
+        self.opened: set[str] = set()  # jobs it was told of and may get grants of
+        self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
         self.heard = 0.0
+
+    def end(self) -> None:
+        """Kill it because we want it gone."""
+        self.is_ended = True
+        self.handle.kill()
+
+
+class Death(Struct, frozen=True):
+    """What the end of a worker left."""
+
+    adopted: Sequence[Commit] = ()  # outcomes it had not told of
+    by_row: bool = False  # it ran one row alone, which is to blame
 
 
 class PoolListener(Protocol):
@@ -37,24 +58,36 @@ class PoolListener(Protocol):
     async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> None: ...
+    async def died(self, worker: PoolWorker, code: int) -> Death: ...
 
 
 class Pool:
-    def __init__(self, model: ModelSpec, home: Path, executor: Executor, listener: PoolListener, clock: Clock) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        home: Path,
+        *,
+        executor: Executor,
+        listener: PoolListener,
+        clock: Clock,
+        after: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Start the workers; once `after` is done, where one is given."""
         self.model, self._home = model, home
-        self._executor, self._listener, self._clock = executor, listener, clock
+        self._executor, self._listener, self._clock, self._after = executor, listener, clock, after
         self.workers: dict[str, PoolWorker] = {}
+        self._stopping = False
+        self._deaths = self._row_deaths = 0
+        self.failure: Failed | None = None
         self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
         for task in self._tending:
             task.add_done_callback(self._tended)
         self._watching = asyncio.create_task(self._watch())
-        self._stopping = False
-        self._deaths = 0
-        self.failure: Failed | None = None
 
     async def _tend(self, replica: int) -> None:
         """Keep one worker alive until the pool stops."""
+        if self._after is not None:
+            await asyncio.wait({self._after})
         while not self._stopping and self.failure is None:
             name = uuid.uuid4().hex
             home = self._home / f"worker-{replica}"
@@ -64,22 +97,48 @@ class Pool:
                 self._fail(Failed("worker_failed", f"a worker cannot be started: {error}", PauseReason.ENGINE_FAILED))
                 return
             worker = PoolWorker(name, home, handle)
-            worker.heard = self._clock.monotonic()
-            self.workers[name] = worker
-            failed = False
-            async for message in handle.messages():
-                worker.heard = self._clock.monotonic()
-                failed = await self._hear(worker, message) or failed
+            failed = await self._listen(worker)
             code = await handle.wait()
             del self.workers[name]
-            await self._listener.died(self, worker, code)
+            death = await self._listener.died(worker, code)
             if failed or self._stopping:
                 return
+            self._count_death(worker, death, code)
+
+    async def _listen(self, worker: PoolWorker) -> bool:
+        """Hear a worker out until it has gone; True when it said that it has failed."""
+        worker.heard = self._clock.monotonic()
+        self.workers[worker.name] = worker
+        if self._stopping:  # since it was asked for
+            worker.end()
+        failed = False
+        async for message in worker.handle.messages():
+            worker.heard = self._clock.monotonic()
+            failed = await self._hear(worker, message) or failed
+        return failed
+
+    def _count_death(self, worker: PoolWorker, death: Death, code: int) -> None:
+        """Give the model up when its workers die one after another; a row that is to blame is given up instead."""
+        for commit in death.adopted:
+            self._got_through(commit)
+        if worker.is_ended:
+            return
+        if death.by_row:
+            self._deaths = 0
+            self._row_deaths += 1
+        else:
             self._deaths += 1
-            if self._deaths >= DEATHS_MAX:
-                text = f"{DEATHS_MAX} workers of {self.model.name!r} died one after another (exit code {code})"
-                text += f"; see {home / name}.log"
-                self._fail(Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+        deaths = max(self._deaths, self._row_deaths)
+        if self._deaths >= DEATHS_MAX or self._row_deaths >= ROW_DEATHS_MAX:
+            text = f"{deaths} workers of {self.model.name!r} died one after another (exit code {code})"
+            text += f"; see {worker.home / worker.name}.log"
+            self._fail(Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+
+    def _got_through(self, commit: Commit) -> None:
+        """Rows were finished: the deaths before them were not the model's. That a row was given up proves nothing."""
+        self._deaths = 0
+        if commit.rows_ok or commit.errors.keys() - {GIVEN_UP}:
+            self._row_deaths = 0
 
     def _tended(self, task: asyncio.Task[None]) -> None:
         """A worker that nobody tends any more is heard of, not waited for."""
@@ -98,12 +157,11 @@ class Pool:
                 worker.wants += 1
                 self._listener.wanted(self)
             case Record(commit):
-                self._deaths = 0
+                self._got_through(commit)
                 await self._listener.record(self, worker, commit)
             case Heartbeat(stats):
                 worker.stats = stats
             case Released(job):
-                worker.opened.discard(job)
                 self._listener.released(worker, job)
             case Failed(job=None):
                 self._fail(message)
@@ -125,20 +183,34 @@ class Pool:
                 if self._clock.monotonic() - worker.heard > FROZEN_S and worker.handle.is_frozen():
                     worker.handle.kill()
 
+    def is_running(self, job_id: str) -> bool:
+        """Whether a worker was told to let go of this job and has not."""
+        return any(job_id in worker.revoked for worker in self.workers.values())
+
+    def kill(self) -> None:
+        """End the workers now; `stop` tells when they have gone."""
+        self._stopping = True
+        for worker in self.workers.values():
+            worker.end()
+
     def hungry(self) -> list[PoolWorker]:
         """Workers with room for a grant."""
         return [worker for worker in self.workers.values() if worker.is_ready and worker.wants > 0]
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """Let the workers record what they have and end; `at_once`: end them now."""
+        """Let the workers record what they have and end; `at_once`: end them now. Returns when they have gone.
+
+        Concurrency: may be called again, with `at_once`, while it waits.
+        """
         self._stopping = True
         self._watching.cancel()
-        for worker in list(self.workers.values()):
-            worker.handle.kill() if at_once else worker.handle.send(Drain())
-        _, late = await asyncio.wait(self._tending, timeout=DRAIN_S)
-        for worker in list(self.workers.values()):
-            worker.handle.kill()
+        if at_once:
+            self.kill()
+        for worker in self.workers.values():
+            worker.handle.send(Drain())
+        _, late = await asyncio.wait(self._tending, timeout=END_S if at_once else DRAIN_S)
+        self.kill()
+        if late:
+            _, late = await asyncio.wait(late, timeout=END_S)
         for task in late:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task}, timeout=5.0)
-                task.cancel()
+            task.cancel()

@@ -1,0 +1,320 @@
+"""Jobs come and go over workers that others need too; every finished row is counted, once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fakes.held_clock import HeldClock
+from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
+from written_dataset import RowKeys, write_dataset
+
+from batchmill.errors import JobPaused, LedgerBroken
+from batchmill.jobs import dispatcher as dispatching
+from batchmill.jobs import pool as pools
+from batchmill.jobs.commits import Books
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.plan import PlanOrder, PlanReader, make
+from batchmill.states import JobState, PauseReason
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, frame
+from batchmill.types import DatasetSpec, ModelSpec, Policy
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Released, Revoke, Want
+
+SHARDS, SHARD_ROWS = 3, 4
+MODEL = ModelSpec("m", "function", "app.py:f")
+
+
+class Stage:
+    """A dispatcher over a real ledger, with workers that the test plays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.executor = ScriptedExecutor()
+        self.books = Books(open_ledger(folder / "batchmill.db"))
+        self.dispatcher = Dispatcher(folder, self.books, self.executor, HeldClock())
+        self.plans: list[PlanReader] = []
+
+    def open_run(self, name: str, model: ModelSpec = MODEL) -> JobRun:
+        """A job whose rows have been planned, going on where the ledger says; its workers are reserved."""
+        home = JobFiles(self.folder, name).home
+        if not home.exists():
+            home.mkdir(parents=True)
+            (home / "segments").mkdir()
+            written = write_dataset(home, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
+            make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
+            self.books.ledger.create(self.spec(name, model))
+            for state in (JobState.PLANNING, JobState.QUEUED, JobState.RUNNING):
+                self.books.ledger.move(name, state)
+        self.plans.append(PlanReader(home / "plan"))
+        files = JobFiles(self.folder, name)
+        run = JobRun(self.spec(name, model), 0, self.plans[-1], files=files, clock=HeldClock())
+        run.load(self.books.ledger.progress(name, 0))
+        self.dispatcher.reserve(name, [model])
+        return run
+
+    def begin(self, name: str) -> JobRun:
+        run = self.open_run(name)
+        self.dispatcher.add(run)
+        return run
+
+    @staticmethod
+    def spec(name: str, model: ModelSpec) -> JobSpec:
+        return JobSpec(
+            id=name, dataset=DatasetSpec(["/data/in.jsonl"]), models=[model], form=OpenAIForm(), policy=Policy(),
+            output=None, identity=name, code={}, created=1.0,
+        )  # fmt: skip
+
+    def rows_ok(self, name: str) -> int:
+        return self.books.ledger.job(name)["rows_ok"]
+
+    async def close(self) -> None:
+        await self.dispatcher.close(at_once=True)
+        self.books.close()
+        for plan in self.plans:
+            plan.close()
+
+
+@pytest.fixture
+async def stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatching, "RELEASE_S", 0.02)
+    made = Stage(tmp_path)
+    yield made
+    await made.close()
+
+
+async def grant(worker: ScriptedWorker, *, ask: bool = True) -> Grant:
+    """The next grant of a worker that has room for one more."""
+    if ask:
+        worker.say(Want())
+    return await worker.hear(Grant)
+
+
+def positions(grant: Grant) -> list[int]:
+    return list(range(grant.position, grant.position + grant.n))
+
+
+async def finish(worker: ScriptedWorker, granted: Grant) -> bool:
+    """Finish all of a grant; whether it was counted."""
+    worker.finish(granted, positions(granted))
+    return (await worker.hear(Ack)).counted
+
+
+def pause(run: JobRun) -> None:
+    run.pause(JobPaused("enough", reason=PauseReason.ASKED))
+
+
+async def two_jobs(stage: Stage) -> tuple[JobRun, JobRun, ScriptedWorker, Grant, Grant]:
+    """Two jobs with a shard each in the hands of the one worker."""
+    first = stage.begin("first")
+    worker = await stage.executor.next()
+    one = await grant(worker, ask=False)
+    second = stage.begin("second")
+    two = await grant(worker)
+    assert (one.lease.job, two.lease.job) == ("first", "second")
+    return first, second, worker, one, two
+
+
+async def test_pausing_leaves_a_worker_that_others_need(stage):
+    """A job that is paused takes nobody's worker away, and what it had in flight still counts."""
+    first, second, worker, one, two = await two_jobs(stage)
+    pause(first)
+    await stage.dispatcher.remove(first)
+    stage.books.ledger.move("first", JobState.PAUSED)
+    assert (await worker.hear(Revoke)).job == "first" and not worker.was_killed
+    assert second.is_held_by(worker.name)
+    assert await finish(worker, one) and await finish(worker, two)
+    assert (stage.rows_ok("first"), stage.rows_ok("second")) == (SHARD_ROWS, SHARD_ROWS)
+    assert (await grant(worker)).careful is False
+
+
+async def test_a_cancelled_job_leaves_nothing_that_commits(stage):
+    """Rows of a cancelled job that a shared worker finishes after all are refused."""
+    first, _, worker, one, _ = await two_jobs(stage)
+    first.cancel()
+    await stage.dispatcher.remove(first)
+    assert not worker.was_killed and not await finish(worker, one)
+    assert stage.rows_ok("first") == 0
+
+
+async def test_rows_that_end_in_time_are_counted(stage, monkeypatch):
+    """A job is not taken back before the rows in flight have had their time, nor later than they need."""
+    monkeypatch.setattr(dispatching, "RELEASE_S", 3600.0)
+    first, _, worker, one, _ = await two_jobs(stage)
+    first.cancel()
+    removing = asyncio.create_task(stage.dispatcher.remove(first))
+    await worker.hear(Revoke)
+    assert await finish(worker, one)
+    worker.say(Released("first"))
+    await removing
+    assert stage.rows_ok("first") == SHARD_ROWS
+
+
+async def test_a_killed_worker_is_buried_first(stage):
+    """A worker that only this job needs is killed when its time is up, and what it had written is counted by then."""
+    run = stage.begin("first")
+    worker = await stage.executor.next()
+    granted = await grant(worker, ask=False)
+    segment = SegmentFile(run.files.segments, SegmentHead("first", "first", worker.name))
+    lines = BlockRows(positions(granted)[:3], positions(granted)[:3], [b"{}\n"] * 3)
+    segment.append(frame(lines, generation=0, shard=granted.lease.shard, epoch=1, ok=True, meta=BlockMeta()))
+    segment.close()
+    run.cancel()
+    await stage.dispatcher.remove(run)
+    assert worker.was_killed and stage.rows_ok("first") == 3
+    assert stage.dispatcher.workers_of([MODEL]) == [] and stage.executor.is_quiet
+    assert not run.is_held_by(worker.name)
+
+
+async def test_a_death_we_caused_is_no_fault_of_the_rows(stage):
+    """Shards of a worker that we killed go on at full speed, not one row at a time."""
+    run = stage.begin("first")
+    worker = await stage.executor.next()
+    granted = await grant(worker, ask=False)
+    (held,) = stage.dispatcher.workers_of([MODEL])
+    held.end()
+    heir = await stage.executor.next()
+    again = await grant(heir, ask=False)
+    assert (again.lease.shard, again.careful) == (granted.lease.shard, False)
+    heir.exit(1)
+    last = await grant(await stage.executor.next(), ask=False)
+    assert last.careful and run.held_by(worker.name) == []
+
+
+async def test_at_once_waits_for_nothing_but_the_end(stage, monkeypatch):
+    """Taken back at once, a job's worker is killed without the time that rows in flight have otherwise."""
+    for module, name in ((dispatching, "RELEASE_S"), (pools, "DRAIN_S"), (pools, "END_S")):
+        monkeypatch.setattr(module, name, 3600.0)
+    run = stage.begin("first")
+    worker = await stage.executor.next()
+    await grant(worker, ask=False)
+    pause(run)
+    await stage.dispatcher.remove(run, at_once=True)
+    assert worker.was_killed
+
+
+async def test_closing_at_once_overtakes_what_is_under_way(stage, monkeypatch):
+    """A close at once ends workers that are being let go in peace, also those of jobs that share them."""
+    monkeypatch.setattr(dispatching, "RELEASE_S", 3600.0)
+    monkeypatch.setattr(pools, "DRAIN_S", 3600.0)
+    first, second, worker, _, _ = await two_jobs(stage)
+    stage.dispatcher.reserve("third", [ModelSpec("other", "function", "app.py:g")])
+    idle = await stage.executor.next()
+    letting_go = asyncio.create_task(stage.dispatcher.unreserve("third"))
+    await idle.hear(Drain)
+    pause(first)
+    pause(second)
+    await asyncio.gather(*(stage.dispatcher.remove(run, at_once=True) for run in (first, second)))
+    assert worker.was_killed
+    await stage.dispatcher.close(at_once=True)
+    await letting_go
+    assert idle.was_killed
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_resumed_job_takes_over_what_is_in_flight(stage):
+    """Rows still in flight when their job goes on are not run again: they count, and the rest goes out after them."""
+    first, second, worker, one, two = await two_jobs(stage)
+    pause(first)
+    await stage.dispatcher.remove(first)
+    again = stage.begin("first")
+    assert await finish(worker, two)
+    others = [await grant(worker), await grant(worker)]
+    assert {each.lease.job for each in others} == {"second"}  # the worker has yet to let go of the first
+    for each in others:
+        assert await finish(worker, each)
+    await second.ended
+    worker.finish(one, positions(one)[:1])
+    assert (await worker.hear(Ack)).counted
+    worker.say(Want())
+    worker.say(Released("first"))
+    assert (await worker.hear(Open)).job == "first"
+    rest = [await grant(worker, ask=False), await grant(worker), await grant(worker)]
+    assert [each.n for each in rest] == [SHARD_ROWS - 1, SHARD_ROWS, SHARD_ROWS]
+    for each in rest:
+        numbers = positions(each) if not each.positions else positions(one)[1:]
+        worker.finish(each, numbers)
+    assert not (await again.ended).cancelled
+    assert stage.rows_ok("first") == SHARDS * SHARD_ROWS
+
+
+async def test_rows_counted_while_a_job_comes_back_are_known(stage):
+    """A row counted after the ledger was read and before the run began is not waited for."""
+    first, second, worker, one, _ = await two_jobs(stage)
+    pause(first)
+    await stage.dispatcher.remove(first)
+    again = stage.open_run("first")
+    assert await finish(worker, one)
+    worker.say(Released("first"))
+    stage.dispatcher.add(again)
+    pause(second)
+    for _ in range(SHARDS - 1):
+        assert await finish(worker, await grant(worker))
+    await again.ended
+    assert stage.rows_ok("first") == SHARDS * SHARD_ROWS
+
+
+async def test_what_a_dead_worker_was_left_with_goes_out_again(stage):
+    """Rows left in flight with a worker that died meanwhile are run by the next one."""
+    first, second, worker, _, _ = await two_jobs(stage)
+    pause(first)
+    await stage.dispatcher.remove(first)
+    again = stage.begin("first")
+    pause(second)
+    worker.exit(1)
+    heir = await stage.executor.next()
+    got = [await grant(heir, ask=False)] + [await grant(heir) for _ in range(SHARDS - 1)]
+    assert sorted(each.lease.shard for each in got) == [0, 1, 2]
+    assert again.rows_left == SHARDS * SHARD_ROWS
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pool_follows_the_one_before(stage):
+    """Workers of a model start only when those that had it before have gone, whatever the hurry."""
+    stage.dispatcher.reserve("first", [MODEL])
+    worker = await stage.executor.next()
+    worker.holds_on = True
+    leaving = asyncio.create_task(stage.dispatcher.unreserve("first"))
+    await worker.hear(Drain)
+    stage.dispatcher.reserve("second", [MODEL])
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert stage.executor.is_quiet
+    worker.exit(0)
+    await leaving
+    await stage.executor.next()
+
+
+async def test_a_failed_pool_is_stopped_before_another_starts(stage):
+    """What is left of a pool that failed ends before the same model is tried again."""
+    two = ModelSpec("m", "function", "app.py:f", workers=2)
+    stage.dispatcher.reserve("first", [two])
+    broken, sound = await stage.executor.next(ready=False), await stage.executor.next(ready=False)
+    broken.say(Failed("model_failed", "no such file", PauseReason.ENGINE_FAILED))
+    broken.exit(1)
+    while len(stage.dispatcher.workers_of([two])) == 2:
+        await asyncio.sleep(0)
+    stage.dispatcher.reserve("second", [two])
+    await sound.hear(Drain)
+    assert stage.executor.is_quiet
+    sound.exit(0)
+    await stage.executor.next()
+    await stage.executor.next()
+
+
+async def test_a_dispatcher_that_ended_says_so(stage):
+    """A job that comes when nothing is given out any more is paused instead of waiting for ever."""
+    run = stage.open_run("first")
+    await stage.dispatcher.close(at_once=True)
+    stage.dispatcher.add(run)
+    with pytest.raises(LedgerBroken, match="dispatcher has ended"):
+        await run.ended

@@ -1,0 +1,103 @@
+"""The shards of a run: each is with one holder, ready, or done, and goes out once."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.held_clock import HeldClock
+from written_dataset import RowKeys, write_dataset
+
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.plan import PlanOrder, PlanReader, make
+from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+SHARDS, SHARD_ROWS = 5, 4
+
+
+@pytest.fixture
+async def run(tmp_path):
+    written = write_dataset(tmp_path, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
+    make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
+    plan = PlanReader(written.plan)
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec(["/data/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],
+        form=OpenAIForm(), policy=Policy(), output=None, identity="same", code={}, created=1.0,
+    )  # fmt: skip
+    made = JobRun(spec, 0, plan, files=JobFiles(tmp_path, "job_1"), clock=HeldClock())
+    made.load({})
+    yield made
+    plan.close()
+
+
+def finish(run: JobRun, number: int, rows: int = SHARD_ROWS) -> None:
+    run.counted(Commit(Lease("job_1", 0, number, 1), 0, SegmentRef("w.seg", 0, 1), b"", rows, 0, Usage()))
+
+
+def take_all(run: JobRun, worker: str = "w") -> list[int]:
+    numbers = []
+    while run.has_ready(0):
+        numbers.append(run.pop(0, worker).number)
+    return numbers
+
+
+async def test_a_shard_that_ended_before_its_turn_is_passed_over(run):
+    """Shards whose rows were counted while nobody held them do not go out any more."""
+    finish(run, 0)
+    finish(run, 3)
+    assert take_all(run) == [1, 2, 4]
+    assert run.rows_left == 3 * SHARD_ROWS and run.models_left == [0]
+
+
+async def test_a_shard_that_came_back_goes_first(run):
+    """What a holder gives back is the next to go out, and only once."""
+    first = run.pop(0, "w") if run.has_ready(0) else None
+    assert first is not None and run.is_held_by("w")
+    run.put_back(first, died=True)
+    run.put_back(first, died=True)
+    assert not run.is_held_by("w")
+    assert take_all(run) == [0, 1, 2, 3, 4]
+
+
+async def test_rows_in_hands_are_known(run):
+    """The rows that workers hold go up with each shard and down with each row that is done or given back."""
+    assert run.has_ready(0)
+    first = run.pop(0, "w")
+    assert run.has_ready(0)
+    second = run.pop(0, "v")
+    assert run.rows_held(0) == 2 * SHARD_ROWS
+    finish(run, 0, rows=3)
+    assert run.rows_held(0) == SHARD_ROWS + 1
+    assert run.held == {0: "w", 1: "v"} and run.held_by("v") == [second]
+    run.put_back(second, died=False)
+    assert run.rows_held(0) == 1
+    finish(run, 0, rows=1)
+    assert run.rows_held(0) == 0 and run.held == {} and run.held_by("w") == []
+    run.put_back(first, died=True)
+    assert take_all(run) == [1, 2, 3, 4]
+
+
+async def test_shards_in_flight_are_taken_over(run):
+    """Shards that a worker has from before do not go out until it gives them back; finished ones never."""
+    run.take_over({1: "old", 4: "old"})
+    finish(run, 4)
+    assert take_all(run, "new") == [0, 2, 3]
+    assert [shard.number for shard in run.held_by("old")] == [1]
+    run.put_back(run.shard(1), died=False)
+    assert take_all(run, "new") == [1]
+
+
+async def test_catching_up_counts_each_row_once(run):
+    """What the ledger counted unheard is counted here, however often it is told, and ends the run at the last row."""
+    finish(run, 0, rows=1)
+    for _ in range(2):
+        run.catch_up({0: 3, 2: SHARD_ROWS})
+    assert run.rows_left == (SHARDS - 1) * SHARD_ROWS - 3
+    run.catch_up(dict.fromkeys(range(SHARDS), SHARD_ROWS))
+    assert run.rows_left == 0 and run.ended.done() and run.models_left == []
+
+
+async def test_one_shard_of_many(run):
+    """A shard is what the plan says."""
+    assert run.shard(2) == Shard(2, 8, 12, 0)
