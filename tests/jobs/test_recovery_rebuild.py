@@ -185,7 +185,7 @@ def test_a_job_that_went_on_is_not_replaced(job):
 
 @pytest.mark.parametrize("state", [JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED])
 def test_an_ended_job_is_paused(job, state):
-    """A rebuilt job never claims to have ended, but when it did stays known; one of which no row ran has nothing to rebuild."""
+    """A rebuilt job never claims to have ended; a refused one, of which no row ran, has nothing to rebuild."""
     job.ledger.note("job", state=state, finished=1.0)
     if state is JobState.FAILED:
         with pytest.raises(InvalidTransition, match="none of its rows ran"):
