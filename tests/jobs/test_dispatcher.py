@@ -24,7 +24,7 @@ from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentH
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Released, Revoke, Want
+from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Ready, Released, Revoke, Want
 
 SHARDS, SHARD_ROWS = 3, 4
 MODEL = ModelSpec("m", "function", "app.py:f")
@@ -58,8 +58,8 @@ class Stage:
         self.dispatcher.reserve(name, [model])
         return run
 
-    def begin(self, name: str) -> JobRun:
-        run = self.open_run(name)
+    def begin(self, name: str, model: ModelSpec = MODEL) -> JobRun:
+        run = self.open_run(name, model)
         self.dispatcher.add(run)
         return run
 
@@ -243,6 +243,28 @@ async def test_a_resumed_job_takes_over_what_is_in_flight(stage):
         worker.finish(each, numbers)
     assert not (await again.ended).cancelled
     assert stage.rows_ok("first") == SHARDS * SHARD_ROWS
+
+
+async def test_what_is_in_flight_goes_to_nobody_else(stage):
+    """A resumed job's other shards go to other workers; what one still runs goes out when it is given back, counted."""
+    two = ModelSpec("m", "function", "app.py:f", workers=2)
+    first = stage.begin("first", two)
+    holder, other = await stage.executor.next(), await stage.executor.next(ready=False)
+    one = await grant(holder, ask=False)
+    stage.begin("second", two)
+    assert (await grant(holder)).lease.job == "second"
+    pause(first)
+    await stage.dispatcher.remove(first)
+    stage.begin("first", two)
+    other.say(Ready(1))
+    got = [await grant(other, ask=False)] + [await grant(other) for _ in range(2 * SHARDS - 3)]
+    taken = sorted(each.lease.shard for each in got if each.lease.job == "first")
+    assert taken == [number for number in range(SHARDS) if number != one.lease.shard]
+    holder.finish(one, positions(one)[:3])
+    holder.say(Released("first"))
+    last = await grant(other)
+    assert (last.lease.shard, last.n) == (one.lease.shard, 1)
+    assert (await holder.hear(Ack)).counted
 
 
 async def test_rows_counted_while_a_job_comes_back_are_known(stage):
