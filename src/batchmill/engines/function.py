@@ -28,7 +28,7 @@ GROWTH_MAX = 8  # from one take to the next
 IN_FLIGHT_DEFAULT = 64  # rows of an async function awaited at once
 PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on the next
 MESSAGE_CHARS_MAX = 2048
-
+SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep: the call that finds out is saved
 
 # What reading a row may raise.
 READ_ERRORS = (BatchmillError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -276,7 +276,7 @@ class Calls:
         except Exception as error:  # the result's own code may run here
             message = f"the function returned {_article(result)} that JSON cannot hold: {_text(error)}"
             return Outcome(row, error=RowError("bad_return", message), status=0)
-        if is_too_deep(body, DEPTH_MAX):
+        if len(body) > SHALLOW_BYTES_MAX and is_too_deep(body, DEPTH_MAX):
             message = f"the function returned {_article(result)} nested deeper than {DEPTH_MAX} levels"
             return Outcome(row, error=RowError("bad_return", message), status=0)
         if type(result) is dict and "usage" in result:
