@@ -248,6 +248,7 @@ async def main(fd: int) -> int:
     assert isinstance(start, Start)
     if start.model.limits.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
+    os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
     code = await Worker(start, reader, writer).run()
     writer.close()
     return code

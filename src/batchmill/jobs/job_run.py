@@ -41,6 +41,7 @@ class JobRun:
         self.rates = Rates(clock)
         self._clock = clock
         self._began: float | None = None  # when the first rows were handed out
+        self._done_at: float | None = None  # when the last row was counted
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
         self._shards: dict[int, Shard] = {}  # those with rows undone
@@ -80,8 +81,10 @@ class JobRun:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first rows were handed out; a model that takes long to start is not counted."""
-        return 0.0 if self._began is None else self._clock.monotonic() - self._began
+        """From the first rows handed out to the last one counted; a model that takes long to start does not count."""
+        if self._began is None:
+            return 0.0
+        return (self._clock.monotonic() if self._done_at is None else self._done_at) - self._began
 
     # -- giving out ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +227,7 @@ class JobRun:
 
     def _end_if_complete(self) -> None:
         if self.rows_left == 0 and not self.ended.done():
+            self._done_at = self._clock.monotonic()
             self.ended.set_result(Ending())
 
     @property

@@ -22,6 +22,8 @@ from batchmill.wire.raised import Raised
 PROGRESS_S = 0.2
 _ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
 
+CHILD_DIED = "child_died"
+
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
     """Run `target` in a child process. Raises what it raised, or a BatchmillError when the child died.
@@ -51,7 +53,8 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
             return data
         await process.wait()
         last = (await words).decode(errors="replace").strip()[-2000:]
-        raise BatchmillError(f"{target} ended with exit code {process.returncode} and no answer: {last}")
+        text = f"{target} ended with exit code {process.returncode} and no answer: {last}"
+        raise BatchmillError(text, code=CHILD_DIED)
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

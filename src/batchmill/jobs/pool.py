@@ -92,7 +92,7 @@ class Pool:
             name = uuid.uuid4().hex
             home = self._home / f"worker-{replica}"
             try:
-                handle = await self._executor.start(Start(name, self.model, str(home)))
+                handle = await self._executor.start(Start(name, self.model, str(home), replica))
             except OSError as error:
                 self._fail(Failed("worker_failed", f"a worker cannot be started: {error}", PauseReason.ENGINE_FAILED))
                 return

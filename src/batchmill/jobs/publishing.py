@@ -11,12 +11,13 @@ import msgspec
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.offload import offload
+from batchmill.jobs.offload import CHILD_DIED, offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
+GATHER = "batchmill.jobs.gathering:gather_offloaded"
 Committed = list[tuple[int, SegmentRef]]
 
 
@@ -71,7 +72,13 @@ class Publishing:
             copying, self._copying = self._copying, None
             return await copying
         order = gather_order(self._spec, self._files, committed, self._output, cancelled=cancelled)
-        answer = await offload("batchmill.jobs.gathering:gather_offloaded", msgspec.json.encode(order), progress)
+        asked = msgspec.json.encode(order)
+        try:
+            answer = await offload(GATHER, asked, progress)
+        except BatchmillError as error:
+            if error.code != CHILD_DIED:
+                raise
+            answer = await offload(GATHER, asked, progress)  # killed from outside, perhaps: it begins anew, once
         return msgspec.json.decode(answer, type=Manifest)
 
 

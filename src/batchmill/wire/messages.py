@@ -20,6 +20,7 @@ class Start(Struct, frozen=True, tag="start"):
     worker: str  # unique for all time: names this worker's segments
     model: ModelSpec
     home: str  # folder for logs and whatever the engine leaves
+    replica: int = 0  # which of the model's workers this is: engines that share devices tell them apart by it
 
 
 class Open(Struct, frozen=True, tag="open"):
