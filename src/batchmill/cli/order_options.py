@@ -16,7 +16,7 @@ from batchmill.config import Config
 from batchmill.datasets import sources
 from batchmill.errors import InvalidInput
 from batchmill.jobs.results import errors_path
-from batchmill.models.registry import ModelFlags, resolve
+from batchmill.models.registry import ModelFlags, checked_budget, resolve
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -80,7 +80,9 @@ def build_order(session: Session, config: Config, options: dict[str, Any]) -> Jo
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
         policy=Policy(
-            on_invalid=options["on_invalid"], dedupe=options["dedupe"], budget=_budget(options.get("budget"), models)
+            on_invalid=options["on_invalid"],
+            dedupe=options["dedupe"],
+            budget=checked_budget(options.get("budget"), models),
         ),
         output=output,
         restart=options.get("restart", False),
@@ -94,17 +96,6 @@ def written_by(output: str) -> list[str]:
     """What a job with this output leaves beside its input: no later run of the same command may take it for input."""
     files = [output, str(errors_path(Path(output)))]
     return [*files, *(f"{file}.part" for file in files)]
-
-
-def _budget(budget: float | None, models: list[ModelSpec]) -> float | None:
-    """Rows of a model without a price would be spent unseen."""
-    unpriced = [model.name for model in models if model.price is None]
-    if budget is not None and unpriced:
-        raise InvalidInput(
-            f"--budget needs a price of every model: give models.{unpriced[0]}.price in the configuration",
-            code="unknown_price",
-        )
-    return budget
 
 
 def _refuse_half_text(order: JobOrder) -> None:

@@ -150,7 +150,7 @@ class Drive:
         report = prepared.report
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
         if prepared.plan is None:
-            text = f"{report.problems_total} problems were found in {report.seal.rows} rows; no row was run"
+            text = f"{report.problems_total} of {report.seal.rows} rows were refused; no row was run"
             await self._move(
                 JobState.FAILED, reason="invalid_dataset", message=text, rows=report.seal.rows,
                 finished=self._clock.now(), **problems,

@@ -15,7 +15,7 @@ from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.results import check_output, errors_path
-from batchmill.models import functions
+from batchmill.models import functions, registry
 from batchmill.states import JobState
 from batchmill.types import JobOrder, ModelSpec, Seal
 from batchmill.wire import templates
@@ -35,12 +35,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     if order.output is not None:
         check_output(order.output, detected.format)
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
-    unpriced = [model.name for model in order.models if model.price is None]
-    if order.policy.budget is not None and unpriced:
-        raise InvalidInput(
-            f"a budget needs every model's price, and {unpriced[0]!r} has none: give it a `price` in batchmill.toml",
-            code="no_price",
-        )
+    registry.checked_budget(order.policy.budget, order.models)
     return JobSpec(
         id=job_id,
         dataset=order.dataset,

@@ -255,3 +255,14 @@ def _check(spec: ModelSpec) -> None:
     for name in _LIMIT_FLAGS:
         if flaw := limit_flaw(name, getattr(spec.limits, name)):
             raise InvalidInput(flaw)
+
+
+def checked_budget(budget: float | None, models: list[ModelSpec]) -> float | None:
+    """The budget; it needs the price of every model, or rows would be paid unseen. Raises: InvalidInput."""
+    unpriced = [model.name for model in models if model.price is None]
+    if budget is not None and unpriced:
+        raise InvalidInput(
+            f"--budget needs a price of every model: give models.{unpriced[0]}.price in the configuration",
+            code="unknown_price",
+        )
+    return budget
