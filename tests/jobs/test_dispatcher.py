@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -260,11 +261,20 @@ async def test_what_is_in_flight_goes_to_nobody_else(stage):
     got = [await grant(other, ask=False)] + [await grant(other) for _ in range(2 * SHARDS - 3)]
     taken = sorted(each.lease.shard for each in got if each.lease.job == "first")
     assert taken == [number for number in range(SHARDS) if number != one.lease.shard]
-    holder.finish(one, positions(one)[:3])
+    slow = threading.Event()
+    busy = asyncio.create_task(stage.books.call(slow.wait))
+    other.say(Want())
+    for place, seq in ((0, 0), (1, 1), (2, 2)):
+        holder.finish(one, positions(one)[place : place + 1], seq=seq)
+        await asyncio.sleep(0)
     holder.say(Released("first"))
-    last = await grant(other)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    slow.set()
+    last = await other.hear(Grant)
     assert (last.lease.shard, last.n) == (one.lease.shard, 1)
-    assert (await holder.hear(Ack)).counted
+    assert [(await holder.hear(Ack)).counted for _ in range(3)] == [True] * 3
+    await busy
 
 
 async def test_rows_counted_while_a_job_comes_back_are_known(stage):
@@ -283,15 +293,21 @@ async def test_rows_counted_while_a_job_comes_back_are_known(stage):
     assert stage.rows_ok("first") == SHARDS * SHARD_ROWS
 
 
-async def test_what_a_dead_worker_was_left_with_goes_out_again(stage):
-    """Rows left in flight with a worker that died meanwhile are run by the next one."""
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_what_a_dead_worker_was_left_with_goes_out_again(stage, when):
+    """Rows left in flight with a worker that died before or after their job goes on are run by the next one."""
     first, second, worker, _, _ = await two_jobs(stage)
     pause(first)
     await stage.dispatcher.remove(first)
-    again = stage.begin("first")
     pause(second)
-    worker.exit(1)
-    heir = await stage.executor.next()
+    if when == "before":
+        worker.exit(1)
+        heir = await stage.executor.next()
+        again = stage.begin("first")
+    else:
+        again = stage.begin("first")
+        worker.exit(1)
+        heir = await stage.executor.next()
     got = [await grant(heir, ask=False)] + [await grant(heir) for _ in range(SHARDS - 1)]
     assert sorted(each.lease.shard for each in got) == [0, 1, 2]
     assert again.rows_left == SHARDS * SHARD_ROWS
