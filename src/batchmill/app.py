@@ -15,7 +15,7 @@ from typing import BinaryIO
 from batchmill.config import Config
 from batchmill.datasets.orders import SealReport
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, InvalidTransition
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
 from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
@@ -109,6 +109,20 @@ class OpenJobs:
             with contextlib.suppress(OwnerGone):
                 return await getattr(jobs, verb)(*args)
 
+    async def _steer(self, verb: str, job_id: str) -> JobView:
+        """Ask for another state of a job. An owner may end with that very job, before its answer has arrived."""
+        was_asked = False
+        while True:
+            jobs = await self._jobs()
+            try:
+                return await getattr(jobs, verb)(job_id)
+            except OwnerGone:
+                was_asked = True
+            except InvalidTransition:
+                if not was_asked:
+                    raise
+                return await self.show(job_id)  # it was done: only the answer was lost
+
     async def submit(self, order: JobOrder) -> Submitted:
         return await self._ask("submit", order)
 
@@ -135,16 +149,16 @@ class OpenJobs:
             await asyncio.sleep(TAKEOVER_S)
 
     async def pause(self, job_id: str) -> JobView:
-        return await self._ask("pause", job_id)
+        return await self._steer("pause", job_id)
 
     async def resume(self, job_id: str) -> JobView:
-        return await self._ask("resume", job_id)
+        return await self._steer("resume", job_id)
 
     async def cancel(self, job_id: str) -> JobView:
-        return await self._ask("cancel", job_id)
+        return await self._steer("cancel", job_id)
 
     async def retry(self, job_id: str) -> JobView:
-        return await self._ask("retry", job_id)
+        return await self._steer("retry", job_id)
 
     async def partial(self, job_id: str) -> str:
         return await self._ask("partial", job_id)
