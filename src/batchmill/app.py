@@ -78,10 +78,6 @@ class OpenJobs:
         self._client = ControlClient(data_dir / SOCKET)
         self._opening = asyncio.Lock()
 
-    @property
-    def is_owner(self) -> bool:
-        return self._owner is not None
-
     async def _jobs(self) -> Jobs:
         """The service of this process, or the client of the owner's."""
         async with self._opening:

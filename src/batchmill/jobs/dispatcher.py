@@ -175,9 +175,6 @@ class Dispatcher:
             self._released.clear()
             await self._released.wait()
 
-    def run_of(self, job_id: str) -> JobRun | None:
-        return self._runs.get(job_id)
-
     def workers_of(self, models: list[ModelSpec]) -> list[PoolWorker]:
         """The workers that serve these models now."""
         pools = [self._pools[key] for model in models if (key := _pool_key(model)) in self._pools]

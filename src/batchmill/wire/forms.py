@@ -57,14 +57,6 @@ class _TableError(Struct):
     error: str
 
 
-class BodyHead(Struct):
-    """The fields of a request body that decide where it goes and whether its answer can be shared."""
-
-    model: str | None = None
-    temperature: float | None = None
-    stream: bool | None = None
-
-
 _line = msgspec.json.Decoder(RowLine)
 _arguments = msgspec.json.Decoder(_Arguments)
 _id = msgspec.json.Decoder(_Id)
@@ -296,11 +288,6 @@ def counted(input_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
     """Usage out of what a reply claims: each count 0 to TOKENS_MAX, and no more input cached than there was."""
     inside = min(max(input_tokens, 0), TOKENS_MAX)
     return Usage(inside, min(max(cached_tokens, 0), inside), min(max(output_tokens, 0), TOKENS_MAX))
-
-
-def error_body(error: RowError, type_: str = "invalid_request_error") -> bytes:
-    """OpenAI's error envelope."""
-    return encode({"error": {"message": error.message, "type": type_, "param": None, "code": error.code}})
 
 
 def with_model(body: bytes, model: str) -> bytes:
