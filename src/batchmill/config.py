@@ -18,6 +18,18 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.replicas         | the same, under its other name                                            |
 | models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
 | models.NAME.limits           | the fields of types.Limits                                                |
+| server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
+| server.body_bytes_max        | the largest request that is no upload                                     |
+| server.file_bytes_max        | the largest file                                                          |
+| server.rows_max              | the most rows of one batch; none: no limit                                |
+| server.file_expires_s        | when an uploaded batch file goes if its upload does not say; none: never  |
+| server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
+| server.idle_unload_s         | a model that nobody has used for so long is unloaded                      |
+| server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
+| projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
+| projects.NAME.models         | the models it may use; none: all                                          |
+| webhooks                     | a list of tables: `url`, `secret` ("env:NAME", "file:PATH"), `events`,     |
+|                              | `project`, `name`                                                         |
 """
 
 from __future__ import annotations
@@ -54,6 +66,17 @@ LIMITS_MAX = {
     "attempt_timeout_s": 7 * 86_400.0,
     "memory_bytes": 2**50,
 }
+SERVER_MAX = {
+    "port": 65_535,
+    "body_bytes_max": 1024**3,
+    "file_bytes_max": 2**50,
+    "rows_max": 2**32 - 1,
+    "file_expires_s": 10 * 365 * 86_400,
+    "requests_per_minute": 10**9,
+    "idle_unload_s": 365 * 86_400.0,
+}
+WEIGHT_MAX = 1_000_000.0
+PROJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
 _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
@@ -81,10 +104,44 @@ class ModelEntry(Struct, frozen=True):
     limits: Limits = Limits()
 
 
+class ServerEntry(Struct, frozen=True):
+    """`[server]`: what `batchmill serve` listens on and how much it takes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    body_bytes_max: int = 64 * 1024 * 1024
+    file_bytes_max: int = 100 * 1024**3
+    rows_max: int | None = None
+    file_expires_s: int | None = None
+    requests_per_minute: int | None = None
+    idle_unload_s: float = 600.0
+    allowed_hosts: list[str] = []
+
+
+class ProjectEntry(Struct, frozen=True):
+    """`[projects.NAME]`."""
+
+    weight: float = 1.0
+    models: list[str] | None = None
+
+
+class WebhookEntry(Struct, frozen=True):
+    """One of `[[webhooks]]`. `events` empty: all there are."""
+
+    url: str
+    secret: str
+    events: list[str] = []
+    project: str = "default"
+    name: str = ""
+
+
 class _File(Struct, frozen=True):
     data_dir: str | None = None
     limits: InputLimits = InputLimits()
     models: dict[str, ModelEntry] = {}
+    server: ServerEntry = ServerEntry()
+    projects: dict[str, ProjectEntry] = {}
+    webhooks: list[WebhookEntry] = []
 
 
 class Config(Struct, frozen=True):
@@ -95,6 +152,9 @@ class Config(Struct, frozen=True):
     file: Path | None = None
     limits: InputLimits = InputLimits()
     models: dict[str, ModelEntry] = {}
+    server: ServerEntry = ServerEntry()
+    projects: dict[str, ProjectEntry] = {}
+    webhooks: list[WebhookEntry] = []
 
 
 def load(
@@ -114,7 +174,8 @@ def load(
         place = base / Path(read.data_dir).expanduser()
     else:
         place = _default_data_dir(environ)
-    return Config(data_dir=place.resolve(), base=base, file=path, limits=read.limits, models=read.models)
+    kept = {each.name: getattr(read, each.name) for each in fields(_File) if each.name != "data_dir"}
+    return Config(data_dir=place.resolve(), base=base, file=path, **kept)
 
 
 def _default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -157,6 +218,12 @@ def _check_keys(table: dict[str, Any]) -> None:
     """Refuse every key nobody knows, with the nearest one that is known."""
     _only_known(table, _File, "")
     _only_known(table.get("limits"), InputLimits, "limits.")
+    _only_known(table.get("server"), ServerEntry, "server.")
+    projects, webhooks = table.get("projects"), table.get("webhooks")
+    for name, entry in projects.items() if isinstance(projects, dict) else ():
+        _only_known(entry, ProjectEntry, f"projects.{name}.")
+    for entry in webhooks if isinstance(webhooks, list) else ():
+        _only_known(entry, WebhookEntry, "webhooks.")
     models = table.get("models")
     for name, entry in models.items() if isinstance(models, dict) else ():
         _only_known(entry, ModelEntry, f"models.{name}.")
@@ -186,6 +253,7 @@ def _one_count(name: str, entry: ModelEntry) -> ModelEntry:
 
 def _check_values(read: _File) -> None:
     _check_limits(read.limits, "limits")
+    _check_serving(read)
     for name, entry in read.models.items():
         place = f"models.{name}"
         if not _MODEL_NAME.fullmatch(name):
@@ -197,6 +265,26 @@ def _check_values(read: _File) -> None:
             usd = getattr(entry.price, each.name)
             if usd is not None and not (math.isfinite(usd) and usd >= 0):
                 raise InvalidConfig(f"{place}.price.{each.name} must be 0 or more USD, not {usd}")
+
+
+def _check_serving(read: _File) -> None:
+    server = read.server
+    for each in fields(ServerEntry):
+        value = getattr(server, each.name)
+        if each.name in SERVER_MAX and value is not None and not 0 < value <= SERVER_MAX[each.name]:
+            raise InvalidConfig(
+                f"server.{each.name} must be more than 0 and at most {SERVER_MAX[each.name]:,.0f}, not {value}"
+            )
+    for name, project in read.projects.items():
+        if not PROJECT_NAME.fullmatch(name):
+            raise InvalidConfig(f"projects.{name}: a project's name is made of letters, digits and . _ -, 64 at most")
+        if not (math.isfinite(project.weight) and 0 < project.weight <= WEIGHT_MAX):
+            raise InvalidConfig(
+                f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
+            )
+        for model in project.models or ():
+            if not any(model == known or model in entry.adapters for known, entry in read.models.items()):
+                raise InvalidConfig(f"projects.{name}.models: there is no model {model!r}")
 
 
 def _check_limits(limits: Struct, place: str) -> None:

@@ -5,14 +5,21 @@ BatchmillError
 │   ├── InvalidConfig
 │   ├── InvalidRow          one row is wrong; `code` says how
 │   ├── InvalidDataset      the file as a whole cannot be read
-│   ├── UnknownName         a job, model, adapter or engine nobody knows
-│   └── InvalidTransition   what was asked does not fit the job's state
+│   ├── UnknownName         a job, file, model, adapter or engine nobody knows
+│   ├── InvalidTransition   what was asked does not fit the job's state
+│   ├── Conflict            it contradicts something that is there: a repeated key, a file in use
+│   └── TooLarge            more bytes, rows or parts than are taken
+├── Refused                 the caller may not do this
+│   ├── Unauthenticated     no key, or none that is valid
+│   ├── Forbidden           the key does not reach so far
+│   └── RateLimited         too many requests; `retry_after_s` says when to come again
 ├── JobPaused               the job stopped and can go on; `reason` is a states.PauseReason
 │   ├── InputChanged        a file is not what was sealed
 │   ├── AuthRefused         the service refused the credentials
 │   ├── QuotaExhausted      the account has nothing left to spend
 │   └── StorageFull
 ├── ModelFailed             user code or an engine could not be started
+├── Unavailable             not now: the server is stopping, a model is still being loaded
 └── LedgerBroken            an invariant does not hold: stop rather than go on wrong
 
 `code` is stable, `blame` says whose fault it is (caller, model, system), and `retryable` whether the same call may
@@ -65,6 +72,36 @@ class InvalidTransition(InvalidInput):
     code = "invalid_transition"
 
 
+class Conflict(InvalidInput):
+    code = "conflict"
+
+
+class TooLarge(InvalidInput):
+    code = "too_large"
+
+
+class Refused(BatchmillError):
+    code = "refused"
+    blame = "caller"
+
+
+class Unauthenticated(Refused):
+    code = "invalid_api_key"
+
+
+class Forbidden(Refused):
+    code = "forbidden"
+
+
+class RateLimited(Refused):
+    code = "rate_limit_exceeded"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class JobPaused(BatchmillError):
     code = "paused"
     retryable = True
@@ -102,6 +139,11 @@ class StorageFull(JobPaused):
 class ModelFailed(BatchmillError):
     code = "model_failed"
     blame = "model"
+
+
+class Unavailable(BatchmillError):
+    code = "unavailable"
+    retryable = True
 
 
 class LedgerBroken(BatchmillError):

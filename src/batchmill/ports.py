@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from batchmill.types import EngineStats, JobOrder, JobView, LedgerReport, Outcome, Row, SegmentRef, Submitted
+from batchmill.types import (
+    Amendment,
+    EngineStats,
+    JobOrder,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    LiveHead,
+    LiveRequest,
+    ModelSpec,
+    Outcome,
+    Row,
+    SegmentRef,
+    Submitted,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from batchmill.wire.messages import Start, ToOwner
@@ -45,6 +60,14 @@ class Engine(Protocol):
         Transient faults are retried inside. Raises JobPaused (AuthRefused, QuotaExhausted) when going on would burn
         rows: rows taken and not yet put are then still undone, and finished ones have been put.
         Cancelling the task stops at once; rows in flight stay undone.
+        """
+
+    def predict(self, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
+        """Answer a live request: one LiveHead, then the pieces of its body; with `stream`, as they come.
+
+        Goes ahead of the rows of `run`, which may have begun or not. What a service answers is handed on, its errors
+        included. Raises: BatchmillError where there is no answer (the call was refused, the model failed).
+        Concurrency: any number at once, beside `run`; closing the iterator ends the call.
         """
 
     async def stop(self) -> None:
@@ -86,10 +109,17 @@ class Jobs(Protocol):
     """
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """Start, resume or join a job. Raises InvalidInput when the order cannot be run as it is."""
+        """Start, resume or join a job. Raises InvalidInput when the order cannot be run as it is.
 
-    async def list(self) -> list[JobView]:
-        """Every job, the newest first."""
+        With `order.once` an order that was taken already is that job again: `how` is "repeated".
+        Raises: Conflict for a key that stands for another order.
+        """
+
+    async def answered(self, key: str) -> None:
+        """The reply to the order with this `once.key` has been delivered: a blind one that comes again is another."""
+
+    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
+        """Jobs, the newest first; without their `problems`. Raises UnknownName for an `after` that is none of them."""
 
     async def show(self, job_id: str) -> JobView: ...
 
@@ -105,6 +135,12 @@ class Jobs(Protocol):
     async def retry(self, job_id: str) -> JobView:
         """Open another generation over the rows that failed and may be run again."""
 
+    async def amend(self, job_id: str, change: Amendment) -> JobView:
+        """Change the priority, deadline or budget of a job that has not ended."""
+
+    async def explain(self, job_id: str) -> Wait:
+        """Why a job waits, or goes no faster."""
+
     async def partial(self, job_id: str) -> str:
         """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
 
@@ -113,6 +149,16 @@ class Jobs(Protocol):
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         """Make the ledger anew from the job's description and its segments."""
+
+
+class Live(Protocol):
+    """The short way to a model: a request that somebody waits for."""
+
+    def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
+        """As `Engine.predict`, on a worker of the model that is started if there is none.
+
+        Raises: ModelFailed, with the engine's own words, when it cannot be started; Unavailable when too many wait.
+        """
 
 
 class WorkerHandle(Protocol):

@@ -15,27 +15,38 @@ class JobState(StrEnum):
     CANCELLING = "cancelling"  # no new rows; finished ones are kept, the rest go to the error file
     COMPLETED = "completed"
     CANCELLED = "cancelled"
+    EXPIRED = "expired"  # its deadline passed: finished rows are kept, the rest are in the error file
     FAILED = "failed"  # no row ran: the dataset or the model was refused
 
     @property
     def is_at_rest(self) -> bool:
         """Nothing of it is left to do: it has ended, though a retry may open it again."""
-        return self in (JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED)
+        return self in ENDED
 
 
+ENDED = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED})
+
+_GONE = {JobState.CANCELLED, JobState.EXPIRED}  # no row was planned: there is nothing to write
 NEXT: dict[JobState, frozenset[JobState]] = {
-    JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
-    JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, *_GONE}),
+    JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, *_GONE}),
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLING}),
-    JobState.RUNNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING}),
+    # A job whose engine never started fails where its caller asked for that; else it waits, paused, to be mended.
+    JobState.RUNNING: frozenset(
+        {JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING, JobState.FAILED}
+    ),
     JobState.PAUSED: frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.FINALIZING, JobState.CANCELLING}),
     JobState.FINALIZING: frozenset({JobState.COMPLETED, JobState.PAUSED}),
-    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.PAUSED}),
+    # A deadline that passes ends a job the same way; `reason` says which of the two it is.
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.EXPIRED, JobState.PAUSED}),
     # `retry` opens another generation over the rows that failed or were cancelled.
     JobState.COMPLETED: frozenset({JobState.QUEUED}),
     JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.EXPIRED: frozenset({JobState.QUEUED}),
     JobState.FAILED: frozenset(),
 }
+
+EXPIRED = "expired"  # the reason of a job that is CANCELLING because its deadline has passed
 
 
 class PauseReason(StrEnum):

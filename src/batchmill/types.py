@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
@@ -110,12 +111,30 @@ class Outcome(Struct, frozen=True, gc=False):
     request_id: str | None = None
 
 
+class LiveRequest(Struct, frozen=True):
+    """A call that somebody waits for; it goes ahead of every row."""
+
+    url: str  # "/v1/chat/completions"
+    body: bytes  # the JSON object as it came
+    stream: bool = False  # answer in pieces, as server-sent events
+
+
+class LiveHead(Struct, frozen=True):
+    """How the answer to a live request begins; its body follows in pieces of bytes."""
+
+    status: int
+    content_type: str = "application/json"
+
+
 class EngineStats(Struct, frozen=True):
     """What an engine is doing now, for people who look."""
 
-    in_flight: int = 0
+    in_flight: int = 0  # rows
     in_flight_limit: int = 0
     note: str = ""  # why it waits, if it does: "starting vLLM", "the service asked for 12 s of rest"
+    live: int = 0  # live requests in flight
+    kv_usage: float = 0.0  # 0..1, of an LLM's cache
+    cached_share: float | None = None  # 0..1, prompt tokens that were found in the cache; None: not known
 
 
 class Shard(Struct, frozen=True):
@@ -206,6 +225,9 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     on_invalid: str = "fail"  # fail, skip
     dedupe: bool = False  # fold identical requests even where the answer is not deterministic
     budget: float | None = None  # USD
+    priority: int = 0  # -100..100; jobs of a higher one go first
+    deadline: float | None = None  # seconds since the epoch, UTC; what is not finished by then never runs
+    on_engine_failure: str = "pause"  # pause, fail: what becomes of a job whose engine cannot be started
 
 
 class JobView(Struct, frozen=True):
@@ -213,6 +235,11 @@ class JobView(Struct, frozen=True):
 
     id: str
     state: str  # a states.JobState
+    project: str = "default"
+    labels: dict[str, str] = {}
+    origin: dict[str, Any] | None = None  # what the door that took the job keeps with it
+    priority: int = 0
+    deadline: float | None = None
     reason: str | None = None  # a states.PauseReason, or an error's code
     message: str = ""
     input: list[str] = []
@@ -221,6 +248,8 @@ class JobView(Struct, frozen=True):
     model: str = ""
     created: float = 0.0
     started: float | None = None
+    finalizing: float | None = None  # when its results began to be written
+    cancelling: float | None = None  # when it was asked to end early, or its deadline passed
     finished: float | None = None
     generation: int = 0
     rows: int = 0  # N of the dataset; 0 while it is not known
@@ -245,6 +274,17 @@ class JobView(Struct, frozen=True):
     problems_total: int = 0
 
 
+class Once(Struct, frozen=True):
+    """How an order that arrives again is known: by the caller's own key, or by being the same to the byte.
+
+    A `blind` one has no key of the caller's: it is the same order only until its first reply has been delivered.
+    """
+
+    key: str
+    fingerprint: str  # sha256 of what was asked, as hexadecimal digits
+    blind: bool = False
+
+
 class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     """What a caller asks for. `JobService.submit` turns it into a JobSpec, or finds the job it already is."""
 
@@ -256,6 +296,13 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
     policy: Policy = Policy()
     output: str | None = None  # absolute
+    endpoint: str | None = None  # the one `url` that OpenAI rows may have
+    rows_max: int | None = None  # a dataset with more is refused
+    default_model: bool = True  # rows that name no model go to models[0]; otherwise they are refused
+    project: str = "default"
+    labels: dict[str, str] = {}  # the caller's own words about the job
+    origin: dict[str, Any] | None = None  # set by a server's door, for its own use: such a job is always a new one
+    once: Once | None = None
     restart: bool = False  # start over although an unfinished job exists
     overwrite: bool = False  # run again although the job is finished
 
@@ -264,7 +311,55 @@ class Submitted(Struct, frozen=True):
     """What became of an order."""
 
     id: str
-    how: str  # started, resumed, joined (it is running already), finished (nothing left to do)
+    how: str  # started, resumed, joined (it is running already), finished (nothing left to do), repeated
+
+
+class Amendment(Struct, frozen=True, forbid_unknown_fields=True):
+    """What may be changed of a job that has not ended. None: as it is."""
+
+    priority: int | None = None
+    deadline: float | None = None
+    budget: float | None = None
+
+
+class JobQuery(Struct, frozen=True):
+    """Which jobs to list, the newest first. None: no restriction."""
+
+    project: str | None = None
+    origin: str | None = None  # origin["door"] of those wanted
+    after: str | None = None  # the id of the job before the first one wanted
+    limit: int | None = None
+
+
+class Wait(Struct, frozen=True):
+    """Why a job is not going faster than it does, in sentences; empty for one that has what it can use."""
+
+    job: str
+    state: str
+    reasons: list[str]
+    ahead: int = 0  # jobs that get workers before it
+
+
+class Scope(StrEnum):
+    """What a key may be used for. Each holds those before it."""
+
+    READ = "read"  # look at files, jobs, results and models
+    SUBMIT = "submit"  # upload, run, steer one's own jobs, call models
+    ADMIN = "admin"  # keys, webhooks, and everything of every project's server
+
+
+class Caller(Struct, frozen=True):
+    """Who is asking: a project by one of its keys, or anybody on this machine where there are no keys."""
+
+    project: str
+    scope: Scope
+    key: str | None = None  # its public id
+    models: frozenset[str] | None = None  # names it may use; None: all that the project may
+    requests_per_minute: int | None = None
+
+    def may(self, scope: Scope) -> bool:
+        order = list(Scope)
+        return order.index(self.scope) >= order.index(scope)
 
 
 class LedgerReport(Struct, frozen=True):

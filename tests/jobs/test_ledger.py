@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -192,7 +194,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def _memory_ledger() -> Ledger:
     engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
     tables.metadata.create_all(engine)
-    return Ledger(engine)
+    return Ledger(SimpleNamespace(writer=engine, reader=engine, close=engine.dispose))
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -6,16 +6,13 @@ Whoever stands in it is told what became of their commit, also when the line its
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
+from batchmill.errors import BatchmillError, LedgerBroken
 from batchmill.jobs.ledger import Ledger, Verdict
 from batchmill.types import Commit
 
@@ -37,27 +34,23 @@ class _Entry(Struct, frozen=True, eq=False):
 
 
 class Books:
-    """The ledger, its one thread, and the queue before it."""
+    """The ledger, and the queue before it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._queue: asyncio.Queue[_Entry | asyncio.Future[None]] = asyncio.Queue(QUEUE_MAX)
         self._batch: list[_Entry | asyncio.Future[None]] = []  # taken from the queue and not yet answered
         self._broken: LedgerBroken | None = None
-        self._closed = False
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self._stopped)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of the ledger in its thread. Raises: StorageFull when the disk is full, LedgerBroken."""
-        if self._closed:
-            raise LedgerBroken("the ledger is closed")
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        except sa.exc.SQLAlchemyError as error:
-            raise _storage_error(error) from error
+        """Run a method of the ledger that writes. Raises: StorageFull when the disk is full, LedgerBroken."""
+        return await self.ledger.database.call(function, *args, **kwargs)
+
+    async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of the ledger that only reads; it waits for no commit."""
+        return await self.ledger.database.look(function, *args, **kwargs)
 
     async def commit(self, commit: Commit, cost: float | None, told: Told) -> None:
         """Queue a commit, once there is room; `told` hears what became of it, on the event loop.
@@ -138,20 +131,10 @@ class Books:
 
     def close(self) -> None:
         """Decide nothing more and close the ledger."""
-        self._closed = True
         self._draining.cancel()
-        self._thread.shutdown(wait=True)
         self.ledger.close()
 
 
 def _bug(what: str, error: Exception) -> LedgerBroken:
     traceback.print_exception(error)
     return LedgerBroken(f"{what}: {type(error).__name__}: {error}")
-
-
-def _storage_error(error: sa.exc.SQLAlchemyError) -> BatchmillError:
-    cause = getattr(error, "orig", None)
-    text = str(cause or error)
-    if getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-        return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
-    return LedgerBroken(f"the database failed: {text}", code="database_failed")

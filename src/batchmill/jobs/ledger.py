@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import groupby
+from pathlib import Path
 
 import sqlalchemy as sa
 from msgspec import Struct
@@ -19,7 +20,7 @@ from batchmill.jobs import ledger_snapshot
 from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
 from batchmill.jobs.segment_gaps import Span, merged
 from batchmill.states import NEXT, JobState
-from batchmill.store import tables
+from batchmill.store.database import Database
 from batchmill.store.segments import unpack_positions
 from batchmill.store.tables import commits, error_counts, jobs, shards
 from batchmill.types import Commit, Lease, SegmentRef, Shard
@@ -45,8 +46,9 @@ class Verdict(StrEnum):
 
 
 class Ledger:
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._engine, self._reader = database.writer, database.reader
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class Ledger:
 
     def job(self, job_id: str) -> sa.RowMapping:
         """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             prefix = job_id.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
             query = sa.select(jobs).where(jobs.c.id.like(f"{prefix}%", escape="\\")).limit(2)
             found = db.execute(query).mappings().all()
@@ -70,7 +72,7 @@ class Ledger:
 
     def all_jobs(self) -> Sequence[sa.RowMapping]:
         """Every job, the newest first."""
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return db.execute(sa.select(jobs).order_by(jobs.c.created.desc(), jobs.c.id)).mappings().all()
 
     def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
@@ -80,7 +82,7 @@ class Ledger:
             .where(jobs.c.identity == identity, jobs.c.state.not_in((JobState.FAILED, JobState.CANCELLED)))
             .order_by(jobs.c.created.desc())
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return db.execute(query).mappings().all()
 
     def move(self, job_id: str, state: JobState, **fields: object) -> None:
@@ -117,7 +119,7 @@ class Ledger:
             .where(error_counts.c.job == job_id, error_counts.c.rows > 0)
             .order_by(error_counts.c.rows.desc(), error_counts.c.code)
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return {code: (rows, sample) for code, rows, sample in db.execute(query)}
 
     def set_errors(self, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
@@ -144,7 +146,7 @@ class Ledger:
         query = sa.select(shards.c.shard, shards.c.bitmap).where(
             shards.c.job == job_id, shards.c.generation == generation, shards.c.shard.in_(numbers)
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return {shard: int.from_bytes(bitmap, "little") for shard, bitmap in db.execute(query)}
 
     def progress(self, job_id: str, generation: int) -> dict[int, int]:
@@ -152,7 +154,7 @@ class Ledger:
         query = sa.select(shards.c.shard, shards.c.done).where(
             shards.c.job == job_id, shards.c.generation == generation
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return dict(db.execute(query).all())
 
     def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
@@ -232,7 +234,7 @@ class Ledger:
             .where(commits.c.job == job_id)
             .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
 
     def committed_spans(self, job_id: str, worker: str = "") -> dict[str, list[Span]]:
@@ -242,13 +244,13 @@ class Ledger:
             .where(commits.c.job == job_id, commits.c.segment.startswith(worker, autoescape=True))
             .order_by(commits.c.segment, commits.c.offset)
         )
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             by_segment = groupby(db.execute(query), key=lambda found: found[0])
             return {segment: merged((start, end) for _, start, end in found) for segment, found in by_segment}
 
     def snapshot(self, job_id: str) -> Snapshot:
         """All that is known of a job."""
-        with self._engine.connect() as db:
+        with self._reader.connect() as db:
             return ledger_snapshot.read(db, job_id)
 
     def replace(self, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
@@ -262,12 +264,12 @@ class Ledger:
             _count_errors(db, spec.id, rows, {code: sample for code, (_, sample) in after.errors.items()})
 
     def close(self) -> None:
-        self._engine.dispose()
+        self.database.close()
 
 
-def open_ledger(path: object) -> Ledger:
+def open_ledger(path: Path) -> Ledger:
     """The ledger in the database at `path`."""
-    return Ledger(tables.open_database(path))
+    return Ledger(Database(path))
 
 
 def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> Standing:

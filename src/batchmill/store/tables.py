@@ -1,20 +1,12 @@
-"""The tables, and how a database is opened: one SQLAlchemy Core schema for SQLite and PostgreSQL.
+"""The tables of a data directory: one SQLAlchemy Core schema for SQLite and PostgreSQL.
 
-The database holds jobs and commit records, never rows: its size goes with the number of commits.
+The database holds jobs and commit records, never rows: its size goes with the number of commits. What a server keeps
+besides (files, keys, webhooks) stands in `service_tables`; how a database is opened, in `database`.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from pathlib import Path
-from typing import Any
-
-import sqlalchemy as sa
-from sqlalchemy import BigInteger, Column, Float, Integer, LargeBinary, MetaData, String, Table, Text
-
-from batchmill.errors import InvalidConfig
-
-SCHEMA_VERSION = 1
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 metadata = MetaData()
 
@@ -47,6 +39,22 @@ jobs = Table(
     Column("errors_output", Text),
     Column("problems", LargeBinary),  # list[types.Problem] as JSON
     Column("problems_total", BigInteger, nullable=False, default=0),
+    Column("project", String(64), nullable=False, server_default="default"),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("deadline", Float),  # seconds since the epoch, UTC
+    Column("finalizing", Float),  # when its results began to be written
+    Column("cancelling", Float),  # when it was asked to end early
+    Index("jobs_by_project", "project", "created"),
+)
+
+submissions = Table(  # which job an order that may arrive again has become; written with the job
+    "submissions",
+    metadata,
+    Column("key", String(512), primary_key=True),  # types.Once
+    Column("job", String(64), nullable=False),
+    Column("fingerprint", String(64), nullable=False),
+    Column("created", Float, nullable=False),
+    Column("answered", Float),  # when the reply went out; None: it may not have arrived
 )
 
 shards = Table(  # only shards that were leased at least once: the others follow from the plan
@@ -87,37 +95,3 @@ error_counts = Table(  # rows whose outcome now is an error, by cause
     Column("rows", BigInteger, nullable=False),
     Column("sample", Text, nullable=False, default=""),
 )
-
-
-def open_database(path: Path) -> sa.Engine:
-    """The database of a data directory, its tables made if they are not there. One process at a time.
-
-    Raises: InvalidConfig for a database of another version, or one that cannot be opened.
-    """
-    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 5.0})
-    sa.event.listen(engine, "connect", _configure_sqlite)
-    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    try:
-        metadata.create_all(engine)
-        with engine.begin() as db:
-            version = db.execute(sa.select(schema.c.version)).scalar()
-            if version is None:
-                db.execute(schema.insert().values(version=SCHEMA_VERSION))
-    except sa.exc.DatabaseError as error:
-        engine.dispose()
-        raise InvalidConfig(f"the database {path} cannot be opened: {error.orig}") from error
-    if version not in (None, SCHEMA_VERSION):
-        engine.dispose()
-        raise InvalidConfig(
-            f"the database {path} has schema version {version}, this batchmill knows {SCHEMA_VERSION}: "
-            "use the batchmill that wrote it, or another --data-dir"
-        )
-    return engine
-
-
-def _configure_sqlite(connection: sqlite3.Connection, _: Any) -> None:
-    connection.isolation_level = None  # transactions begin where we say, with BEGIN IMMEDIATE
-    connection.executescript(
-        "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA busy_timeout=5000; PRAGMA foreign_keys=ON;"
-        "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from batchmill.types import DatasetSpec, ModelSpec, Policy
@@ -20,3 +22,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     identity: str  # sha256 of what makes it this job and no other, but for the bytes of input and code
     code: dict[str, str]  # model name -> sha256 of its function's source
     created: float  # seconds since the epoch, UTC
+    endpoint: str | None = None  # the following as in types.JobOrder
+    rows_max: int | None = None
+    default_model: bool = True
+    project: str = "default"
+    labels: dict[str, str] = {}
+    origin: dict[str, Any] | None = None

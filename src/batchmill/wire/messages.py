@@ -8,8 +8,9 @@ from array import array
 import msgspec
 from msgspec import Struct
 
-from batchmill.types import Commit, EngineStats, Lease, ModelSpec
+from batchmill.types import Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.raised import Raised
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 
@@ -49,6 +50,9 @@ class Grant(Struct, frozen=True, tag="grant"):
     rows: bytes = b""
     careful: bool = False  # one row at a time, its position noted first: an earlier worker died on this shard
     condemned: list[int] = []  # positions that killed too many workers: they become errors unrun
+    priority: int = 0  # of the job: rows of a higher one go first
+    share: float = 1.0  # of this worker that the job has a claim to, beside others of its priority
+    row_cost: float = 1.0  # what one of its rows is reckoned at, in tokens where it has any
 
 
 class Ack(Struct, frozen=True, tag="ack"):
@@ -63,6 +67,19 @@ class Revoke(Struct, frozen=True, tag="revoke"):
     """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
 
     job: str
+
+
+class Predict(Struct, frozen=True, tag="predict"):
+    """Owner: answer this live request, ahead of every row."""
+
+    id: int
+    request: LiveRequest
+
+
+class Abandon(Struct, frozen=True, tag="abandon"):
+    """Owner: nobody waits for the answer to this live request any more."""
+
+    id: int
 
 
 class Drain(Struct, frozen=True, tag="drain"):
@@ -106,8 +123,29 @@ class Failed(Struct, frozen=True, tag="failed"):
     job: str | None = None
 
 
-ToWorker = Start | Open | Grant | Ack | Revoke | Drain
-ToOwner = Ready | Want | Record | Released | Heartbeat | Failed
+class Head(Struct, frozen=True, tag="head"):
+    """Worker: the answer to a live request begins."""
+
+    id: int
+    head: LiveHead
+
+
+class Chunk(Struct, frozen=True, tag="chunk"):
+    """Worker: a piece of its body."""
+
+    id: int
+    data: bytes
+
+
+class Answered(Struct, frozen=True, tag="answered"):
+    """Worker: the answer is complete, or there is none and this is why."""
+
+    id: int
+    raised: Raised | None = None
+
+
+ToWorker = Start | Open | Grant | Ack | Revoke | Predict | Abandon | Drain
+ToOwner = Ready | Want | Record | Released | Heartbeat | Failed | Head | Chunk | Answered
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

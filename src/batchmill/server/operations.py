@@ -1,0 +1,82 @@
+"""What a door offers: operations described once, from which routes, checks and the OpenAPI document are made."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from batchmill.errors import BatchmillError
+from batchmill.types import Caller, Scope
+
+
+class Call(Struct, frozen=True):
+    """One request on its way through an operation: who asks, and what, already checked."""
+
+    request: Request
+    caller: Caller
+    id: str  # of the request: logs and the reply's x-request-id have it
+    query: Any = None  # the operation's `query`, filled
+    body: Any = None  # the operation's `body`, filled
+    raw: bytes = b""  # the body as it came, of an operation that takes JSON
+
+    @property
+    def path(self) -> dict[str, str]:
+        """The parameters of the path, decoded once. Names only: no file's path is ever made of one."""
+        return self.request.path_params
+
+
+class Content(Struct, frozen=True):
+    """A body or a reply that is no JSON of a struct."""
+
+    media: str  # "text/event-stream"
+    schema: dict[str, Any] = {"type": "string", "format": "binary"}
+
+
+class Operation(Struct, frozen=True):
+    """One method of one path.
+
+    `query` and `body` are structs that a request is converted to, unknown fields refused; `body` may be a Content,
+    which the handler reads from `call.request` itself, piece by piece. `reply` describes a success for the document;
+    None is an empty reply. `scope` None: anybody may ask, without a key.
+    """
+
+    name: str  # the operationId
+    method: str
+    path: str  # "/v1/files/{file_id}"
+    summary: str
+    scope: Scope | None
+    handler: Callable[[Call], Awaitable[Response]]
+    query: type[Struct] | None = None
+    body: type[Struct] | Content | None = None
+    reply: Any = None
+    status: int = 200
+    errors: tuple[int, ...] = ()  # besides 400, 401, 403, 413, 429 and 500, which any may answer
+    body_is_optional: bool = False
+    body_bytes_max: int | None = None  # instead of the server's own limit
+
+
+class Dialect(Protocol):
+    """Speaks one public API: its operations, and how it says that something is wrong."""
+
+    name: str
+
+    def operations(self) -> Sequence[Operation]: ...
+
+    def refusal(self, error: BatchmillError) -> Response:
+        """The reply to a request that failed: status and envelope by `error.code`. Never raises."""
+
+    def error_schema(self) -> dict[str, Any]:
+        """JSON schema of the envelope."""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def json_reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A struct, or anything JSON can hold, as a reply."""
+    return Response(_encoder.encode(value), status, headers, media_type="application/json")

@@ -1,0 +1,106 @@
+"""A data directory's database: opened once, written by one thread, read by another.
+
+One process owns it. The reader never waits for the writer: SQLite's write-ahead log shows it the last commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import sqlalchemy as sa
+
+from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFull
+from batchmill.store import migrations, service_tables, tables
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["Database", "service_tables"]
+
+
+class Database:
+    """Raises: InvalidConfig for a database of another version, or one that cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.writer = _open(path, "BEGIN IMMEDIATE")
+        try:
+            tables.metadata.create_all(self.writer)
+            with self.writer.begin() as db:
+                migrations.migrate(db)
+        except sa.exc.DatabaseError as error:
+            self.writer.dispose()
+            raise InvalidConfig(f"the database {path} cannot be opened: {error.orig}") from error
+        except InvalidConfig as error:
+            self.writer.dispose()
+            raise InvalidConfig(f"the database {path} {error.message}") from None
+        self.reader = _open(path, "BEGIN", "PRAGMA query_only=ON")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="database-read")
+        self._closed = False
+
+    async def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(db, ...)` in one transaction. Raises: StorageFull when the disk is full, LedgerBroken."""
+        return await self.call(_within, self.writer, function, *args, **kwargs)
+
+    async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(db, ...)` on the last commit; it must not write."""
+        return await self.look(_within, self.reader, function, *args, **kwargs)
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what opens its own transactions on `writer`, in the thread that writes."""
+        return await self._run(self._writing, lambda: function(*args, **kwargs))
+
+    async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what only reads, on `reader`, in the thread that reads."""
+        return await self._run(self._reading, lambda: function(*args, **kwargs))
+
+    async def _run(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        if self._closed:
+            raise LedgerBroken("the database is closed")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, call)
+        except sa.exc.SQLAlchemyError as error:
+            raise _translated(error) from error
+
+    def close(self) -> None:
+        """Let what runs end, and close."""
+        self._closed = True
+        self._writing.shutdown(wait=True)
+        self._reading.shutdown(wait=True)
+        self.reader.dispose()
+        self.writer.dispose()
+
+
+def _within(engine: sa.Engine, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    with engine.begin() as db:
+        return function(db, *args, **kwargs)
+
+
+def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
+    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 5.0})
+
+    def configure(connection: sqlite3.Connection, _: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say
+        connection.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA busy_timeout=5000; PRAGMA foreign_keys=ON;"
+            "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
+        )
+        if pragma:
+            connection.execute(pragma)
+
+    sa.event.listen(engine, "connect", configure)
+    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    return engine
+
+
+def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
+    cause = getattr(error, "orig", None)
+    text = str(cause or error)
+    if getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
+    return LedgerBroken(f"the database failed: {text}", code="database_failed")

@@ -1,0 +1,91 @@
+"""The tables of what a server keeps besides jobs: files, uploads, keys, webhooks. See `tables` for the jobs."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, String, Table, Text
+
+from batchmill.store.tables import metadata
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("filename", Text, nullable=False),  # for people: no path is ever made of it
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", String(64)),  # of an upload; None for results
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("job", String(64)),  # of results: the job they are of
+    Index("files_by_project", "project", "created"),
+)
+
+uploads = Table(  # a file that arrives in parts
+    "uploads",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("mime_type", String(256), nullable=False),
+    Column("bytes", BigInteger, nullable=False),  # as announced
+    Column("status", String(16), nullable=False),  # pending, completed, cancelled, expired
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("file_expires_s", Float),  # of the file it becomes, from its creation
+    Column("file", String(64)),
+)
+
+upload_parts = Table(
+    "upload_parts",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("upload", String(64), nullable=False, index=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created", Float, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(32), primary_key=True),  # the public half of the key
+    Column("name", String(256), nullable=False),
+    Column("project", String(64), nullable=False, index=True),
+    Column("hash", String(64), nullable=False),  # sha256 of the whole key, as hexadecimal digits
+    Column("scopes", String(256), nullable=False),  # types.Scope values, separated by spaces
+    Column("models", Text),  # names it may use, as a JSON list; None: all that its project may
+    Column("requests_per_minute", Integer),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+    Column("last_used", Float),
+)
+
+webhook_endpoints = Table(
+    "webhook_endpoints",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False, index=True),
+    Column("name", String(256), nullable=False),
+    Column("url", Text, nullable=False),
+    Column("events", Text, nullable=False),  # types of events, as a JSON list
+    Column("secret", LargeBinary, nullable=False),  # what deliveries are signed with
+    Column("created", Float, nullable=False),
+)
+
+outbox = Table(  # events on their way to an endpoint; written with, or made from, what they tell of
+    "outbox",
+    metadata,
+    Column("id", String(64), primary_key=True),  # made of the event and the endpoint: written twice, it is one
+    Column("endpoint", String(64), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("type", String(64), nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("due", Float),  # when to try (again); None: delivered or given up
+    Column("delivered", Float),
+    Column("failure", Text),  # of the last attempt
+    Index("outbox_by_due", "due"),
+)
