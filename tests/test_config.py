@@ -130,6 +130,49 @@ def test_a_file_has_a_largest_size(tmp_path):
         load(tmp_path, "#" * (config.FILE_BYTES_MAX + 1))
 
 
+def test_serving_is_read(tmp_path):
+    """What a server listens on, its projects and its webhooks arrive as they are written."""
+    found = load(
+        tmp_path,
+        MODEL + '[server]\nport = 9000\nrows_max = 50000\n[projects.a]\nweight = 2\nmodels = ["m"]\n'
+        '[[webhooks]]\nurl = "https://example.com/x"\nsecret = "env:HOOK"\n',
+    )
+    assert (found.server.host, found.server.port, found.server.rows_max) == ("127.0.0.1", 9000, 50_000)
+    assert found.projects["a"] == config.ProjectEntry(weight=2.0, models=["m"])
+    assert found.webhooks == [config.WebhookEntry("https://example.com/x", "env:HOOK")]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[server]\nhosts = 1", "no key server.hosts; did you mean server.host?"),
+        ("[projects.a]\nwait = 1", "no key projects.a.wait; did you mean projects.a.weight?"),
+        ("[[webhooks]]\nlink = 1", "no key webhooks.link"),
+        ("[projects.'a b']", "a project's name"),
+        ("[projects.a]\nweight = 0", "projects.a.weight must be more than 0"),
+        ("[projects.a]\nweight = nan", "projects.a.weight must be more than 0"),
+        ("[projects.a]\nmodels = ['x']", "there is no model 'x'"),
+        ("[[webhooks]]\nurl = 'ftp://x'\nsecret = 'env:A'", "must begin with https://"),
+        ("[[webhooks]]\nurl = 'https://x'\nsecret = 'whsec_abc'", "never the secret itself"),
+    ],
+)
+def test_what_is_wrong_with_serving_is_named(tmp_path, text, told):
+    """A key nobody knows, a share of nothing, a model that is not there: refused by name; a secret is not repeated."""
+    with pytest.raises(InvalidConfig, match=told) as refused:
+        load(tmp_path, text)
+    assert "abc" not in refused.value.message
+
+
+@pytest.mark.parametrize("name", config.SERVER_MAX)
+def test_every_limit_of_a_server_has_a_largest_value(tmp_path, name):
+    """A limit of the server at its maximum is taken, and beyond it or at nothing it is refused by name."""
+    most = config.SERVER_MAX[name]
+    assert getattr(load(tmp_path, f"[server]\n{name} = {most}").server, name) == most
+    for value in (0, -1, most + 1):
+        with pytest.raises(InvalidConfig, match=f"server.{name} must be more than 0 and at most"):
+            load(tmp_path, f"[server]\n{name} = {value}")
+
+
 def test_every_key_is_documented():
     """Each key stands in the page for people and in the module's own table."""
     page = DOCS.read_text()
@@ -138,6 +181,12 @@ def test_every_key_is_documented():
     keys |= {f"models.NAME.{each.name}" for each in fields(ModelEntry)}
     assert config.__doc__ is not None
     assert [key for key in sorted(keys) if key not in config.__doc__] == []
+    for entry, place in (
+        (config.ServerEntry, "server"),
+        (config.ProjectEntry, "projects.NAME"),
+        (config.WebhookEntry, "webhooks"),
+    ):
+        keys |= {f"{place}.{each.name}" for each in fields(entry)}
     keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 

@@ -28,8 +28,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
-| webhooks                     | a list of tables: `url`, `secret` ("env:NAME", "file:PATH"), `events`,     |
-|                              | `project`, `name`                                                         |
+| webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
+| webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
+| webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
 """
 
 from __future__ import annotations
@@ -285,6 +286,11 @@ def _check_serving(read: _File) -> None:
         for model in project.models or ():
             if not any(model == known or model in entry.adapters for known, entry in read.models.items()):
                 raise InvalidConfig(f"projects.{name}.models: there is no model {model!r}")
+    for webhook in read.webhooks:
+        if not webhook.url.startswith(("https://", "http://")):
+            raise InvalidConfig(f"webhooks.url must begin with https:// or http://, not {webhook.url[:SHOWN_CHARS]!r}")
+        if not webhook.secret.startswith(("env:", "file:")):  # what stands there may be the secret: it is not repeated
+            raise InvalidConfig('webhooks.secret is "env:NAME" or "file:PATH", never the secret itself')
 
 
 def _check_limits(limits: Struct, place: str) -> None:
