@@ -277,12 +277,14 @@ class JobView(Struct, frozen=True):
 class Once(Struct, frozen=True):
     """How an order that arrives again is known: by the caller's own key, or by being the same to the byte.
 
-    A `blind` one has no key of the caller's: it is the same order only until its first reply has been delivered.
+    A `blind` one has no key of the caller's: it is the same order only until its first reply has been delivered. With
+    `again_s` its client says that it has asked before: it is then also the order that was answered less long ago.
     """
 
     key: str
     fingerprint: str  # sha256 of what was asked, as hexadecimal digits
     blind: bool = False
+    again_s: float | None = None  # seconds since the first one was taken
 
 
 class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
