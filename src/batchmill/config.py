@@ -26,6 +26,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
 | server.idle_unload_s         | a model that nobody has used for so long is unloaded                      |
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
+| server.private_hosts         | names, addresses and networks outside the public internet that webhooks   |
+|                              | may reach                                                                 |
+| server.otlp_endpoint         | where traces are sent (OTEL_EXPORTER_OTLP_ENDPOINT); none: nowhere         |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
@@ -117,6 +120,8 @@ class ServerEntry(Struct, frozen=True):
     requests_per_minute: int | None = None
     idle_unload_s: float = 600.0
     allowed_hosts: list[str] = []
+    private_hosts: list[str] = []
+    otlp_endpoint: str | None = None
 
 
 class ProjectEntry(Struct, frozen=True):

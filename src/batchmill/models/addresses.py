@@ -1,0 +1,190 @@
+"""Where batchmill may be sent by what a caller wrote: which URLs, hosts and addresses are refused, and why.
+
+Pure rules. They know nothing of sockets: `guarded_http` holds every connection to them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidConfig, InvalidInput
+
+URL_CHARS_MAX = 2048
+PORT_MAX = 65_535
+PORTS_BELOW_1024 = frozenset({80, 443})  # the others belong to services that are no web servers
+LISTED_MAX = 256
+SHOWN_CHARS = 100
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+# Where clouds hand out credentials to whoever asks: closed even where private addresses are allowed.
+NEVER: tuple[Network, ...] = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "169.254.0.0/16",  # link-local; AWS, Azure, GCP, ECS and EKS
+            "fe80::/10",
+            "fd00:ec2::/32",  # AWS over IPv6
+            "fd20:ce::254/128",  # GCP over IPv6
+            "100.100.100.200/32",  # Alibaba
+            "192.0.0.192/32",  # Oracle
+            "168.63.129.16/32",  # Azure, though it looks public
+            "0.0.0.0/8",
+            "::/128",
+            "224.0.0.0/4",
+            "ff00::/8",
+            "240.0.0.0/4",
+        ),
+    )
+)
+# Inside of these an IPv4 address is written: the packet may end there.
+_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_COMPATIBLE = ipaddress.ip_network("::/96")
+_SITE_LOCAL = ipaddress.ip_network("fec0::/10")
+
+_LABEL = r"[a-z0-9](?:[a-z0-9_-]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_URL = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<authority>[^/?#]*)(?P<path>/[!"$-~]*)?(?P<query>\?[!"$-~]*)?", re.IGNORECASE
+)
+_AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<host>[^:\[\]@]+))(?::(?P<port>[0-9]{1,6}))?", re.IGNORECASE)
+
+
+class Target(Struct, frozen=True):
+    """A URL that was read, and may be called as far as its text can tell."""
+
+    url: str
+    host: str  # in lower case; an IPv6 address without its brackets
+    port: int
+    is_listed: bool  # the operator named this very host: it may be private, and spoken to without TLS
+
+
+class Private(Struct, frozen=True):
+    """What an operator opened: hosts by name, and networks. Naming one opens no other."""
+
+    names: frozenset[str] = frozenset()
+    networks: tuple[Network, ...] = ()
+
+    def holds(self, address: Address) -> bool:
+        return any(address in network for network in self.networks)
+
+
+def read_private(listed: Iterable[str]) -> Private:
+    """The list `server.private_hosts`: names, addresses and networks (10.0.0.0/8). Raises: InvalidConfig."""
+    names: set[str] = set()
+    networks: list[Network] = []
+    for each in listed:
+        try:
+            networks.append(ipaddress.ip_network(each))
+        except ValueError:
+            name = each.lower()
+            if _looks_numeric(name) or not _NAME.fullmatch(name):
+                raise InvalidConfig(
+                    f"server.private_hosts: {each[:SHOWN_CHARS]!r} is no host name, address or network (10.0.0.0/8)"
+                ) from None
+            names.add(name)
+    if len(names) + len(networks) > LISTED_MAX:
+        raise InvalidConfig(f"server.private_hosts has more than {LISTED_MAX} entries; write networks instead")
+    return Private(frozenset(names), tuple(networks))
+
+
+def read_url(url: str, private: Private = Private()) -> Target:
+    """Read a URL that somebody else wrote.
+
+    Raises: InvalidInput, code `url_not_allowed`, with the reason.
+    """
+    if len(url) > URL_CHARS_MAX:
+        raise _refused(url, f"it is longer than {URL_CHARS_MAX} characters")
+    found = _URL.fullmatch(url)
+    if found is None or "\\" in url:
+        raise _refused(url, "it is no address of plain characters; write names in their xn-- form, and others as %41")
+    scheme = found["scheme"].lower()
+    if scheme not in ("https", "http"):
+        raise _refused(url, "it begins neither with https:// nor with http://")
+    if "@" in found["authority"]:
+        raise _refused(url, "it holds a user name or a password")
+    host, port = _read_authority(url, found["authority"], 443 if scheme == "https" else 80)
+    address = _address_of(host)
+    is_listed = host in private.names or (address is not None and private.holds(address))
+    if address is not None and (flaw := flaw_of(address, is_listed)):
+        raise _refused(url, flaw)
+    if scheme == "http" and not is_listed:
+        raise _refused(url, "it is not https; plain http goes only to hosts that server.private_hosts names")
+    return Target(url, host, port, is_listed)
+
+
+def _read_authority(url: str, authority: str, default_port: int) -> tuple[str, int]:
+    found = _AUTHORITY.fullmatch(authority)
+    if found is None:
+        raise _refused(url, "it names no host, or none that can be read")
+    port = int(found["port"]) if found["port"] else default_port
+    if not 1 <= port <= PORT_MAX or (port < 1024 and port not in PORTS_BELOW_1024):
+        raise _refused(url, f"the port {port} is not one of a web server (80, 443, 1024 to {PORT_MAX})")
+    if found["v6"]:
+        try:
+            return str(ipaddress.IPv6Address(found["v6"])), port
+        except ValueError:
+            raise _refused(url, "its IPv6 address cannot be read") from None
+    host = found["host"].lower()
+    if host.endswith("."):
+        raise _refused(url, "its host ends with a dot; write it without")
+    if _looks_numeric(host):
+        if _address_of(host) is None:
+            raise _refused(url, "its host is a number; an IPv4 address has four decimal parts (192.0.2.1)")
+    elif len(host) > 253 or not _NAME.fullmatch(host):
+        raise _refused(url, "its host is no name of letters, digits, - and dots; write others in their xn-- form")
+    return host, port
+
+
+def _looks_numeric(host: str) -> bool:
+    """A resolver would read it as an address, in whatever notation: 127.1, 0x7f.1, 2130706433."""
+    last = host.rsplit(".", 1)[-1]
+    return last.isdigit() or bool(re.fullmatch(r"0x[0-9a-f]*", last))
+
+
+def _address_of(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def flaw_of(address: Address, is_open: bool = False) -> str:
+    """Why nobody may be sent to an address; empty: they may. `is_open`: it may be a private one."""
+    for each in (address, *_inner(address)):
+        if any(each in network for network in NEVER):
+            return "its address is one where no server of others can be, or where a cloud keeps credentials"
+        if not is_open and not _is_public(each):
+            return "its address is private; an operator can open it with server.private_hosts"
+    return ""
+
+
+def may_reach(address: Address, target: Target, private: Private) -> str:
+    """Why `target` may not be called at an address that its name resolved to; empty: it may."""
+    return flaw_of(address, target.is_listed or private.holds(address))
+
+
+def _inner(address: Address) -> list[Address]:
+    """The IPv4 addresses that an IPv6 address carries inside."""
+    if address.version == 4:
+        return []
+    found: list[Address | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    low = int(address) & 0xFFFF_FFFF
+    if any(address in network for network in _NAT64) or (address in _COMPATIBLE and low > 1):
+        found.append(ipaddress.IPv4Address(low))
+    return [each for each in found if each is not None]
+
+
+def _is_public(address: Address) -> bool:
+    if address.version == 6 and address.ipv4_mapped is not None:
+        return True  # the address inside is judged instead: Pythons differ in what they call this one
+    return address.is_global and not address.is_multicast and address not in _SITE_LOCAL
+
+
+def _refused(url: str, why: str) -> InvalidInput:
+    return InvalidInput(f"the URL {url[:SHOWN_CHARS]!r} is not allowed: {why}", code="url_not_allowed")
