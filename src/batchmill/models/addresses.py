@@ -50,7 +50,8 @@ _SITE_LOCAL = ipaddress.ip_network("fec0::/10")
 _LABEL = r"[a-z0-9](?:[a-z0-9_-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _URL = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<authority>[^/?#]*)(?P<path>/[!"$-~]*)?(?P<query>\?[!"$-~]*)?", re.IGNORECASE
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<authority>[^/?#]*)(?P<path>/[!\x22$-~]*)?(?P<query>\?[!\x22$-~]*)?",
+    re.IGNORECASE,
 )
 _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<host>[^:\[\]@]+))(?::(?P<port>[0-9]{1,6}))?", re.IGNORECASE)
 
