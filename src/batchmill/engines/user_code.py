@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ class UserThread:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.ahead: deque[Callable[[], object]] = deque()  # what a long call looks at now and then, and runs
         threading.Thread(target=self._serve, name="user-code", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -33,19 +35,34 @@ class UserThread:
         self._calls.put((future, call))
         return asyncio.wrap_future(future)
 
+    def submit_ahead(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Run `call` before those submitted, and inside a running one that looks at `ahead`."""
+        future: Future[Any] = Future()
+        self.ahead.append(lambda: _run(future, call))
+        self._calls.put((Future(), _nothing))  # wakes the thread, which looks before each call
+        return asyncio.wrap_future(future)
+
     def close(self) -> None:
         """End the thread once its present call returns."""
         self._calls.put(None)
 
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # whoever awaits the future gets it
-                future.set_exception(error)
+            while self.ahead:
+                self.ahead.popleft()()
+            _run(*item)
+
+
+def _run(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # whoever awaits the future gets it
+        future.set_exception(error)
+
+
+def _nothing() -> None: ...
 
 
 class UserLog:

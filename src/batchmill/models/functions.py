@@ -57,6 +57,7 @@ class Loaded(Struct, frozen=True):
     is_async: bool
     list_rows: int | None = None
     setup: Callable[[], Any] | None = None  # to be called, or awaited, once before the first row
+    yields: bool = False  # a generator function, plain or async: it can answer in pieces, and rows cannot use it
 
     @property
     def required(self) -> frozenset[str]:
@@ -281,9 +282,10 @@ def _describe(target: Any, source: str) -> Loaded:
         call=call,
         parameters={each.name: each.default for each in found if each.kind in _NAMED},
         takes_kwargs=any(each.kind is each.VAR_KEYWORD for each in found),
-        is_async=_is_async(call),
+        is_async=_is_any(call, inspect.iscoroutinefunction),
         list_rows=getattr(call, "batchmill_list_rows", None),
         setup=setup if callable(setup) else None,
+        yields=_is_any(call, inspect.isgeneratorfunction, inspect.isasyncgenfunction),
     )
     if loaded.list_rows is not None and (loaded.takes_kwargs or not loaded.parameters):
         raise ModelFailed(
@@ -295,7 +297,7 @@ def _describe(target: Any, source: str) -> Loaded:
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _is_async(call: Any) -> bool:
-    if inspect.iscoroutinefunction(call):
-        return True
-    return not inspect.isroutine(call) and inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
+def _is_any(call: Any, *kinds: Callable[[Any], bool]) -> bool:
+    """Whether the call, or the `__call__` of an object, is a function of one of these kinds."""
+    body = call if inspect.isroutine(call) else getattr(call, "__call__", None)  # noqa: B004
+    return any(kind(call) or kind(body) for kind in kinds)
