@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchmill.config import Config
-from batchmill.datasets.orders import SealReport
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig, InvalidTransition
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
 from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
-from batchmill.jobs.estimate import Estimate
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.plan import Explanation
 from batchmill.jobs.service import JobService
 from batchmill.ports import Jobs
 from batchmill.states import JobState, PauseReason
 from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins

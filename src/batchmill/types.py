@@ -63,11 +63,13 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     workers: int = 1  # processes (function), replicas (llm)
     price: Price | None = None
     limits: Limits = Limits()
+    allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
 
     def targets(self) -> dict[str, str | None]:
         """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
         names: dict[str, str | None] = {self.name: None, self.source: None}
-        return names | {adapter: adapter for adapter in self.adapters}
+        names |= {adapter: adapter for adapter in self.adapters}
+        return names if self.allowed is None else {name: names[name] for name in self.allowed}
 
 
 class Row(Struct, gc=False):
@@ -298,6 +300,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
     policy: Policy = Policy()
     output: str | None = None  # absolute
+    output_format: str = "jsonl"  # of results that stay with the job: jsonl, csv, parquet, jsonl.gz, csv.zst …
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
     default_model: bool = True  # rows that name no model go to models[0]; otherwise they are refused

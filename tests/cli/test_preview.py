@@ -2,10 +2,8 @@
 
 import json
 
-from batchmill.datasets.orders import SealReport
-from batchmill.jobs.estimate import Estimate, ModelEstimate, Range
-from batchmill.jobs.plan import Explanation, PlanGroup
 from batchmill.types import Problem, Seal, SealedFile
+from batchmill.wire.previews import Estimate, Explanation, ModelEstimate, PlanGroup, Range, SealReport
 
 MODEL = ("in.jsonl", "--model", "function:app.py:f")
 SEAL = Seal(

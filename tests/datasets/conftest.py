@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from batchmill.datasets.sealing import SealOrder, SealReport, seal
+from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.types import DatasetSpec
+from batchmill.wire.previews import SealReport
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from finished_job import quiet
 
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs import estimate as estimating
-from batchmill.jobs.estimate import Estimate, EstimateOrder, Range, estimate, estimate_offloaded
+from batchmill.jobs.estimate import EstimateOrder, estimate, estimate_offloaded
 from batchmill.jobs.plan import PlanOrder, make
 from batchmill.jobs.prompt_tokens import ByLength, RowTokens, tokens_of
 from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price, Request
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.previews import Estimate, Range
 
 PRICE = Price(input=2.0, output=10.0)
 

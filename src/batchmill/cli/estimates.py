@@ -9,7 +9,7 @@ from batchmill.cli.text import clean, count, duration, money, percent, short, ta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchmill.jobs.estimate import Estimate, ModelEstimate, Range
+    from batchmill.wire.previews import Estimate, ModelEstimate, Range
 
 WIDTH = 15
 NOTE_CHARS_MAX = 300

@@ -17,8 +17,7 @@ from batchmill.cli.text import clean, count, percent, short, size, table
 from batchmill.types import JobOrder, JobView
 
 if TYPE_CHECKING:
-    from batchmill.datasets.orders import SealReport
-    from batchmill.jobs.plan import Explanation, PlanGroup
+    from batchmill.wire.previews import Explanation, PlanGroup, SealReport
 
 
 @click.command()

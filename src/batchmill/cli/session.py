@@ -25,9 +25,7 @@ from batchmill.ports import Jobs
 from batchmill.types import JobOrder
 
 if TYPE_CHECKING:
-    from batchmill.datasets.orders import SealReport
-    from batchmill.jobs.estimate import Estimate
-    from batchmill.jobs.plan import Explanation
+    from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXIT_PIPE = 141  # as a shell shows a process that SIGPIPE ended

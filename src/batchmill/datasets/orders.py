@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from batchmill.types import DatasetSpec, Problem, Seal
+from batchmill.types import DatasetSpec
 from batchmill.wire.forms import Form
 
 Fold = Literal["deterministic", "all", "none"]
@@ -28,15 +28,6 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: as many as they like
     problems_max: int = 1000
     processes: int = 2
-
-
-class SealReport(Struct, frozen=True):
-    """What sealing found. `problems` are the first ones, in the order of the lines."""
-
-    seal: Seal
-    problems: list[Problem]
-    problems_total: int
-    rejected: int
 
 
 class Part(Struct, frozen=True):

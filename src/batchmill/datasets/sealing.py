@@ -16,7 +16,7 @@ from batchmill.datasets import late, layout
 from batchmill.datasets.conversion import Material, convert, copied, in_place
 from batchmill.datasets.fan_out import Crew, validators
 from batchmill.datasets.formats import Detected, classify, detect, names_at_first
-from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder, SealReport
+from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, unchanged
 from batchmill.datasets.tables import Tables
@@ -24,6 +24,7 @@ from batchmill.datasets.validation import check_form, column_flaw, missing_colum
 from batchmill.errors import InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.forms import Form, OpenAIForm, TableForm
+from batchmill.wire.previews import SealReport
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 

@@ -17,10 +17,11 @@ from msgspec import Struct
 
 from batchmill.datasets import layout
 from batchmill.datasets.conversion import Material
-from batchmill.datasets.orders import Chunk, Part, SealOrder, SealReport
+from batchmill.datasets.orders import Chunk, Part, SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.types import Problem, Seal
 from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.previews import SealReport
 
 FEW_ROWS = 100_000  # so many hashes are compared at once, before anything heavy is imported for it
 

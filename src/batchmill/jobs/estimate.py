@@ -20,6 +20,7 @@ from batchmill.jobs.prompt_tokens import Counter, RowTokens, counter_for, tokens
 from batchmill.types import ModelSpec, Row, Usage
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.previews import Estimate, ModelEstimate, Range
 
 SAMPLE_ROWS = 1000  # of all models together, at most
 SAMPLE_BYTES = 16 * 1024 * 1024
@@ -36,47 +37,6 @@ class EstimateOrder(Struct, frozen=True):
     dataset: str
     plan: str
     rows_per_s: float | None = None
-
-
-class Range(Struct, frozen=True):
-    """A figure out of a sample: in 8 of 10 samples it lies between `low` and `high`. Equal where all rows were read."""
-
-    low: float
-    mid: float
-    high: float
-
-
-class ModelEstimate(Struct, frozen=True):
-    """The rows of one model."""
-
-    model: str
-    rows: int  # that run
-    sampled: int
-    input_tokens: Range | None  # None: the engine knows no tokens
-    output_tokens: Range | None  # if each row used its whole limit; see `rows_unlimited`
-    cost: Range | None  # USD, of these tokens; None: no price is known
-    cost_input: Range | None  # USD, of the input alone: what is spent however short the answers are
-    counted_by: str  # what tokens were counted with
-
-
-class Estimate(Struct, frozen=True):
-    """What a job is going to take. `notes`: sentences on what is not known, and why."""
-
-    rows: int
-    run: int
-    folded: int
-    rejected: int
-    sampled: int
-    input_tokens: Range | None
-    output_tokens: Range | None
-    rows_unlimited: float  # share of sampled rows that set no limit: they count as OUTPUT_TOKENS_DEFAULT
-    shared_prefix: float | None  # share of the input that a prefix cache may hold
-    cost: Range | None
-    cost_input: Range | None
-    time_s: float | None  # at the rate measured before; None: unknown
-    time_s_min: float | None  # what the limits per minute alone ask for; None: there are none
-    models: list[ModelEstimate]
-    notes: list[str]
 
 
 def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput
 from batchmill.jobs.job_files import JobFiles, read_spec
-from batchmill.jobs.results import check_output, errors_path
+from batchmill.jobs.results import check_kind, check_output, errors_path, stored_name
 from batchmill.models import functions, registry
 from batchmill.states import JobState
 from batchmill.types import JobOrder, ModelSpec, Seal
@@ -35,6 +35,8 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     if order.output is not None:
         check_output(order.output, detected.format)
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
+    else:
+        check_kind(stored_name(order.output_format), detected.format)
     registry.checked_budget(order.policy.budget, order.models)
     return JobSpec(
         id=job_id,
@@ -43,6 +45,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         form=form,
         policy=order.policy,
         output=order.output,
+        output_format=order.output_format,
         identity=identity(order, form),
         code=code_of(order.models),
         created=now,

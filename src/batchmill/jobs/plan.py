@@ -24,6 +24,7 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.part_file import PartFile, remove_files
 from batchmill.types import Shard
+from batchmill.wire.previews import Explanation, PlanGroup
 
 assert sys.byteorder == "little", "plans are written in the machine's own order, which must be little endian"
 
@@ -262,33 +263,6 @@ class PlanReader:
             if size != expected:
                 self.close()
                 raise LedgerBroken(f"{self.home / name} has {size} bytes instead of {expected}", code="plan_broken")
-
-
-class PlanGroup(Struct, frozen=True):
-    """The rows of one model and adapter, as people see them."""
-
-    model: str
-    adapter: str | None
-    rows: int  # that run
-    folded: int
-    shards: int  # of the model; shards may hold rows of several of its adapters
-    tokens: int | None  # estimated: input and output of the rows that run
-    prefix_groups: int  # runs of two or more rows with a prompt prefix in common
-    shared_prefix: float | None  # share of the input bytes that the row before has too; None: unknown
-
-
-class Explanation(Struct, frozen=True):
-    """What a plan is going to do."""
-
-    rows: int
-    run: int
-    folded: int
-    rejected: int
-    shards: int
-    in_file_order: bool
-    tokens: int | None
-    shared_prefix: float | None
-    groups: list[PlanGroup]
 
 
 def explain(plan: Plan, models: Sequence[str], shards: Iterable[Shard]) -> Explanation:

@@ -8,16 +8,17 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.orders import SealOrder, SealReport
+from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidInput
 from batchmill.jobs import plan, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.result_columns import COLUMNS_MAX
-from batchmill.jobs.results import output_kind
+from batchmill.jobs.results import output_kind, stored_name
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.previews import SealReport
 
 SEALING_SHARE = 0.85  # of the progress that is shown
 
@@ -63,13 +64,14 @@ def seal_order(spec: JobSpec) -> SealOrder:
             place = number, known.index((number, adapter))
             if names.setdefault(name, place) != place:
                 raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
+    output = spec.output or stored_name(spec.output_format)
     return SealOrder(
         dataset=spec.dataset,
         form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
         targets=names,
         urls=[None if model.engine == "function" else frozenset(URLS) for model in spec.models],
         keys=needs_keys(spec),
-        columns_max=None if spec.output is None or output_kind(Path(spec.output))[0] == "jsonl" else COLUMNS_MAX,
+        columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
     )
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.datasets.orders import SealReport
 from batchmill.jobs import orders
-from batchmill.jobs.estimate import Estimate, EstimateOrder
+from batchmill.jobs.estimate import EstimateOrder
 from batchmill.jobs.offload import offload
-from batchmill.jobs.plan import Explanation, PlanReader, explain
+from batchmill.jobs.plan import PlanReader, explain
 from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.types import JobOrder
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 Progress = Callable[[float], None]
 

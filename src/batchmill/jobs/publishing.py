@@ -12,7 +12,7 @@ from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.offload import CHILD_DIED, offload
-from batchmill.jobs.results import GatherOrder, Manifest, can_stream
+from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -84,7 +84,7 @@ class Publishing:
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
     """Where the results go: where the caller said, or beside the job's own files."""
-    return files.home / "results.jsonl" if spec.output is None else Path(spec.output)
+    return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
 def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, cancelled: bool) -> GatherOrder:

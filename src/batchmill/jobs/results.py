@@ -18,6 +18,7 @@ from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
+STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst")  # what a job may keep with itself
 
 
 class GatherOrder(Struct, frozen=True):
@@ -71,9 +72,18 @@ def output_kind(path: Path) -> tuple[str, str]:
     return kind, packed
 
 
-def check_output(path: str, format: str) -> None:
-    """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
-    output = Path(path)
+def stored_name(output_format: str) -> str:
+    """The name of results that stay with their job. Raises: InvalidInput."""
+    if output_format not in STORED:
+        raise InvalidInput(
+            f"results cannot be written as {output_format!r}: one of {', '.join(STORED)}", code="invalid_output"
+        )
+    return f"results.{output_format}"
+
+
+def check_kind(name: str, format: str) -> None:
+    """Whether results of a dataset of `format` can be of the kind that a file's name says. Raises: InvalidInput."""
+    output = Path(name)
     kind, _ = output_kind(output)
     if format == "openai" and kind != "jsonl":
         raise InvalidInput(
@@ -86,6 +96,12 @@ def check_output(path: str, format: str) -> None:
             "writing Parquet needs pyarrow: pip install 'batchmill[parquet]', or name the output .csv or .jsonl",
             code="missing_dependency",
         )
+
+
+def check_output(path: str, format: str) -> None:
+    """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
+    check_kind(path, format)
+    output = Path(path)
     if output.is_dir():
         raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
     if not output.parent.is_dir():

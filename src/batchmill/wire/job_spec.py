@@ -28,3 +28,4 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     project: str = "default"
     labels: dict[str, str] = {}
     origin: dict[str, Any] | None = None
+    output_format: str = "jsonl"
