@@ -70,8 +70,9 @@ webhook_endpoints = Table(
     Column("name", String(256), nullable=False),
     Column("url", Text, nullable=False),
     Column("events", Text, nullable=False),  # types of events, as a JSON list
-    Column("secret", LargeBinary, nullable=False),  # what deliveries are signed with
+    Column("secret", LargeBinary, nullable=False),  # what deliveries are signed with, encrypted
     Column("created", Float, nullable=False),
+    Column("updated", Float, nullable=False),
 )
 
 outbox = Table(  # events on their way to an endpoint; written with, or made from, what they tell of
@@ -87,5 +88,5 @@ outbox = Table(  # events on their way to an endpoint; written with, or made fro
     Column("due", Float),  # when to try (again); None: delivered or given up
     Column("delivered", Float),
     Column("failure", Text),  # of the last attempt
-    Index("outbox_by_due", "due"),
+    Index("outbox_by_due", "due", "endpoint"),
 )

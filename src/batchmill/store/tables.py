@@ -6,11 +6,13 @@ besides (files, keys, webhooks) stands in `service_tables`; how a database is op
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text, column
 
 metadata = MetaData()
 
 schema = Table("schema", metadata, Column("version", Integer, primary_key=True))
+
+_UNANNOUNCED = column("announced") <= column("generation")  # true of few, so that looking for them costs little
 
 jobs = Table(
     "jobs",
@@ -40,11 +42,14 @@ jobs = Table(
     Column("problems", LargeBinary),  # list[types.Problem] as JSON
     Column("problems_total", BigInteger, nullable=False, default=0),
     Column("project", String(64), nullable=False, server_default="default"),
+    Column("door", String(32)),  # of the server that took it: origin["door"]
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("deadline", Float),  # seconds since the epoch, UTC
     Column("finalizing", Float),  # when its results began to be written
     Column("cancelling", Float),  # when it was asked to end early
+    Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was made known, plus 1
     Index("jobs_by_project", "project", "created"),
+    Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
 )
 
 submissions = Table(  # which job an order that may arrive again has become; written with the job
