@@ -23,6 +23,10 @@ POINTS = (
     "before_publish",  # every row has its outcome, no result file is there
     "after_publish",  # the result files are there, the ledger says finalizing
 )
+FILE_POINTS = (  # the same for a server's files
+    "after_settle",  # a file's bytes are durable under its id, it has no record
+    "after_forget",  # its record is gone, its bytes are still there
+)
 
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")

@@ -1,0 +1,380 @@
+"""Files of projects: uploads, and the results of jobs. Bytes lie in DATA_DIR/files/ID, records in the database.
+
+The order is the promise: bytes durable -> record durable -> anything visible. Whatever a crash leaves without a record
+is nobody's file, and is swept. Knows no dialect; a file of another project is unknown, in the same words as any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill import faults
+from batchmill.config import ServerEntry
+from batchmill.errors import Conflict, InvalidInput
+from batchmill.ports import Clock
+from batchmill.services import file_records
+from batchmill.services.file_records import FileQuery, FileRecord, unknown
+from batchmill.services.incoming import ROOM_BYTES, Disk, Incoming, to_its_end
+from batchmill.states import JobState
+from batchmill.store.database import Database
+from batchmill.store.segments import sync_folder
+from batchmill.types import JobView
+
+__all__ = ["FileRecord", "FileService", "FileWriter", "OpenFile"]
+
+WRITE_THREADS, READ_THREADS = 4, 4
+READ_BYTES = 1024 * 1024  # of a file, at once
+FILENAME_CHARS_MAX = 512
+PAGE_MAX = 10_000
+SWEEP_MAX = 500  # files that one look for expired ones removes
+BATCH, OUTPUT = "batch", "batch_output"  # purposes: what jobs read, and what they leave
+ARRIVING = ".incoming"
+Within = Callable[[sa.Connection, FileRecord], None]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+class FileService:
+    """Raises, everywhere: UnknownName (`unknown_file`) for a file that this project does not have (any more)."""
+
+    def __init__(self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry) -> None:
+        self._database, self._clock, self.limits = database, clock, limits
+        self._jobs_home = data_dir / "jobs"
+        self.home = data_dir / "files"
+        self.room_bytes = ROOM_BYTES
+        self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
+        self._arriving: set[str] = set()  # ids whose bytes may lie there before their record does
+        self._held: Counter[str] = Counter()
+        self._leaving: set[str] = set()
+        self._sweeping = asyncio.Lock()
+        self._adopting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by job
+        self._swept_orphans = False
+        (self.home / ARRIVING).mkdir(parents=True, exist_ok=True, mode=0o700)
+        sync_folder(data_dir)
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    async def writer(self, project: str) -> FileWriter:
+        """A new file of a project. It is there once it is committed, and nothing of it before."""
+        return FileWriter(self, project)
+
+    def arrive(self, file_id: str, bytes_max: int) -> Incoming:
+        """A place for bytes that are nobody's yet; `leave` it in the end."""
+        self._arriving.add(file_id)
+        return Incoming(self.disk, self.home / ARRIVING / file_id, bytes_max=bytes_max, room_bytes=self.room_bytes)
+
+    def leave(self, file_id: str) -> None:
+        self._arriving.discard(file_id)
+
+    async def store(self, record: FileRecord, incoming: Incoming, within: Within | None = None) -> None:
+        """Bytes, then the record; `within` may do more in the record's transaction, or refuse it."""
+        await incoming.settle(self.path(record))
+        faults.point("after_settle")
+        try:
+            await self._database.write(_insert, record, within)
+        except BaseException:
+            await self.disk.run(self.path(record).unlink)
+            raise
+
+    def record(self, file_id: str, project: str, *, purpose: str, filename: str, expires_s: float | None) -> FileRecord:
+        """The record of a file that is made now. Raises: InvalidInput for a name that cannot be shown."""
+        if expires_s is None and purpose == BATCH:
+            expires_s = self.limits.file_expires_s
+        now = self._clock.now()
+        expires = None if expires_s is None else now + expires_s
+        return FileRecord(file_id, project, purpose, checked_filename(filename), 0, None, now, expires, None)
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    async def get(self, project: str, file_id: str) -> FileRecord:
+        record = await self._database.read(file_records.find, file_id)
+        now = self._clock.now()
+        if record is None or record.project != project or (record.expires is not None and record.expires <= now):
+            raise unknown(file_id)
+        return record
+
+    @contextlib.asynccontextmanager
+    async def hold(self, project: str, file_id: str) -> AsyncIterator[FileRecord]:
+        """`get` a file that cannot be deleted before a job that reads it has been written down."""
+        self._held[file_id] += 1
+        try:
+            if file_id in self._leaving:
+                raise unknown(file_id)
+            yield await self.get(project, file_id)
+        finally:
+            self._held[file_id] -= 1
+            if not self._held[file_id]:
+                del self._held[file_id]
+
+    def path(self, record: FileRecord) -> Path:
+        """Where its bytes lie. They never change, and stay until the record has gone."""
+        return self.home / record.id
+
+    async def open(self, record: FileRecord) -> OpenFile:
+        """Its bytes, to be read even if it is deleted meanwhile."""
+        try:
+            fd = await self._reading.run(os.open, self.path(record), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise unknown(record.id) from None  # deleted between the look at its record and this
+        return OpenFile(self._reading, fd, record)
+
+    async def list(
+        self,
+        project: str,
+        *,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = PAGE_MAX,
+        newest_first: bool = True,
+    ) -> tuple[list[FileRecord], bool]:
+        """A page of files, and whether there are more. Raises: UnknownName for an `after` that is none of them."""
+        query = FileQuery(project, self._clock.now(), min(limit, PAGE_MAX), purpose, after, newest_first)
+        found = await self._database.read(file_records.page, query)
+        return found[: query.limit], len(found) > query.limit
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    async def adopt_results(self, view: JobView) -> tuple[FileRecord | None, FileRecord | None]:
+        """The output and the error file of a job that has ended, made files of its project; done twice, it is once.
+
+        None: there is no such file. Only files that lie with the job are adopted: one that its caller named is theirs.
+        """
+        if not JobState(view.state).is_at_rest:
+            return None, None
+        wanted = {"output": view.output if view.rows_ok else None, "errors": view.errors_output}
+        ids = {which: result_id(view.id, view.generation, which) for which in wanted}
+        known = await self._database.read(file_records.find_all, list(ids.values()))
+        if any(path is not None and ids[which] not in known for which, path in wanted.items()):
+            async with self._adopting.setdefault(view.id, asyncio.Lock()):
+                known = await self._database.read(file_records.find_all, list(ids.values()))
+                for which, path in wanted.items():
+                    if path is not None and ids[which] not in known:
+                        known[ids[which]] = await self._adopt(view, ids[which], Path(path))
+        return known.get(ids["output"]), known.get(ids["errors"])
+
+    async def _adopt(self, view: JobView, file_id: str, path: Path) -> FileRecord | None:
+        if path.parent != self._jobs_home / view.id:
+            return None
+        self._arriving.add(file_id)
+        try:
+            target = self.home / file_id
+            size_bytes = await self.disk.run(_link, path, target)
+            if size_bytes is None:
+                return None
+            now = await self._database.read(file_records.results_of, view.id)
+            if now is None or now.generation != view.generation or now.state != view.state:
+                await self.disk.run(target.unlink)  # a retry has begun: the next one to look sees its results
+                return None
+            record = _result_record(view, file_id, path.suffixes, size_bytes)
+            await self._database.write(file_records.insert_missing, [record])
+            return record
+        finally:
+            self._arriving.discard(file_id)
+
+    # -- away -------------------------------------------------------------------------------------------------------
+
+    async def delete(self, project: str, file_id: str) -> None:
+        """Remove a file, and the copy of a result that lies with its job.
+
+        Raises: Conflict (`file_in_use`) while a job that has not ended reads it.
+        """
+        await to_its_end(self._remove(await self.get(project, file_id)))
+
+    async def _remove(self, record: FileRecord) -> None:
+        if record.id in self._leaving:
+            raise unknown(record.id)
+        if self._held[record.id]:
+            raise Conflict(f"{record.id} is in use: a job that reads it is being made", code="file_in_use")
+        self._leaving.add(record.id)
+        try:
+            job = await self._database.read(file_records.reader_of, str(self.path(record)))
+            if job is not None:
+                raise Conflict(
+                    f"{record.id} is in use: a job that has not ended reads it; cancel it, or wait for its end",
+                    code="file_in_use",
+                )
+            if record.job is not None:
+                await self._remove_copies(record)
+            await self._database.write(file_records.delete, record.id)
+            faults.point("after_forget")
+            await self.disk.run(self.path(record).unlink, missing_ok=True)
+        finally:
+            self._leaving.discard(record.id)
+
+    async def _remove_copies(self, record: FileRecord) -> None:
+        """The job's own copy goes first: a record that is gone must not come back at the next look at the job."""
+        assert record.job is not None
+        results = await self._database.read(file_records.results_of, record.job)
+        if results is not None and JobState(results.state).is_at_rest:
+            home = self._jobs_home / record.job
+            copies = [path for path in map(Path, results.paths) if path.parent == home]
+            await self.disk.run(_unlink_same, self.path(record), copies)
+
+    async def sweep(self) -> int:
+        """Remove what has expired and what a crash left; returns how many files went. Files in use stay until later."""
+        async with self._sweeping:
+            await self.disk.run(_remove_others, self.home / ARRIVING, lambda: self._arriving)
+            if not self._swept_orphans:
+                await self._sweep_orphans()
+                self._swept_orphans = True
+            gone = 0
+            for record in await self._database.read(file_records.expired, self._clock.now(), SWEEP_MAX):
+                with contextlib.suppress(Conflict):
+                    await self._remove(record)
+                    gone += 1
+            return gone
+
+    async def _sweep_orphans(self) -> None:
+        names = await self.disk.run(_names_in, self.home)
+        names = [name for name in names if name not in self._arriving]  # looked at before the records are
+        for first in range(0, len(names), SWEEP_MAX):
+            some = names[first : first + SWEEP_MAX]
+            known = await self._database.read(file_records.known_of, some)
+            await self.disk.run(_unlink_all, [self.home / name for name in some if name not in known])
+
+    def close(self) -> None:
+        """Let what is being written and read end."""
+        self.disk.close()
+        self._reading.close()
+
+
+class FileWriter:
+    """A file on its way in: `write` its bytes in order, then `commit`; `discard` in any case."""
+
+    def __init__(self, files: FileService, project: str) -> None:
+        self.id = new_id("file-")
+        self._files, self._project = files, project
+        self._incoming = files.arrive(self.id, files.limits.file_bytes_max)
+        self._storing: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Raises: TooLarge (`file_too_large`), StorageFull."""
+        await self._incoming.write(data)
+
+    async def append_files(self, paths: Sequence[Path], size_bytes: int, *, with_md5: bool) -> str | None:
+        """Append whole files, `size_bytes` in all; returns the md5 of the bytes if it is wanted."""
+        return await self._incoming.append_files(paths, size_bytes, with_md5=with_md5)
+
+    async def commit(
+        self, *, purpose: str, filename: str, expires_s: float | None = None, within: Within | None = None
+    ) -> FileRecord:
+        """Make it a file: durable when this returns. `expires_s` counts from now.
+
+        Raises: InvalidInput for a name that cannot be shown, TooLarge, StorageFull; and what `within` raises.
+        """
+        record = self._files.record(self.id, self._project, purpose=purpose, filename=filename, expires_s=expires_s)
+        record = msgspec.structs.replace(record, bytes=self._incoming.size_bytes)
+        self._storing = asyncio.create_task(self._files.store(record, self._incoming, within))
+        await asyncio.shield(self._storing)  # a caller that goes away leaves no record without bytes
+        self._files.leave(self.id)
+        return record
+
+    async def discard(self) -> None:
+        """Drop what was not committed. Safe to call twice."""
+        await self._incoming.discard()
+        if self._storing is not None:
+            await asyncio.wait({self._storing})
+            self._storing.exception()  # whoever called commit has heard of it, or has gone away
+        self._files.leave(self.id)
+
+
+class OpenFile:
+    """A file's bytes, read by a thread. Close it."""
+
+    def __init__(self, disk: Disk, fd: int, record: FileRecord) -> None:
+        self.record, self.size_bytes = record, record.bytes
+        self._disk, self._fd = disk, fd
+
+    async def read(self, offset: int, n: int) -> bytes:
+        """Up to `n` bytes from `offset`, at most READ_BYTES; empty at the end."""
+        return await self._disk.run(os.pread, self._fd, min(n, READ_BYTES), offset)
+
+    async def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            await to_its_end(self._disk.run(os.close, fd))
+
+
+def checked_filename(name: str) -> str:
+    """A name for people to see. Raises: InvalidInput for one that is empty, too long or not printable."""
+    if not name or len(name) > FILENAME_CHARS_MAX:
+        raise InvalidInput(
+            f"a file's name has 1 to {FILENAME_CHARS_MAX} characters, not {len(name):,}", code="invalid_filename"
+        )
+    if bad := [char for char in name if ord(char) < 32 or ord(char) == 127 or "\ud800" <= char <= "\udfff"]:
+        raise InvalidInput(f"a file's name holds no control characters: there is a {bad[0]!r}", code="invalid_filename")
+    return name
+
+
+def result_id(job_id: str, generation: int, which: str) -> str:
+    """The id of a job's result file: the same for everybody who looks."""
+    return f"file-{hashlib.sha256(f'{job_id}:{generation}:{which}'.encode()).hexdigest()[:24]}"
+
+
+def _result_record(view: JobView, file_id: str, suffixes: Sequence[str], size_bytes: int) -> FileRecord:
+    which = "output" if file_id == result_id(view.id, view.generation, "output") else "errors"
+    suffix = "".join(each for each in suffixes if each != ".errors")
+    created = view.finished or view.created
+    expires_s = (view.origin or {}).get("output_expires_s")
+    return FileRecord(
+        id=file_id, project=view.project, purpose=OUTPUT, filename=f"{view.id}_{which}{suffix}", bytes=size_bytes,
+        sha256=None, created=created, expires=None if expires_s is None else created + expires_s, job=view.id,
+    )  # fmt: skip
+
+
+def _insert(db: sa.Connection, record: FileRecord, within: Within | None) -> None:
+    file_records.insert(db, record)
+    if within is not None:
+        within(db, record)
+
+
+def _link(source: Path, target: Path) -> int | None:
+    """A second name for a file that never changes; its size, or None where it is not there (any more)."""
+    with contextlib.suppress(FileNotFoundError):
+        target.unlink()  # of a look that did not come to its end: it may be of an older generation
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    sync_folder(target.parent)
+    return target.stat().st_size
+
+
+def _unlink_same(path: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are the file at `path` under another name."""
+    with contextlib.suppress(FileNotFoundError):
+        own = path.stat()
+        for other in others:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(own, other.stat()):
+                    other.unlink()
+                    sync_folder(other.parent)
+
+
+def _names_in(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def _remove_others(folder: Path, wanted: Callable[[], set[str]]) -> None:
+    names = _names_in(folder)  # before `wanted` is looked at: what arrives meanwhile is not among them
+    keep = set(wanted())
+    _unlink_all([folder / name for name in names if name not in keep])
+
+
+def _unlink_all(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
