@@ -102,8 +102,10 @@ _decoders: dict[str, Callable[[bytes | Raw], _Body]] = {
 }
 
 
-def check(url: str, body: bytes | Raw) -> str | None:
+def check(url: str, body: bytes | Raw, *, may_stream: bool = False) -> str | None:
     """The `model` that the body names. A path we do not know is checked for nothing but the model.
+
+    `may_stream`: somebody waits for the answer, and may have it in pieces.
 
     Raises: InvalidRow (`invalid_field`, `number_out_of_range`, `parameter_not_allowed`, `streaming_not_supported`).
     """
@@ -117,7 +119,7 @@ def check(url: str, body: bytes | Raw) -> str | None:
                 f"body.{name} is not allowed: a row cannot say where it goes", code="parameter_not_allowed"
             )
     match found:
-        case _Generating(stream=True):
+        case _Generating(stream=True) if not may_stream:
             raise InvalidRow(
                 "body.stream is true; a batch has no streaming: leave it out", code="streaming_not_supported"
             )

@@ -1,0 +1,218 @@
+"""/v1/batches: create, retrieve, list, cancel. Source: OpenAI's API reference, "Batch"."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from batchmill.dialects.openai.batch_object import Batch, batch_id, batch_of, job_id
+from batchmill.dialects.openai.errors import UnknownParam
+from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
+from batchmill.server.bodies import Refusal
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.files import FileRecord
+from batchmill.services.job_desk import NO_RESULTS, ResultIds
+from batchmill.services.repeats import once_for, retry_count_of
+from batchmill.services.services import Services
+from batchmill.states import JobState
+from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, Once, Policy, Scope
+from batchmill.wire.forms import URLS
+
+DOOR = "openai"
+ROUTE = "POST /v1/batches"
+WINDOW_HOURS_MAX = 8760  # a year
+SHOWN_CHARS = 80
+_WINDOW = re.compile(r"([1-9][0-9]{0,3})h")
+
+MetadataKey = Annotated[str, Meta(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
+class OutputExpiresAfter(Struct, frozen=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
+class CreateBatch(Struct, frozen=True, forbid_unknown_fields=True):
+    completion_window: Annotated[str, Meta(description='Whole hours, "1h" to "8760h".')]
+    endpoint: str
+    input_file_id: str
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+class ListBatches(Struct, frozen=True, forbid_unknown_fields=True):
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+class BatchPage(Struct, frozen=True):
+    data: list[Batch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class Batches:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._desk = services.jobs
+
+    def operations(self) -> Sequence[Operation]:
+        one = "/v1/batches/{batch_id}"
+        return (
+            Operation(
+                "createBatch", "POST", "/v1/batches", "Run the requests of a file", Scope.SUBMIT, self.create,
+                body=CreateBatch, reply=Batch, errors=(404, 409, 503),
+            ),
+            Operation(
+                "listBatches", "GET", "/v1/batches", "Batches, the newest first", Scope.READ, self.list,
+                query=ListBatches, reply=BatchPage, errors=(404,),
+            ),
+            Operation(
+                "retrieveBatch", "GET", one, "One batch", Scope.READ, self.retrieve, reply=Batch, errors=(404,)
+            ),
+            Operation(
+                "cancelBatch", "POST", one + "/cancel", "Run no more of its requests; finished ones are kept",
+                Scope.SUBMIT, self.cancel, reply=Batch, errors=(404, 409, 503),
+            ),
+        )  # fmt: skip
+
+    async def create(self, call: Call) -> Response:
+        asked: CreateBatch = call.body
+        hours = window_hours(asked.completion_window)
+        self._check_endpoint(call.caller, asked.endpoint)
+        async with self._input(call.caller, asked.input_file_id) as record:
+            order, once = self._order(call, record, hours)
+            submitted = await self._desk.submit(call.caller, order)
+        call.on_delivered(lambda: self._desk.answered(once.key))
+        # From here on the job is stored: whatever fails now, the caller gets its id.
+        try:
+            view, results = await self._desk.show_with_results(call.caller, submitted.id)
+        except BatchmillError:
+            view, results = self._as_ordered(submitted.id, order), NO_RESULTS
+        return json_reply(batch_of(view, results))
+
+    async def retrieve(self, call: Call) -> Response:
+        return json_reply(batch_of(*await self._own(call.caller, call.path["batch_id"])))
+
+    async def list(self, call: Call) -> Response:
+        query: ListBatches = call.query
+        after = None
+        if query.after is not None:
+            after = (await self._own(call.caller, query.after))[0].id
+        wanted = JobQuery(origin=DOOR, after=after, limit=query.limit + 1)
+        found = await self._desk.list_with_results(call.caller, wanted)
+        shown = [batch_of(await self._whole(call.caller, view), ids) for view, ids in found[: query.limit]]
+        first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+        return json_reply(BatchPage(shown, len(found) > query.limit, first, last))
+
+    async def cancel(self, call: Call) -> Response:
+        view, results = await self._own(call.caller, call.path["batch_id"])
+        if view.state == JobState.CANCELLING:
+            return json_reply(batch_of(view, results))
+        has_asked = retry_count_of(call.request.headers.get("x-stainless-retry-count")) > 0
+        try:
+            await self._desk.cancel(call.caller, view.id)
+        except InvalidTransition:
+            is_done = view.state == JobState.CANCELLED and has_asked  # only the first reply was lost
+            if JobState(view.state).is_at_rest and not is_done:
+                status = batch_of(view).status
+                raise Conflict(f"Cannot cancel a batch with status '{status}'.", code="batch_has_ended") from None
+        return json_reply(batch_of(*await self._own(call.caller, batch_id(view.id))))
+
+    async def _own(self, caller: Caller, shown_id: str) -> tuple[JobView, ResultIds]:
+        """A batch of this caller's. Raises: UnknownName for every other id, in one sentence."""
+        try:
+            view, results = await self._desk.show_with_results(caller, job_id(shown_id))
+        except UnknownName:
+            view = None
+        if view is None or (view.origin or {}).get("door") != DOOR:
+            raise UnknownName(f"No batch found with id '{shown_id[:SHOWN_CHARS]}'.", code="unknown_batch")
+        return view, results
+
+    async def _whole(self, caller: Caller, view: JobView) -> JobView:
+        """A listed job comes without the lines that validation refused: they are what a failed one is about."""
+        is_short = view.state == JobState.FAILED and view.problems_total > len(view.problems)
+        return await self._desk.show(caller, view.id) if is_short else view
+
+    def _order(self, call: Call, record: FileRecord, hours: int) -> tuple[JobOrder, Once]:
+        asked: CreateBatch = call.body
+        config, headers = self._services.config, call.request.headers
+        kept = {"endpoint": asked.endpoint, "completion_window": asked.completion_window}
+        expires = asked.output_expires_after
+        if expires is not None:
+            kept["output_expires_s"] = expires.seconds
+        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+        retries = retry_count_of(headers.get("x-stainless-retry-count"))
+        once = once_for(call.caller, ROUTE, call.raw, headers.get("idempotency-key"), retries)
+        order = JobOrder(
+            DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
+            self._services.catalogue.specs(call.caller),
+            policy=Policy(deadline=self._services.clock.now() + hours * 3600, on_engine_failure="fail"),
+            endpoint=asked.endpoint,
+            rows_max=config.server.rows_max,
+            default_model=False,
+            project=call.caller.project,
+            labels=asked.metadata or {},
+            origin={"door": DOOR, "input_file_id": record.id, "key": call.caller.key, **kept},
+            once=once,
+        )
+        return order, once
+
+    def _as_ordered(self, job: str, order: JobOrder) -> JobView:
+        """The job as it was stored, where it cannot be looked at just now."""
+        return JobView(
+            job, JobState.VALIDATING, order.project, order.labels, order.origin,
+            deadline=order.policy.deadline, created=self._services.clock.now(),
+        )  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def _input(self, caller: Caller, file_id: str) -> AsyncIterator[FileRecord]:
+        """The input file, which nobody deletes before the job that reads it is stored."""
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                record = await held.enter_async_context(self._services.files.hold(caller.project, file_id))
+            except UnknownName as error:
+                raise UnknownParam(error.message, param="input_file_id", code=error.code) from None
+            _check_purpose(record)
+            yield record
+
+    def _check_endpoint(self, caller: Caller, endpoint: str) -> None:
+        catalogue = self._services.catalogue
+        if endpoint in URLS or catalogue.serves(endpoint, caller):
+            return
+        raise Refusal(
+            f"Invalid value: '{endpoint[:SHOWN_CHARS]}'. Supported values are: {', '.join(map(repr, URLS))}, and any "
+            "other path that one of your models serves.",
+            param="endpoint",
+            code="invalid_endpoint",
+        )
+
+
+def window_hours(window: str) -> int:
+    """The whole hours of a completion window. Raises: Refusal."""
+    match = _WINDOW.fullmatch(window)
+    if match is None or int(match[1]) > WINDOW_HOURS_MAX:
+        raise Refusal(
+            f"Invalid value: '{window[:SHOWN_CHARS]}'. completion_window is a number of whole hours, '1h' to "
+            f"'{WINDOW_HOURS_MAX}h', such as '24h'",
+            param="completion_window",
+            code="invalid_completion_window",
+        )
+    return int(match[1])
+
+
+def _check_purpose(record: FileRecord) -> None:
+    if record.purpose != "batch":
+        raise Refusal(
+            f"The file {record.id} has the purpose '{record.purpose}': upload it again with purpose 'batch'",
+            param="input_file_id",
+            code="wrong_purpose",
+        )

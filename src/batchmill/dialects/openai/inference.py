@@ -1,0 +1,84 @@
+"""Live inference: a request goes to its model ahead of every batch row. Source: OpenAI's API reference.
+
+Besides OpenAI's own paths, a model may answer any other POST below /v1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.responses import Response
+
+from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
+from batchmill.dialects.openai.live_reply import EVENTS, EventReply, unless_gone
+from batchmill.errors import BatchmillError
+from batchmill.server.operations import Call, Content, Operation
+from batchmill.services.services import Services
+from batchmill.types import LiveHead, Scope
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+
+ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of one that is no stream: it is in memory whole
+CLIENT_LEFT = 499  # nobody sees it but the log
+_BODY = Content(
+    "application/json",
+    {
+        "type": "object",
+        "required": ["model"],
+        "properties": {"model": {"type": "string"}, "stream": {"type": ["boolean", "null"]}},
+        "additionalProperties": True,
+    },
+)
+_REPLY = Content("application/json", {"type": "object"})
+_STREAMED = (_REPLY, Content(EVENTS, {"type": "string"}))
+# Operation, path, whether its answers may be streams.
+_PATHS = (
+    ("createChatCompletion", CHAT, "Answer a conversation", True),
+    ("createCompletion", COMPLETIONS, "Go on with a text", True),
+    ("createResponse", RESPONSES, "Answer an input", True),
+    ("createEmbedding", EMBEDDINGS, "Turn texts into vectors", False),
+    ("createRerank", RERANK, "Order documents by a query", False),
+    ("createScore", SCORE, "Score pairs of texts", False),
+    ("callModel", "/v1/{path:path}", "Any other path that a model serves", True),
+)
+
+
+class Inference:
+    def __init__(self, services: Services) -> None:
+        self._live = services.live
+
+    def operations(self) -> Sequence[Operation]:
+        return [
+            Operation(
+                name, "POST", path, summary, Scope.SUBMIT, self.answer,
+                body=_BODY, reply=_STREAMED if may_stream else _REPLY, errors=(404, 503),
+            )
+            for name, path, summary, may_stream in _PATHS
+        ]  # fmt: skip
+
+    async def answer(self, call: Call) -> Response:
+        """The answer of a model. Its errors come as the model's engine words them, in the same envelope."""
+        url = call.request.scope["path"]
+        answered = await unless_gone(call, self._begin(call, url, call.raw))
+        return Response(status_code=CLIENT_LEFT) if answered is None else answered
+
+    async def _begin(self, call: Call, url: str, body: bytes) -> Response:
+        head, pieces = await self._live.predict(call.caller, url, body)
+        if head.content_type.startswith(EVENTS):
+            return EventReply(head, pieces)
+        whole = bytearray()
+        try:
+            async for piece in pieces:
+                whole += piece
+                if len(whole) > ANSWER_BYTES_MAX:
+                    raise BatchmillError(
+                        f"the answer is longer than {ANSWER_BYTES_MAX:,} bytes", code="answer_too_large"
+                    )
+        finally:
+            await pieces.aclose()
+        return self._whole(head, url, body, bytes(whole))
+
+    @staticmethod
+    def _whole(head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
+        if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
+            answer = with_encoding(answer, encoding)
+        return Response(answer, head.status, {"content-type": head.content_type})

@@ -1,0 +1,113 @@
+"""A request that somebody waits for: whose model it means, whether the caller may, and how it went.
+
+Knows no dialect and no engine: bodies in OpenAI's form go in, heads and pieces of bytes come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets import bodies
+from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownName
+from batchmill.ports import Clock, Live
+from batchmill.services.catalogue import Catalogue, Served
+from batchmill.services.live_usage import UsageReader
+from batchmill.types import Caller, LiveHead, LiveRequest, Usage
+
+SHOWN_CHARS = 80  # of a path nobody serves, in a message
+
+
+class LiveCall(Struct, frozen=True):
+    """A call that has ended, for those who count."""
+
+    model: str  # the name of the catalogue, an adapter's if that was asked for
+    url: str
+    status: int  # 0: it got no answer
+    seconds: float
+    project: str
+    usage: Usage | None = None
+    error: str | None = None  # the code of what went wrong, where no answer came
+
+
+class _Asked(Struct):
+    model: str | None = None
+    stream: bool | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked).decode
+
+
+class LiveCalls:
+    def __init__(self, live: Live, catalogue: Catalogue, clock: Clock) -> None:
+        self._live, self._catalogue, self._clock = live, catalogue, clock
+        self._listeners: list[Callable[[LiveCall], None]] = []
+
+    def listen(self, listener: Callable[[LiveCall], None]) -> None:
+        """Tell `listener` of every call that ends; it must be quick and must not raise."""
+        self._listeners.append(listener)
+
+    async def predict(self, caller: Caller, url: str, body: bytes) -> tuple[LiveHead, AsyncGenerator[bytes]]:
+        """Answer a request: how it begins, and its body piece by piece. Close the iterator to end it early.
+
+        Raises: UnknownName (`unknown_url`, `model_not_found`), InvalidRow for a body that does not fit the path, and
+        what `ports.Live.predict` raises.
+        """
+        served, stream = self._asked_for(caller, url, body)
+        began = self._clock.monotonic()
+        pieces = self._live.predict(served.model, LiveRequest(url, body, stream))
+        call = LiveCall(served.name, url, 0, 0.0, caller.project)
+        try:
+            head = await anext(pieces, None)
+            if not isinstance(head, LiveHead):
+                raise LedgerBroken(f"an answer of {served.name!r} began without its head", code="internal_error")
+        except BaseException as error:
+            code = error.code if isinstance(error, BatchmillError) else "abandoned"
+            await _close(pieces)
+            self._tell(msgspec.structs.replace(call, error=code), began)
+            raise
+        return head, self._body(pieces, msgspec.structs.replace(call, status=head.status), began)
+
+    def _asked_for(self, caller: Caller, url: str, body: bytes) -> tuple[Served, bool]:
+        if not self._catalogue.serves(url, caller):
+            raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]}): no model serves it", code="unknown_url")
+        try:
+            asked = _asked(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidRow(f"the body is no request: {error}", code="invalid_field") from None
+        if not asked.model:
+            raise InvalidRow("you must provide a model parameter", code="missing_model")
+        served = self._catalogue.find(caller, asked.model)
+        if served.model.engine != "function":  # whose fields are its own business
+            bodies.check(url, body, may_stream=True)
+        return served, bool(asked.stream)
+
+    async def _body(
+        self, pieces: AsyncIterator[LiveHead | bytes], call: LiveCall, began: float
+    ) -> AsyncGenerator[bytes]:
+        usage, failure = UsageReader(), "abandoned"
+        try:
+            async for piece in pieces:
+                assert isinstance(piece, bytes), "an answer has one head"
+                usage.read(piece)
+                yield piece
+            failure = ""
+        except BatchmillError as error:
+            failure = error.code
+            raise
+        finally:
+            await _close(pieces)
+            self._tell(msgspec.structs.replace(call, usage=usage.found(), error=failure or None), began)
+
+    def _tell(self, call: LiveCall, began: float) -> None:
+        ended = msgspec.structs.replace(call, seconds=self._clock.monotonic() - began)
+        for listener in self._listeners:
+            listener(ended)
+
+
+async def _close(pieces: AsyncIterator[LiveHead | bytes]) -> None:
+    """End the call at its worker too; an iterator that has ended is closed already."""
+    if isinstance(pieces, AsyncGenerator):
+        await pieces.aclose()
