@@ -26,6 +26,8 @@ _SUMMED = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "output_tokens",
+    "vllm:prefix_cache_queries_total": "cache_asked",
+    "vllm:prefix_cache_hits_total": "cache_hits",
 }
 _KV_USAGE = "vllm:kv_cache_usage_perc"
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^\n]*\})? ([0-9.eE+-]+)(?: \d+)?$", re.MULTILINE)
@@ -40,6 +42,13 @@ class Gauges(Struct, frozen=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cache_asked: int = 0  # prompt tokens that were looked up in the cache
+    cache_hits: int = 0  # of these, found
+
+    @property
+    def cached_share(self) -> float | None:
+        """0..1; None before the first prompt."""
+        return self.cache_hits / self.cache_asked if self.cache_asked else None
 
     @property
     def tokens(self) -> int:
@@ -70,6 +79,7 @@ class Flight:
         self.limit_max = LIMIT_MAX if limit_max is None else max(1, limit_max)
         self.limit_min = min(LIMIT_MIN, self.limit_max)
         self.limit = min(start, self.limit_max)
+        self.gauges = Gauges()  # the last sample
         self._preemptions = 0
         self._calm = CALM_SAMPLES  # samples since the last preemption
         self._running: deque[int] = deque(maxlen=PEAK_SAMPLES)
@@ -80,6 +90,7 @@ class Flight:
 
     def observe(self, gauges: Gauges, in_flight: int) -> None:
         """Take a sample in, with the rows that we had in flight at that moment."""
+        self.gauges = gauges
         preempted = gauges.preemptions - self._preemptions
         self._preemptions = gauges.preemptions
         self._running.append(gauges.running)

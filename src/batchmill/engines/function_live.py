@@ -11,7 +11,7 @@ from msgspec import Struct
 from batchmill.engines.function_calls import Calls
 from batchmill.engines.user_code import UserThread
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
-from batchmill.types import LiveHead, LiveRequest, Outcome, Row, RowError
+from batchmill.types import LiveHead, LiveRequest, Row, RowError
 from batchmill.wire.forms import TableForm
 
 EVENT_STREAM = "text/event-stream"

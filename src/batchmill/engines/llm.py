@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 from batchmill.engines import guard
@@ -12,12 +13,14 @@ from batchmill.engines.clock import SystemClock
 from batchmill.engines.flight import Flight
 from batchmill.engines.llm_calls import Calls
 from batchmill.engines.llm_flow import Flow
+from batchmill.engines.llm_live import LiveWay
 from batchmill.engines.vllm_launch import find_python
 from batchmill.engines.vllm_server import VllmServer
-from batchmill.errors import JobPaused, ModelFailed
+from batchmill.engines.yielding import Yielding
+from batchmill.errors import BatchmillError, JobPaused, ModelFailed, Unavailable
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
-from batchmill.types import EngineStats, ModelSpec
+from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
 
 RESTARTS_MAX = 5  # without a finished row between them
 RESTARTS_WINDOW_S = 600.0
@@ -42,10 +45,14 @@ class LlmEngine:
         self._clock: Clock = clock or SystemClock()
         self._env = dict(os.environ if env is None else env)
         self._flight = Flight(limit_max=model.limits.in_flight_max)
+        self._yielding = Yielding()
         self._calls = Calls(model)
+        self._live = LiveWay(self, calls=self._calls, yielding=self._yielding, limits=model.limits, clock=self._clock)
         self._restarts: list[float] = []  # when, on the monotonic clock
         self._server: VllmServer | None = None
-        self._flow: Flow | None = None
+        self._flow: Flow | None = None  # while rows run
+        self._reviving: asyncio.Task[None] | None = None  # a restart that no flow sees to
+        self._changed = asyncio.Event()  # replaced when it is set: a server has been started, or a run has ended
         self._python = ""
         self._note = ""
         self._stopped = False
@@ -69,19 +76,70 @@ class LlmEngine:
             sink,
             calls=self._calls,
             flight=self._flight,
+            yielding=self._yielding,
             limits=self._model.limits,
             clock=self._clock,
         )
-        await self._flow.run()
+        try:
+            await self._flow.run()
+        finally:
+            self._flow = None
+            self._tell_waiting()
+
+    def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        return self._live.predict(request)
+
+    async def revived(self, wait_s: float) -> None:
+        """Return once the server lives: at once, as a rule. Raises: Unavailable after `wait_s`, or when it is over."""
+        until = self._clock.monotonic() + wait_s
+        while not self.server.process.is_alive:
+            left_s = until - self._clock.monotonic()
+            if self._stopped or left_s <= 0:
+                raise Unavailable(f"the engine is not there: {self._note or 'it was stopped'}", code="engine_lost")
+            changed = self._changed
+            if self._flow is not None:
+                self._flow.wake()
+            elif self._reviving is None:
+                self._reviving = asyncio.create_task(self._revive())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left_s)
+
+    async def _revive(self) -> None:
+        """Start the server again where no rows run, which would see to it."""
+        try:
+            await self.server.stop()
+            await self.relaunch()
+        except BatchmillError as error:
+            self._note = error.message
+            self._stopped = True
+        finally:
+            self._reviving = None
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def stop(self) -> None:
         self._stopped = True
+        self._tell_waiting()
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
         if self._server is not None:
             await self._server.stop()
 
     def stats(self) -> EngineStats:
         in_flight = self._flow.in_flight if self._flow is not None else 0
-        return EngineStats(in_flight, self._flight.limit, self._note)
+        gauges = self._flight.gauges
+        return EngineStats(
+            in_flight=in_flight,
+            in_flight_limit=self._yielding.limit(self._flight.limit, self._clock.monotonic()),
+            note=self._note,
+            live=self._yielding.live,
+            kv_usage=gauges.kv_usage,
+            cached_share=gauges.cached_share,
+        )
 
     async def relaunch(self) -> None:
         """Put a new server in the place of the dead one.
@@ -107,6 +165,7 @@ class LlmEngine:
         self._server = await VllmServer.launch(
             self._model, self._python, home=self._home, env=self._env, clock=self._clock, note=self._set_note
         )
+        self._tell_waiting()
 
     def _next_delay(self, why: str) -> float:
         now = self._clock.monotonic()

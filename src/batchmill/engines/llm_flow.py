@@ -14,6 +14,7 @@ from batchmill.engines.llm_calls import Call, Calls, stable_code
 from batchmill.engines.replies import Reply, read_reply
 from batchmill.engines.retry import is_result
 from batchmill.engines.vllm_server import CallLost, ReplyTooLarge, VllmServer
+from batchmill.engines.yielding import Yielding
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import Limits, Outcome, Row, RowError
 
@@ -47,13 +48,23 @@ class Flow:
     """One run of a feed. Rows go out in the feed's order, and again in that order after the server has died."""
 
     def __init__(
-        self, host: Host, feed: Feed, sink: Sink, *, calls: Calls, flight: Flight, limits: Limits, clock: Clock
+        self,
+        host: Host,
+        feed: Feed,
+        sink: Sink,
+        *,
+        calls: Calls,
+        flight: Flight,
+        yielding: Yielding,
+        limits: Limits,
+        clock: Clock,
     ) -> None:
         self._host = host
         self._feed = feed
         self._sink = sink
         self._calls = calls
         self._flight = flight
+        self._yielding = yielding
         self._limits = limits
         self._clock = clock
         self._ready: deque[Call] = deque()
@@ -69,6 +80,14 @@ class Flow:
     @property
     def in_flight(self) -> int:
         return len(self._in_flight)
+
+    def wake(self) -> None:
+        """Look again: the server may have died while nothing was in flight."""
+        self._wake.set()
+
+    def _limit(self) -> int:
+        """Rows that may be in flight now."""
+        return self._yielding.limit(self._flight.limit, self._clock.monotonic())
 
     async def run(self) -> None:
         """Return when the feed has ended and every row of it has its outcome."""
@@ -108,8 +127,9 @@ class Flow:
     def _take(self) -> None:
         if self._ended or self._taking is not None or self._suspects:
             return
-        room = self._flight.limit - len(self._in_flight) - len(self._ready)
-        if room * TAKE_SHARE >= self._flight.limit:
+        limit = self._limit()
+        room = limit - len(self._in_flight) - len(self._ready)
+        if room > 0 and room * TAKE_SHARE >= limit:
             self._taking = asyncio.create_task(self._feed.take(room))
             self._taking.add_done_callback(self._taken)
 
@@ -138,7 +158,8 @@ class Flow:
             if not self._in_flight:
                 self._start(self._suspects[0])
             return
-        while self._ready and len(self._in_flight) < self._flight.limit:
+        limit = self._limit()
+        while self._ready and len(self._in_flight) < limit:
             self._start(self._ready.popleft())
 
     def _start(self, call: Call) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from batchmill.engines.llm_calls import POLICY_FLAG
 from batchmill.engines.vllm_models import adapter_rank, find_files, refuse_remote_code
 from batchmill.errors import ModelFailed
 from batchmill.types import ModelSpec
@@ -95,6 +96,7 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
         model.source, find_files(source, env), trusted=flags.get("trust-remote-code", False) in (True, None)
     )
     ours: dict[str, Flag] = {"enable-prompt-tokens-details": True, "disable-uvicorn-access-log": True}
+    ours[POLICY_FLAG] = "priority"  # live requests go ahead of rows
     if not machine.gpus:
         ours["max-num-seqs"] = CPU_SEQS
         if not {"compilation-config", "O", "optimization-level"} & flags.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +16,7 @@ from batchmill.engines.server_process import ServerProcess
 from batchmill.engines.vllm_launch import Machine, plan_launch
 from batchmill.errors import ModelFailed
 from batchmill.ports import Clock
-from batchmill.types import ModelSpec
+from batchmill.types import LiveHead, ModelSpec
 from batchmill.wire.fields import KNOWN_FIELDS, fields_of_openapi
 
 START_TIMEOUT_S = 3600.0  # a large model is downloaded and compiled in this time
@@ -115,6 +115,32 @@ class VllmServer:
                 return reply.status, await _read(reply)
         except (aiohttp.ClientError, OSError) as error:
             raise CallLost(f"{type(error).__name__}: {error}") from None
+
+    async def predict(self, url: str, body: bytes, silence_s: float) -> AsyncGenerator[LiveHead | bytes]:
+        """One call whose reply is handed on as it comes. Closing the iterator ends it at the server too.
+
+        Raises: CallLost where the reply does not come or breaks off, or the server is silent for `silence_s`.
+        """
+        if self._session.closed:
+            raise CallLost("the server was stopped")
+        reply = None
+        try:
+            async with asyncio.timeout(silence_s):
+                reply = await self._session.post(f"{BASE_URL}{url}", data=body)
+            yield LiveHead(reply.status, reply.headers.get("Content-Type", "application/json"))
+            while True:
+                async with asyncio.timeout(silence_s):
+                    piece = await reply.content.readany()
+                if not piece:
+                    return
+                yield piece
+        except TimeoutError:
+            raise CallLost(f"the server said nothing for {silence_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise CallLost(f"{type(error).__name__}: {error}") from None
+        finally:
+            if reply is not None and not reply.content.at_eof():
+                reply.close()  # the connection goes with it: nobody waits for the rest
 
     async def gauges(self) -> Gauges | None:
         """What its metrics say now; None where it does not answer."""

@@ -1,0 +1,103 @@
+"""Live requests through an engine server: they wait while it is started again, and end when nobody listens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from batchmill.engines.llm_calls import Calls
+from batchmill.engines.vllm_server import CallLost, VllmServer
+from batchmill.engines.yielding import Yielding
+from batchmill.errors import Unavailable, UnknownName
+from batchmill.ports import Clock
+from batchmill.types import Limits, LiveHead, LiveRequest
+
+RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
+DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
+
+
+class Host(Protocol):
+    """Who owns the server."""
+
+    server: VllmServer
+
+    async def revived(self, wait_s: float) -> None:
+        """Return once the server lives, or raise Unavailable."""
+
+
+class LiveWay:
+    """Hands live requests to the server, and tells `yielding` how long they take."""
+
+    def __init__(self, host: Host, *, calls: Calls, yielding: Yielding, limits: Limits, clock: Clock) -> None:
+        self._host = host
+        self._calls = calls
+        self._yielding = yielding
+        self._limits = limits
+        self._clock = clock
+
+    async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        """As `ports.Engine.predict`."""
+        body = self._calls.live(request)
+        self._yielding.began(self._clock.monotonic())
+        try:
+            async with aclosing(self._answer(request, body)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._yielding.ended(self._clock.monotonic())
+
+    async def _answer(self, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
+        """The reply, asked for again where the connection broke and the server lives."""
+        for has_more in (True, False):
+            await self._host.revived(RESTART_WAIT_S)
+            server, has_begun = self._host.server, False
+            try:
+                async with aclosing(self._reply(server, request, body)) as pieces:
+                    async for piece in pieces:
+                        has_begun = True
+                        yield piece
+                return
+            except CallLost as lost:
+                if server.process.is_alive and has_more and not has_begun:
+                    continue
+                # A request that may have ended the server is not sent to the next one: its caller may do so.
+                died = "" if server.process.is_alive else "; it died and is started again"
+                raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
+
+    async def _reply(self, server: VllmServer, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
+        sent = self._clock.monotonic()
+        async with aclosing(server.predict(request.url, body, self._limits.attempt_timeout_s)) as pieces:
+            head = await anext(pieces)
+            assert isinstance(head, LiveHead), "a reply begins with its head"
+            if head.status == 404:
+                refusal = await self._refusal(request, pieces)
+                yield head
+                yield refusal
+                return
+            yield head
+            async for piece in pieces:
+                if request.stream:
+                    now = self._clock.monotonic()
+                    self._yielding.waited(now - sent)
+                    sent = now
+                yield piece
+
+    @staticmethod
+    async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:
+        """The body of a 404. Raises: UnknownName for that of a path which this model does not have."""
+        body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+        if len(body) <= DETAIL_BYTES_MAX and not _has_error(body):
+            text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"
+            raise UnknownName(text, code="url_not_supported")
+        return body
+
+
+def _has_error(body: bytes) -> bool:
+    try:
+        reply = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return isinstance(reply, dict) and "error" in reply
