@@ -14,6 +14,9 @@ from batchmill.errors import BatchmillError
 from batchmill.types import Caller, Scope
 
 
+Callback = Callable[[], Awaitable[None]]
+
+
 class Call(Struct, frozen=True):
     """One request on its way through an operation: who asks, and what, already checked."""
 
@@ -23,6 +26,19 @@ class Call(Struct, frozen=True):
     query: Any = None  # the operation's `query`, filled
     body: Any = None  # the operation's `body`, filled
     raw: bytes = b""  # the body as it came, of an operation that takes JSON
+    callbacks: list[Callback] = []
+
+    def on_delivered(self, callback: Callback) -> None:
+        """Run `callback` once the client's machine has taken the whole reply; never, if the client left before.
+
+        Concurrency: it has begun before any later request is looked at.
+        """
+        self.callbacks.append(callback)
+
+    async def until_gone(self) -> None:
+        """Wait until the client has left, or has its whole reply. Only once the body has been read."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
 
     @property
     def path(self) -> dict[str, str]:

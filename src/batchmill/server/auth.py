@@ -1,0 +1,81 @@
+"""Who is asking: the key of a request in each form that clients send it, its scope, and how often it may ask."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Protocol
+
+from batchmill.errors import Forbidden, RateLimited, Unauthenticated
+from batchmill.ports import Clock
+from batchmill.server.limits import Buckets
+from batchmill.types import Caller, Scope
+
+FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a key that was let in before is not held up
+TOKEN_CHARS_MAX = 4096
+ANYBODY = Caller("default", Scope.ADMIN)  # where no key was ever made
+
+
+class Keys(Protocol):
+    """What the gate asks of `services.keys.KeyService`."""
+
+    async def any_exist(self) -> bool: ...
+
+    async def authenticate(self, token: str) -> Caller: ...
+
+    def is_cached(self, token: str) -> bool: ...
+
+
+def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """The key in the Authorization header: `Bearer KEY`, the bare KEY, or the password of `Basic`."""
+    found = [value for name, value in headers if name == b"authorization"]
+    if not found or len(found[0]) > TOKEN_CHARS_MAX:
+        return None
+    kind, _, rest = found[0].decode("latin-1").strip().partition(" ")
+    match kind.lower():
+        case "bearer":
+            return rest.strip()
+        case "basic":
+            try:
+                return base64.b64decode(rest.strip(), validate=True).decode("latin-1").partition(":")[2]
+            except (binascii.Error, ValueError):
+                return None
+    return kind if not rest else None
+
+
+class Gate:
+    """Lets a request in as a Caller, or says why not. `requests_per_minute`: of a key that has no limit of its own."""
+
+    def __init__(self, keys: Keys, clock: Clock, requests_per_minute: int | None = None) -> None:
+        self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
+        self._requests, self._failures = Buckets(), Buckets()
+
+    async def admit(self, headers: Sequence[tuple[bytes, bytes]], address: str, scope: Scope) -> Caller:
+        """Raises: Unauthenticated, Forbidden, RateLimited."""
+        caller = await self._caller(headers, address)
+        if not caller.may(scope):
+            raise Forbidden(f"this key has the scope {caller.scope.value}; the request needs {scope.value}")
+        per_minute = caller.requests_per_minute or self._per_minute
+        if per_minute is not None:
+            wait_s = self._requests.take(caller.key or "", per_minute, self._clock.monotonic())
+            if wait_s:
+                raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
+        return caller
+
+    async def _caller(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller:
+        if not await self._keys.any_exist():
+            return ANYBODY
+        token, now = token_of(headers), self._clock.monotonic()
+        if token is not None and self._keys.is_cached(token):
+            return await self._keys.authenticate(token)
+        wait_s = self._failures.wait_s(address, FAILURES_PER_MINUTE, now)
+        if wait_s:
+            raise RateLimited("too many requests with a wrong API key, or none", retry_after_s=wait_s)
+        try:
+            if token is None:
+                raise Unauthenticated("you did not provide an API key: send it as `Authorization: Bearer KEY`")
+            return await self._keys.authenticate(token)
+        except Unauthenticated:
+            self._failures.take(address, FAILURES_PER_MINUTE, now)
+            raise

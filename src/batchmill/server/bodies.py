@@ -1,0 +1,199 @@
+"""What a request says, read and checked: its query and its body become the structs of the operation, or a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, get_args, get_origin
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import fields
+from starlette.requests import ClientDisconnect
+
+from batchmill.errors import InvalidInput, TooLarge
+from batchmill.server.operations import Content, Operation
+
+QUERY_FIELDS_MAX = 100
+BODY_IDLE_S = 30.0  # between two pieces of a body
+SHOWN_CHARS = 80  # of what somebody sent, in a message
+JSON = "application/json"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`( - at `\$\.?(.*)`)?", re.DOTALL)
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+
+
+class Refusal(InvalidInput):
+    """`param` names the field of the query or body that is wrong."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+class BodyReader:
+    """The body of one request, counted as it arrives: what Content-Length claims is only a first hint."""
+
+    def __init__(self, receive: Receive, headers: Sequence[tuple[bytes, bytes]], bytes_max: int) -> None:
+        self._receive, self._max = receive, bytes_max
+        self.bytes = 0
+        named = dict(headers)
+        self.media = named.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        self.is_there = b"transfer-encoding" in named or named.get(b"content-length", b"0").strip() != b"0"
+        self.is_done = not self.is_there
+        self._replay: bytes | None = None
+        if named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
+        if len(claimed := named.get(b"content-length", b"0")) > 18 or int(claimed) > bytes_max:
+            raise self._too_large()
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the body is longer than {self._max:,} bytes", code="request_too_large")
+
+    async def receive(self) -> Message:
+        """As ASGI's `receive`. Raises: TooLarge, InvalidInput when the client stops in the middle of the body."""
+        if self._replay is not None:
+            data, self._replay = self._replay, None
+            return {"type": "http.request", "body": data, "more_body": False}
+        if self.is_done:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                message = await self._receive()
+        except TimeoutError:
+            raise Refusal(f"nothing of the body came for {BODY_IDLE_S:.0f} s", code="request_timeout") from None
+        if message["type"] == "http.request":
+            self.bytes += len(message.get("body", b""))
+            self.is_done = not message.get("more_body", False)
+            if self.bytes > self._max:
+                raise self._too_large()
+        return message
+
+    async def read(self) -> bytes:
+        """The whole body. It can be read once more through `receive`."""
+        pieces = []
+        while not self.is_done:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            pieces.append(message.get("body", b""))
+        self._replay = b"".join(pieces)
+        return self._replay
+
+
+async def read_body(operation: Operation, reader: BodyReader) -> tuple[bytes, Any]:
+    """The body as it came and as the operation's struct; neither for a Content that is no JSON: its handler reads it.
+
+    Raises: InvalidInput, TooLarge.
+    """
+    wanted = operation.body
+    if wanted is None:
+        if reader.is_there and (await reader.read()).strip() not in (b"", b"{}", b"null"):
+            raise Refusal("this request has no body: leave it out", code="unexpected_body")
+        return b"", None
+    media = wanted.media if isinstance(wanted, Content) else JSON
+    if operation.body_is_optional and reader.is_there and not reader.media and not await reader.read():
+        return b"", _filled(wanted)
+    if not reader.is_there and operation.body_is_optional:
+        return b"", _filled(wanted)
+    if reader.media != media and media != "*/*":
+        told = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
+        raise Refusal(f"the body must have the Content-Type {media}, not {told}", code="unsupported_media_type")
+    if media != JSON:
+        return b"", None
+    raw = await reader.read()
+    if operation.body_is_optional and not raw.strip():
+        return raw, _filled(wanted)
+    return raw, None if isinstance(wanted, Content) else parse_json(raw, wanted)
+
+
+def _filled(wanted: type[Struct] | Content) -> Any:
+    return None if isinstance(wanted, Content) else msgspec.convert({}, wanted)
+
+
+def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
+    """The struct that JSON holds. Raises: InvalidInput, naming the field and the nearest one that is known."""
+    try:
+        return _decoder(wanted).decode(raw)
+    except RecursionError:
+        raise Refusal("the body's JSON is nested too deeply", code="invalid_json") from None
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), wanted) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+_decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
+
+
+def _decoder(wanted: type[Struct]) -> msgspec.json.Decoder[Any]:
+    found = _decoders.get(wanted)
+    if found is None:
+        found = _decoders[wanted] = msgspec.json.Decoder(wanted)
+    return found
+
+
+def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
+    """The struct that a query string fills. Raises: InvalidInput for what is unknown, repeated or does not fit."""
+    if not text:
+        return None if wanted is None else _converted({}, wanted)
+    try:
+        pairs = parse_qsl(
+            text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
+        )
+    except ValueError:
+        raise Refusal("the query string cannot be read", code="invalid_query") from None
+    known = {} if wanted is None else {each.encode_name: each for each in fields(wanted)}
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name not in known:
+            raise _unknown(name, list(known), "query parameter")
+        if _is_list(known[name].type):
+            values.setdefault(name, []).append(value)
+        elif name in values:
+            raise Refusal(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
+        else:
+            values[name] = value
+    return None if wanted is None else _converted(values, wanted)
+
+
+def _converted(values: dict[str, Any], wanted: type[Struct]) -> Any:
+    try:
+        return msgspec.convert(values, wanted, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), wanted) from None
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(kind) is list or any(get_origin(each) is list for each in get_args(kind))
+
+
+def _explained(sentence: str, wanted: type[Struct]) -> Refusal:
+    """msgspec's sentence in our words, with the field that is wrong."""
+    if match := _UNKNOWN.fullmatch(sentence):
+        name, inside = match[1], match[3]
+        known = [] if inside else [each.encode_name for each in fields(wanted)]
+        return _unknown(f"{inside}.{name}" if inside else name, known, "field")
+    if sentence.startswith("Object missing required field `"):
+        name = sentence.split("`")[1]
+        return Refusal(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
+    match = _PLACE.fullmatch(sentence)
+    what, place = (match[1], match[2]) if match else (sentence, "")
+    if what.startswith("Object missing required field `"):
+        name = f"{place}.{what.split('`')[1]}"
+        return Refusal(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
+    told = f"Invalid value for {place!r}: {what[:1].lower()}{what[1:]}" if place else f"Invalid request: {what}"
+    return Refusal(told, code="invalid_value", param=place or None)
+
+
+def _unknown(name: str, known: list[str], kind: str) -> Refusal:
+    shown = name[:SHOWN_CHARS]
+    near = difflib.get_close_matches(shown, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}" if known else ""
+    return Refusal(f"Unknown {kind}: {shown!r}{hint}", code="unknown_parameter", param=shown)

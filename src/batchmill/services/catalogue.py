@@ -1,0 +1,86 @@
+"""The models of the configuration, resolved once, and which of them a caller may use."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.config import Config
+from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
+from batchmill.models import registry
+from batchmill.types import Caller, ModelSpec
+from batchmill.wire.forms import URLS
+
+
+class Served(Struct, frozen=True):
+    """A name that a request may be sent to."""
+
+    name: str
+    model: ModelSpec
+    adapter: str | None = None  # None: the model itself
+
+
+class Catalogue:
+    """Raises: InvalidConfig, naming the model and the file, when one cannot be resolved or a name stands for two."""
+
+    def __init__(self, config: Config, cwd: Path) -> None:
+        self._projects = config.projects
+        self._models: dict[str, ModelSpec] = {}
+        self._served: dict[str, Served] = {}
+        place = f"{config.file}: " if config.file is not None else ""
+        for name in config.models:
+            try:
+                model = registry.resolve(name, config, cwd=cwd)
+            except BatchmillError as error:
+                raise InvalidConfig(f"{place}models.{name}: {error.message}", code=error.code) from None
+            self._models[name] = model
+            for served in (Served(name, model), *(Served(adapter, model, adapter) for adapter in model.adapters)):
+                if served.name in self._served:
+                    other = self._served[served.name].model.name
+                    raise InvalidConfig(f"{place}models.{name}: the name {served.name!r} is taken by models.{other}")
+                self._served[served.name] = served
+
+    def names(self, caller: Caller) -> list[Served]:
+        """What a caller may use, each model before its adapters."""
+        return [served for served in self._served.values() if self._may(caller, served.name)]
+
+    def find(self, caller: Caller, name: str) -> Served:
+        """Raises: UnknownName, in the same words for a name that is unknown and for one that is not the caller's."""
+        served = self._served.get(name)
+        if served is not None and self._may(caller, name):
+            return served
+        near = difflib.get_close_matches(name[:256], [each.name for each in self.names(caller)], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownName(
+            f"the model {name[:256]!r} does not exist or you do not have access to it{hint}", code="model_not_found"
+        )
+
+    def specs(self, caller: Caller) -> list[ModelSpec]:
+        """The models for a job: those of which the caller may use a name, each with the names that its rows may use."""
+        found = []
+        for model in self._models.values():
+            every = [model.name, *model.adapters]
+            allowed = [name for name in every if self._may(caller, name)]
+            if allowed:
+                found.append(model if allowed == every else replace(model, allowed=allowed))
+        return found
+
+    def serves(self, url: str, caller: Caller) -> bool:
+        """Some model of the caller's may answer this path: one of OpenAI's, or any for a function and a service."""
+        models = [served.model for served in self.names(caller)]
+        if url in URLS:
+            return bool(models)
+        return url.startswith("/v1/") and any(model.engine != "llm" for model in models)
+
+    def models(self) -> list[ModelSpec]:
+        """All of them, for who looks after the server."""
+        return list(self._models.values())
+
+    def _may(self, caller: Caller, name: str) -> bool:
+        """Both the key and its project allow the very name: a model's does not stand for its adapters'."""
+        project = self._projects.get(caller.project)
+        allowed = None if project is None else project.models
+        return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)

@@ -1,0 +1,235 @@
+"""Keys: made, shown once, looked up and revoked. Only a digest is kept, and a project's own keys never exceed their maker.
+
+The process that owns the data directory holds the one KeyService, so that a revoked key is refused at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.config import PROJECT_NAME, SERVER_MAX
+from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
+from batchmill.ports import Clock
+from batchmill.store.database import Database
+from batchmill.store.service_tables import keys
+from batchmill.types import Caller, Scope
+
+_KEY = re.compile(r"bm_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
+SECRET_BYTES = 32
+NAME_CHARS_MAX = 200
+MODELS_MAX = 1000
+KEYS_MAX = 10_000  # of one server
+USED_S = 60.0  # how exactly the time of the last use is written down
+REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
+
+
+class KeyRecord(Struct, frozen=True):
+    """A key without the key."""
+
+    id: str
+    name: str
+    project: str
+    scope: Scope
+    models: list[str] | None
+    requests_per_minute: int | None
+    created: float
+    expires: float | None
+    revoked: float | None
+    last_used: float | None
+
+
+class NewKey(Struct, frozen=True):
+    """A key on the one occasion on which it is shown."""
+
+    key: str
+    record: KeyRecord
+
+
+class _Known(Struct, frozen=True):
+    digest: str
+    caller: Caller
+    expires: float | None
+
+
+class KeyService:
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database, self._clock = database, clock
+        self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
+        self._exist = False
+        self._used: dict[str, float] = {}  # key id -> last use, until it is written down
+
+    async def create(
+        self,
+        *,
+        name: str,
+        project: str,
+        scope: Scope,
+        models: frozenset[str] | None = None,
+        requests_per_minute: int | None = None,
+        expires: float | None = None,
+        by: Caller | None = None,
+    ) -> NewKey:
+        """A new key. `by`: a key mints only keys whose scope, project, models and rate lie within its own.
+
+        Raises: InvalidInput for a value out of range, Forbidden for more than `by` has.
+        """
+        now = self._clock.now()
+        _check(name, project, models, requests_per_minute)
+        if expires is not None and expires <= now:
+            raise InvalidInput("a key's end must lie in the future", code="invalid_expiry")
+        if by is not None:
+            models, requests_per_minute = _within(by, project, scope, models, requests_per_minute)
+        key_id = secrets.token_hex(8)
+        secret = base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).rstrip(b"=").decode()
+        key = f"bm_{key_id}_{secret}"
+        listed = None if models is None else sorted(models)
+        record = KeyRecord(key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None)
+        await self._database.write(_insert, record, _digest(key))
+        self._exist = True
+        return NewKey(key, record)
+
+    async def list(self, project: str | None) -> list[KeyRecord]:
+        """Keys of a project, or of all, the newest first; revoked ones too."""
+        return await self._database.read(_list, project)
+
+    async def revoke(self, key_id: str, project: str | None) -> KeyRecord:
+        """End a key, at once and for good. Raises: UnknownName, also for the key of another project."""
+        self._known.pop(key_id, None)
+        record = await self._database.write(_revoke, key_id, project, self._clock.now())
+        self._known.pop(key_id, None)
+        return record
+
+    async def authenticate(self, token: str) -> Caller:
+        """Who a key stands for. Raises: Unauthenticated, in the same words whatever is wrong with it."""
+        match = _KEY.fullmatch(token)
+        if match is None:
+            raise Unauthenticated(REFUSAL)
+        key_id, digest = match[1], _digest(token)
+        known = self._known.get(key_id)
+        if known is None:
+            known = await self._look_up(key_id)
+        is_right = hmac.compare_digest(digest, known.digest if known is not None else _digest(""))
+        if known is None or not is_right or (known.expires is not None and known.expires <= self._clock.now()):
+            raise Unauthenticated(REFUSAL)
+        self._used[key_id] = self._clock.now()
+        return known.caller
+
+    def is_cached(self, token: str) -> bool:
+        """This very key was let in before: it costs no look-up."""
+        match = _KEY.fullmatch(token)
+        known = self._known.get(match[1]) if match is not None else None
+        return known is not None and hmac.compare_digest(_digest(token), known.digest)
+
+    async def _look_up(self, key_id: str) -> _Known | None:
+        row = await self._database.read(_row, key_id)
+        if row is None or row["revoked"] is not None:
+            return None
+        record = _record(row)
+        models = None if record.models is None else frozenset(record.models)
+        caller = Caller(record.project, record.scope, key_id, models, record.requests_per_minute)
+        known = self._known[key_id] = _Known(row["hash"], caller, record.expires)
+        return known
+
+    async def any_exist(self) -> bool:
+        """A key was ever made here: from then on every request needs one. Revoking the last opens nothing."""
+        if not self._exist:
+            self._exist = await self._database.read(_any)
+        return self._exist
+
+    async def write_uses(self) -> None:
+        """Write down when keys were used last."""
+        used, self._used = self._used, {}
+        if used:
+            await self._database.write(_note_uses, used)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _check(name: str, project: str, models: frozenset[str] | None, requests_per_minute: int | None) -> None:
+    if not (0 < len(name) <= NAME_CHARS_MAX and name.isprintable()):
+        raise InvalidInput(f"a key's name is 1 to {NAME_CHARS_MAX} printable characters", code="invalid_name")
+    if not PROJECT_NAME.fullmatch(project):
+        raise InvalidInput(
+            f"{project[:80]!r} is no project's name: letters, digits and . _ -, 64 at most", code="invalid_project"
+        )
+    if models is not None and not 0 < len(models) <= MODELS_MAX:
+        raise InvalidInput(f"a key names 1 to {MODELS_MAX} models, or none for all", code="invalid_models")
+    most = SERVER_MAX["requests_per_minute"]
+    if requests_per_minute is not None and not 0 < requests_per_minute <= most:
+        raise InvalidInput(f"requests_per_minute must be 1 to {most:,}, not {requests_per_minute}", code="invalid_rate")
+
+
+def _within(
+    by: Caller, project: str, scope: Scope, models: frozenset[str] | None, requests_per_minute: int | None
+) -> tuple[frozenset[str] | None, int | None]:
+    """Models and rate of a key that `by` may make: its own where nothing was said."""
+    if project != by.project:
+        raise Forbidden(f"this key makes keys of its own project, {by.project}, only")
+    if not by.may(scope):
+        raise Forbidden(f"this key has the scope {by.scope}: it makes none with {scope}")
+    beyond = sorted(models - by.models) if models is not None and by.models is not None else []
+    if beyond:
+        raise Forbidden(f"this key may not use the model {beyond[0]!r}, and makes no key that may")
+    own = by.requests_per_minute
+    if own is not None and (requests_per_minute or 0) > own:
+        raise Forbidden(f"this key has {own} requests a minute, and makes no key with more")
+    return (by.models if models is None else models), (own if requests_per_minute is None else requests_per_minute)
+
+
+def _insert(db: sa.Connection, record: KeyRecord, digest: str) -> None:
+    if (db.execute(sa.select(sa.func.count()).select_from(keys)).scalar() or 0) >= KEYS_MAX:
+        raise InvalidInput(f"there are {KEYS_MAX:,} keys already, the most that there can be", code="too_many_keys")
+    values: dict[str, Any] = msgspec.structs.asdict(record)
+    listed = values.pop("models")
+    values |= {"scopes": values.pop("scope").value, "hash": digest}
+    values["models"] = None if listed is None else msgspec.json.encode(listed).decode()
+    db.execute(keys.insert().values(values))
+
+
+def _list(db: sa.Connection, project: str | None) -> list[KeyRecord]:
+    query = sa.select(keys).order_by(keys.c.created.desc(), keys.c.id)
+    if project is not None:
+        query = query.where(keys.c.project == project)
+    return [_record(row) for row in db.execute(query).mappings()]
+
+
+def _row(db: sa.Connection, key_id: str) -> sa.RowMapping | None:
+    return db.execute(sa.select(keys).where(keys.c.id == key_id)).mappings().first()
+
+
+def _revoke(db: sa.Connection, key_id: str, project: str | None, now: float) -> KeyRecord:
+    row = _row(db, key_id)
+    if row is None or (project is not None and row["project"] != project):
+        raise UnknownName(f"no key has the id {key_id[:80]!r}", code="unknown_key")
+    if row["revoked"] is None:
+        db.execute(keys.update().where(keys.c.id == key_id).values(revoked=now))
+    return _record(_row(db, key_id) or row)
+
+
+def _any(db: sa.Connection) -> bool:
+    return db.execute(sa.select(keys.c.id).limit(1)).first() is not None
+
+
+def _note_uses(db: sa.Connection, used: dict[str, float]) -> None:
+    for key_id, at in used.items():
+        db.execute(keys.update().where(keys.c.id == key_id).values(last_used=at))
+
+
+def _record(row: sa.RowMapping) -> KeyRecord:
+    models = None if row["models"] is None else msgspec.json.decode(row["models"], type=list[str])
+    return KeyRecord(
+        id=row["id"], name=row["name"], project=row["project"], scope=Scope(row["scopes"]), models=models,
+        requests_per_minute=row["requests_per_minute"], created=row["created"], expires=row["expires"],
+        revoked=row["revoked"], last_used=row["last_used"],
+    )  # fmt: skip
