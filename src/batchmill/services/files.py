@@ -25,7 +25,15 @@ from batchmill.errors import Conflict, InvalidInput
 from batchmill.ports import Clock
 from batchmill.services import file_records
 from batchmill.services.file_records import FileQuery, FileRecord, unknown
-from batchmill.services.incoming import ROOM_BYTES, Disk, Incoming, to_its_end
+from batchmill.services.incoming import (
+    ROOM_BYTES,
+    Disk,
+    Incoming,
+    names_in,
+    remove_others,
+    to_its_end,
+    unlink_all,
+)
 from batchmill.states import JobState
 from batchmill.store.database import Database
 from batchmill.store.segments import sync_folder
@@ -226,7 +234,7 @@ class FileService:
     async def sweep(self) -> int:
         """Remove what has expired and what a crash left; returns how many files went. Files in use stay until later."""
         async with self._sweeping:
-            await self.disk.run(_remove_others, self.home / ARRIVING, lambda: self._arriving)
+            await self.disk.run(remove_others, self.home / ARRIVING, lambda: self._arriving)
             if not self._swept_orphans:
                 await self._sweep_orphans()
                 self._swept_orphans = True
@@ -238,12 +246,12 @@ class FileService:
             return gone
 
     async def _sweep_orphans(self) -> None:
-        names = await self.disk.run(_names_in, self.home)
+        names = await self.disk.run(names_in, self.home)
         names = [name for name in names if name not in self._arriving]  # looked at before the records are
         for first in range(0, len(names), SWEEP_MAX):
             some = names[first : first + SWEEP_MAX]
             known = await self._database.read(file_records.known_of, some)
-            await self.disk.run(_unlink_all, [self.home / name for name in some if name not in known])
+            await self.disk.run(unlink_all, [self.home / name for name in some if name not in known])
 
     def close(self) -> None:
         """Let what is being written and read end."""
@@ -362,19 +370,3 @@ def _unlink_same(path: Path, others: Sequence[Path]) -> None:
                 if os.path.samestat(own, other.stat()):
                     other.unlink()
                     sync_folder(other.parent)
-
-
-def _names_in(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-
-
-def _remove_others(folder: Path, wanted: Callable[[], set[str]]) -> None:
-    names = _names_in(folder)  # before `wanted` is looked at: what arrives meanwhile is not among them
-    keep = set(wanted())
-    _unlink_all([folder / name for name in names if name not in keep])
-
-
-def _unlink_all(paths: Sequence[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)

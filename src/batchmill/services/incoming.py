@@ -208,3 +208,22 @@ def _copy(source: int, target: int, update: Callable[[bytes], None] | None) -> i
         if error.errno not in NO_COPY:
             raise
         return os.sendfile(target, source, None, COPY_BYTES)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files of a folder."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def remove_others(folder: Path, wanted: Callable[[], set[str]]) -> None:
+    """Remove the files of a folder that nobody wants."""
+    names = names_in(folder)  # before `wanted` is looked at: what arrives meanwhile is not among them
+    keep = set(wanted())
+    unlink_all([folder / name for name in names if name not in keep])
+
+
+def unlink_all(paths: Sequence[Path]) -> None:
+    """Remove those that are there."""
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,181 @@
+"""multipart/form-data read as it arrives: small text fields, and one file handed on piece by piece.
+
+Source: RFC 7578, RFC 2046 section 5.1. Nothing is kept but the fields; what belongs to no field is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from msgspec import Struct
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from batchmill.errors import InvalidInput
+from batchmill.server.bodies import SHOWN_CHARS, Refusal
+
+FIELD_BYTES_MAX = 4096  # of a text field
+PARTS_MAX = 32
+HEADERS_MAX, HEADER_BYTES_MAX = 8, 4096  # of one part
+BOUNDARY_CHARS_MAX = 70
+FORM_BYTES = 512 * 1024  # more than all fields, headers and boundaries of a form: what a body may hold besides a file
+PLAIN = ("", "binary", "8bit", "7bit")  # transfer encodings that leave the bytes as they are
+
+TakeField = Callable[[str, str], None]
+TakePiece = Callable[[bytes], Awaitable[None]]
+
+
+class FilePart(Struct, frozen=True):
+    """The file of a form, whose bytes have been handed on."""
+
+    filename: str | None  # None: the part had none
+    media: str
+
+
+class _Head(Struct, frozen=True):
+    """How a part begins."""
+
+    name: str
+    filename: str | None
+    media: str
+
+
+async def read_form(
+    chunks: AsyncIterator[bytes], content_type: str, *, file_field: str, take_field: TakeField, take_piece: TakePiece
+) -> FilePart:
+    """Read a form to its end: text fields go to `take_field`, the bytes of the field `file_field` to `take_piece`.
+
+    Raises: InvalidInput for what is no form, ends too early, or holds no file or two; and what the two callables raise.
+    """
+    parser = _Parser(_boundary(content_type))
+    head: _Head | None = None
+    file: FilePart | None = None
+    text = b""
+    async for chunk in chunks:
+        for event in parser.feed(chunk):
+            if isinstance(event, _Head):
+                head, text = event, b""
+                if head.name == file_field:
+                    if file is not None:
+                        raise Refusal(f"the form holds two files {file_field!r}: send one", code=CODE, param=file_field)
+                    file = FilePart(head.filename, head.media)
+            elif head is None:
+                continue
+            elif event is None:
+                if head.name != file_field:
+                    take_field(head.name, _text(head.name, text))
+                head = None
+            elif head.name == file_field:
+                await take_piece(event)
+            else:
+                text += event
+                if len(text) > FIELD_BYTES_MAX:
+                    raise _too_long(head.name)
+    if not parser.is_whole:
+        raise Refusal("the form ends in the middle: its last boundary is missing", code=CODE)
+    if file is None:
+        raise Refusal(f"Missing required parameter: {file_field!r}", code=MISSING, param=file_field)
+    return file
+
+
+CODE, MISSING = "invalid_multipart", "missing_required_parameter"
+
+
+class _Parser:
+    """The events of a body: how a part begins, pieces of its bytes, and None where it ends."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.is_whole = False
+        self._events: list[_Head | bytes | None] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._name = self._value = b""
+        self._parts = 0
+        callbacks = {
+            "on_part_begin": self._on_part_begin,
+            "on_part_data": self._on_part_data,
+            "on_part_end": lambda: self._events.append(None),
+            "on_header_field": self._on_header_field,
+            "on_header_value": self._on_header_value,
+            "on_header_end": self._on_header_end,
+            "on_headers_finished": lambda: self._events.append(_head(self._headers)),
+            "on_end": self._on_end,
+        }
+        self._parser = MultipartParser(
+            boundary, callbacks, max_header_count=HEADERS_MAX, max_header_size=HEADER_BYTES_MAX
+        )
+
+    def feed(self, data: bytes) -> list[_Head | bytes | None]:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise Refusal(f"the form cannot be read: {error}", code=CODE) from None
+        events, self._events = self._events, []
+        return events
+
+    def _on_part_begin(self) -> None:
+        self._parts += 1
+        if self._parts > PARTS_MAX:
+            raise Refusal(f"the form has more than {PARTS_MAX} parts", code=CODE)
+        self._headers = {}
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        self._events.append(data[start:end])
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        name = self._name.lower()
+        if name in self._headers:
+            raise Refusal(f"a part of the form has two headers {name.decode('latin-1')!r}", code=CODE)
+        self._headers[name] = self._value
+        self._name = self._value = b""
+
+    def _on_end(self) -> None:
+        self.is_whole = True
+
+
+def _boundary(content_type: str) -> bytes:
+    media, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if media != b"multipart/form-data":
+        raise Refusal("the body must have the Content-Type multipart/form-data", code="unsupported_media_type")
+    if not 0 < len(boundary) <= BOUNDARY_CHARS_MAX:
+        raise Refusal(f"the Content-Type must name a boundary of 1 to {BOUNDARY_CHARS_MAX} characters", code=CODE)
+    return boundary
+
+
+def _head(headers: dict[bytes, bytes]) -> _Head:
+    kind, options = parse_options_header(headers.get(b"content-disposition", b"").decode("latin-1"))
+    if kind != b"form-data" or b"name" not in options:
+        raise Refusal('a part of the form has no Content-Disposition: form-data; name="…"', code=CODE)
+    encoding = headers.get(b"content-transfer-encoding", b"").strip().lower().decode("latin-1")
+    if encoding not in PLAIN:
+        raise Refusal(f"parts are sent as they are, not as {encoding[:SHOWN_CHARS]!r}", code=CODE)
+    filename = options.get(b"filename")
+    return _Head(
+        _decoded(options[b"name"], "the name of a field"),
+        None if filename is None else _decoded(filename, "the name of the file"),
+        headers.get(b"content-type", b"").decode("latin-1"),
+    )
+
+
+def _text(name: str, value: bytes) -> str:
+    if len(value) > FIELD_BYTES_MAX:
+        raise _too_long(name)
+    return _decoded(value, f"the field {name[:SHOWN_CHARS]!r}")
+
+
+def _too_long(name: str) -> InvalidInput:
+    shown = name[:SHOWN_CHARS]
+    return Refusal(f"the field {shown!r} is longer than {FIELD_BYTES_MAX:,} bytes", code="invalid_value", param=shown)
+
+
+def _decoded(value: bytes, what: str) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise Refusal(f"{what} is not UTF-8", code=CODE) from None

@@ -1,0 +1,249 @@
+"""Files that arrive in parts: each part is durable when it is acknowledged, and joined they become one file at once.
+
+Parts lie in DATA_DIR/files/.parts/ID until their upload ends. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
+from batchmill.ports import Clock
+from batchmill.services import upload_records
+from batchmill.services.files import FileRecord, FileService, checked_filename, new_id
+from batchmill.services.incoming import names_in, to_its_end, unlink_all
+from batchmill.services.upload_records import (
+    CANCELLED,
+    COMPLETED,
+    EXPIRED,
+    PART_BYTES_MAX,
+    PARTS_MAX,
+    PENDING,
+    PartRecord,
+    UploadRecord,
+)
+from batchmill.store.database import Database
+from batchmill.store.segments import sync_folder
+
+LIFETIME_S = 3600.0  # of an upload that is never completed
+KEPT_S = 30 * 86_400.0  # the record of one that has ended
+SWEEP_MAX = 500
+SHOWN_CHARS = 80  # of an id nobody knows, in a message
+MIME_CHARS_MAX = 256
+PARTS = ".parts"
+
+
+class NewUpload(Struct, frozen=True):
+    """What is announced of a file that will come in parts."""
+
+    purpose: str
+    filename: str
+    mime_type: str
+    bytes: int
+    file_expires_s: float | None = None  # of the file, from its creation
+
+
+class UploadService:
+    """Raises, everywhere: UnknownName (`unknown_upload`), InvalidTransition (`upload_not_pending`)."""
+
+    def __init__(self, database: Database, files: FileService, clock: Clock) -> None:
+        self._database, self._files, self._clock = database, files, clock
+        self.home = files.home / PARTS
+        self._arriving: set[str] = set()  # parts whose bytes may lie there before their record does
+        self._ending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by upload
+        self._swept_orphans = False
+        self.home.mkdir(exist_ok=True, mode=0o700)
+        sync_folder(files.home)
+
+    async def create(self, project: str, new: NewUpload) -> UploadRecord:
+        """Raises: TooLarge (`file_too_large`), InvalidInput for a name that cannot be shown."""
+        if new.bytes > self._files.limits.file_bytes_max:
+            raise TooLarge(
+                f"the file is larger than the {self._files.limits.file_bytes_max:,} bytes allowed",
+                code="file_too_large",
+            )
+        now = self._clock.now()
+        record = UploadRecord(
+            id=new_id("upload_"), project=project, purpose=new.purpose, filename=checked_filename(new.filename),
+            mime_type=new.mime_type[:MIME_CHARS_MAX], bytes=new.bytes, status=PENDING, created=now,
+            expires=now + LIFETIME_S, file_expires_s=new.file_expires_s, file=None,
+        )  # fmt: skip
+        await self._database.write(upload_records.insert, record)
+        return record
+
+    async def get(self, project: str, upload_id: str) -> UploadRecord:
+        record = await self._database.read(upload_records.find, upload_id)
+        if record is None or record.project != project:
+            raise UnknownName(f"No such Upload object: {upload_id[:SHOWN_CHARS]}", code="unknown_upload")
+        if record.status == PENDING and record.expires <= self._clock.now():
+            return msgspec.structs.replace(record, status=EXPIRED)
+        return record
+
+    async def part_writer(self, project: str, upload_id: str) -> PartWriter:
+        """A new part of a pending upload. Raises: TooLarge (`too_many_parts`)."""
+        await self._pending(project, upload_id)
+        await self._database.read(upload_records.check_room, upload_id, 0)
+        return PartWriter(self._files, self, upload_id)
+
+    async def store_part(self, part: PartRecord, writer: PartWriter) -> None:
+        """Bytes, then the record."""
+        path = self.home / part.id
+        self._arriving.add(part.id)
+        try:
+            await writer.incoming.settle(path)
+            await self._database.write(upload_records.add_part, part)
+        except BaseException:
+            await self._files.disk.run(path.unlink, missing_ok=True)
+            raise
+        finally:
+            self._arriving.discard(part.id)
+
+    async def complete(
+        self, project: str, upload_id: str, *, part_ids: Sequence[str], md5: str | None = None
+    ) -> tuple[UploadRecord, FileRecord]:
+        """Join the parts in this order to one file. A completed upload stays as it is: asking again is no error.
+
+        Raises: InvalidInput when the parts are not those of the upload, or not the file that was announced.
+        """
+        return await to_its_end(self._complete(project, upload_id, part_ids, md5))
+
+    async def _complete(
+        self, project: str, upload_id: str, part_ids: Sequence[str], md5: str | None
+    ) -> tuple[UploadRecord, FileRecord]:
+        async with self._lock(upload_id):
+            record = await self.get(project, upload_id)
+            if record.status == COMPLETED and record.file is not None:
+                return record, await self._files.get(project, record.file)
+            await self._pending(project, upload_id)
+            parts = await self._database.read(upload_records.parts_of, upload_id)
+            chosen = _chosen(record, parts, part_ids)
+            file, gone = await self._join(record, chosen, md5)
+            await self._unlink(gone)
+            return msgspec.structs.replace(record, status=COMPLETED, file=file.id), file
+
+    async def _join(
+        self, record: UploadRecord, parts: Sequence[PartRecord], md5: str | None
+    ) -> tuple[FileRecord, list[str]]:
+        """The file, made in the transaction that ends the upload; and the parts it needs no longer."""
+        gone: list[str] = []
+
+        def end(db: sa.Connection, file: FileRecord) -> None:
+            gone.extend(upload_records.end(db, record.id, COMPLETED, file.id))
+
+        writer = await self._files.writer(record.project)
+        try:
+            paths = [self.home / part.id for part in parts]
+            found = await writer.append_files(paths, record.bytes, with_md5=md5 is not None)
+            if md5 is not None and found != md5.lower():
+                raise InvalidInput(f"the md5 of the parts is {found}, not {md5[:32]!r}", code="md5_mismatch")
+            file = await writer.commit(
+                purpose=record.purpose, filename=record.filename, expires_s=record.file_expires_s, within=end
+            )
+        finally:
+            await writer.discard()
+        return file, gone
+
+    async def cancel(self, project: str, upload_id: str) -> UploadRecord:
+        """Drop the parts. A cancelled upload stays as it is: asking again is no error."""
+        async with self._lock(upload_id):
+            record = await self.get(project, upload_id)
+            if record.status != CANCELLED:
+                await self._pending(project, upload_id)
+                await self._end(upload_id, CANCELLED)
+            return msgspec.structs.replace(record, status=CANCELLED)
+
+    async def sweep(self) -> int:
+        """End what was never completed, and remove what a crash left; returns how many uploads expired."""
+        if not self._swept_orphans:
+            await self._sweep_orphans()
+            self._swept_orphans = True
+        now = self._clock.now()
+        overdue = await self._database.read(upload_records.overdue, now, SWEEP_MAX)
+        for upload_id in overdue:
+            async with self._lock(upload_id):
+                with contextlib.suppress(InvalidTransition):  # it was completed just before
+                    await self._end(upload_id, EXPIRED)
+        await self._database.write(upload_records.forget_ended, now - KEPT_S)
+        return len(overdue)
+
+    async def _end(self, upload_id: str, status: str) -> None:
+        await self._unlink(await self._database.write(upload_records.end, upload_id, status))
+
+    async def _unlink(self, part_ids: Sequence[str]) -> None:
+        await self._files.disk.run(unlink_all, [self.home / part_id for part_id in part_ids])
+
+    async def _sweep_orphans(self) -> None:
+        names = await self._files.disk.run(names_in, self.home)
+        names = [name for name in names if name not in self._arriving]  # looked at before the records are
+        for first in range(0, len(names), SWEEP_MAX):
+            some = names[first : first + SWEEP_MAX]
+            known = await self._database.read(upload_records.known_parts, some)
+            await self._unlink([name for name in some if name not in known])
+
+    async def _pending(self, project: str, upload_id: str) -> UploadRecord:
+        record = await self.get(project, upload_id)
+        if record.status != PENDING:
+            raise upload_records.not_pending(record)
+        return record
+
+    def _lock(self, upload_id: str) -> asyncio.Lock:
+        return self._ending.setdefault(upload_id, asyncio.Lock())
+
+    def part(self, part_id: str, upload_id: str, size_bytes: int) -> PartRecord:
+        """The record of a part that is made now."""
+        return PartRecord(part_id, upload_id, size_bytes, self._clock.now())
+
+
+class PartWriter:
+    """A part on its way in: `write` its bytes, then `commit`; `discard` in any case."""
+
+    def __init__(self, files: FileService, uploads: UploadService, upload_id: str) -> None:
+        self.id = new_id("part_")
+        self._files, self._uploads, self._upload_id = files, uploads, upload_id
+        self.incoming = files.arrive(self.id, PART_BYTES_MAX)
+        self._storing: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Raises: TooLarge (`file_too_large`) beyond PART_BYTES_MAX, StorageFull."""
+        await self.incoming.write(data)
+
+    async def commit(self) -> PartRecord:
+        """Durable when this returns. Raises: InvalidTransition when the upload has ended meanwhile, TooLarge."""
+        part = self._uploads.part(self.id, self._upload_id, self.incoming.size_bytes)
+        self._storing = asyncio.create_task(self._uploads.store_part(part, self))
+        await asyncio.shield(self._storing)
+        self._files.leave(self.id)
+        return part
+
+    async def discard(self) -> None:
+        """Drop what was not committed. Safe to call twice."""
+        await self.incoming.discard()
+        if self._storing is not None:
+            await asyncio.wait({self._storing})
+            self._storing.exception()  # whoever called commit has heard of it, or has gone away
+        self._files.leave(self.id)
+
+
+def _chosen(record: UploadRecord, parts: dict[str, PartRecord], part_ids: Sequence[str]) -> list[PartRecord]:
+    """The parts named, in their order. Raises: InvalidInput."""
+    if not 0 < len(part_ids) <= PARTS_MAX or len(set(part_ids)) != len(part_ids):
+        raise InvalidInput(f"name 1 to {PARTS_MAX:,} parts, each once", code="invalid_part_ids")
+    for part_id in part_ids:
+        if part_id not in parts:
+            raise InvalidInput(
+                f"{part_id[:SHOWN_CHARS]!r} is no part of the upload {record.id}", code="invalid_part_ids"
+            )
+    chosen = [parts[part_id] for part_id in part_ids]
+    total = sum(part.bytes for part in chosen)
+    if total != record.bytes:
+        raise InvalidInput(
+            f"the parts hold {total:,} bytes, and {record.bytes:,} were announced", code="upload_size_mismatch"
+        )
+    return chosen
