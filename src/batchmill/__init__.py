@@ -8,7 +8,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Public name -> the module that has it: a name costs its imports only once it is used.
-_HOMES = {"batched": "batchmill.models.functions"}
+_HOMES = {
+    "AsyncClient": "batchmill.client.asynchronous",
+    "Client": "batchmill.client.sync",
+    "batched": "batchmill.models.functions",
+}
 
 
 def __getattr__(name: str) -> Any:

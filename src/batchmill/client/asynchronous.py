@@ -1,0 +1,318 @@
+"""`batchmill.AsyncClient`: the asyncio shell over the SDK's core."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any, BinaryIO, TypeVar
+
+import httpx
+
+from batchmill.client import calls, connection, procedures
+from batchmill.client.messages import PIECE_BYTES, Broken, Reply, Request, Send, SendFile, Sleep, Steps
+from batchmill.client.procedures import Pages, Source
+from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
+from batchmill.client.writing import is_past, part_of
+from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.wire.native import (
+    Change,
+    Estimated,
+    FileInfo,
+    KeyInfo,
+    MadeKey,
+    ModelInfo,
+    NewKey,
+    Planned,
+)
+from batchmill.wire.previews import SealReport
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A batchmill server, for programs.
+
+    Requests are repeated only where that can do nothing twice. What the server refuses is raised as the error of
+    `batchmill.errors` that it is, with the server's `code`; no answer at all is Unavailable (`unreachable`).
+
+    Args:
+        base_url: "http://127.0.0.1:8000"; None: BATCHMILL_SERVER.
+        api_key: None: BATCHMILL_API_KEY, or none where the server asks for none.
+
+    Concurrency: any number of tasks of one event loop may use one client.
+    """
+
+    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+        self._address = connection.address(base_url, api_key)
+        self._http = httpx.AsyncClient(base_url=self._address.base_url, headers=self._address.headers)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def submit(self, inputs: Source | Iterable[Source], **work: Any) -> AsyncJob:
+        """Run every row of some files.
+
+        Args:
+            inputs: paths, ids or FileInfo of uploaded files, or open binary files; several are one dataset.
+            work: the fields of `batchmill.wire.native.NewJob`: `model` (or `models`: the first is for rows that name
+                none), `prompt`, `system`, `url`, `params`, `format`, `on_invalid`, `dedupe`, `budget` (USD),
+                `priority` (-100..100), `deadline` (seconds since the epoch) or `completion_s` (from now), `labels`,
+                `output_format`.
+
+        Raises: InvalidInput for what cannot be run as it is.
+        """
+        return AsyncJob(self, (await self._run(procedures.submit(inputs, work))).job)
+
+    async def job(self, job_id: str) -> AsyncJob:
+        """A job that exists. Raises: UnknownName."""
+        return AsyncJob(self, await self._run(procedures.ask(calls.show(job_id))))
+
+    def jobs(self, *, state: str | None = None, label: str | None = None) -> AsyncIterator[JobView]:
+        """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"."""
+        return self._all(
+            Pages(lambda after: calls.jobs(state=state, label=label, limit=None, after=after), lambda page: page.jobs)
+        )
+
+    async def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
+        """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""
+        return await self._run(procedures.preview(calls.validate, inputs, work))
+
+    async def plan(self, inputs: Source | Iterable[Source], **work: Any) -> Planned:
+        """Explain the order in which rows would run."""
+        return await self._run(procedures.preview(calls.plan, inputs, work))
+
+    async def estimate(self, inputs: Source | Iterable[Source], **work: Any) -> Estimated:
+        """Estimate tokens, cost and time before anything is spent."""
+        return await self._run(procedures.preview(calls.estimate, inputs, work))
+
+    # -- models, files, keys ------------------------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelInfo]:
+        """The models that this key may use, with their adapters."""
+        return (await self._run(procedures.ask(calls.models()))).models
+
+    async def upload(
+        self,
+        source: str | os.PathLike[str] | BinaryIO,
+        *,
+        filename: str | None = None,
+        expires_s: float | None = None,
+    ) -> FileInfo:
+        """Send a file, piece by piece.
+
+        Args:
+            filename: what it is called; its end (.jsonl, .csv, .parquet, with .gz or .zst) tells what it holds.
+            expires_s: seconds from now after which the server removes it; None: what the server does by itself.
+        """
+        return await self._run(procedures.upload(source, filename=filename, expires_s=expires_s))
+
+    def files(self) -> AsyncIterator[FileInfo]:
+        """Files, the newest first."""
+        return self._all(Pages(lambda after: calls.files(limit=None, after=after), lambda page: page.files))
+
+    async def file(self, file_id: str) -> FileInfo:
+        return await self._run(procedures.ask(calls.file(file_id)))
+
+    async def delete_file(self, file_id: str) -> None:
+        """Raises: Conflict (`file_in_use`) while an unfinished job reads it."""
+        await self._run(procedures.ask(calls.delete_file(file_id)))
+
+    def read_file(self, file_id: str) -> AsyncIterator[bytes]:
+        """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
+        return self._stream(Bytes(calls.content(file_id)))
+
+    async def create_key(self, key: NewKey) -> MadeKey:
+        """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
+        return await self._run(procedures.ask(calls.create_key(key)))
+
+    async def keys(self) -> list[KeyInfo]:
+        return (await self._run(procedures.ask(calls.keys()))).keys
+
+    async def revoke_key(self, key_id: str) -> KeyInfo:
+        """End a key, at once."""
+        return await self._run(procedures.ask(calls.revoke_key(key_id)))
+
+    # -- the steps of the core ----------------------------------------------------------------------------------------
+
+    async def _run(self, steps: Steps[T]) -> T:
+        """Take the steps of a procedure; returns its value."""
+        answer: Reply | None = None
+        failure: Broken | None = None
+        while True:
+            try:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+            except StopIteration as done:
+                return done.value
+            answer = failure = None
+            try:
+                match step:
+                    case Send(request):
+                        answer = await self._send(request, request.body)
+                    case SendFile(request, file):
+                        answer = await self._send(request, _pieces(file))
+                    case Sleep(seconds):
+                        await asyncio.sleep(seconds)
+            except Broken as broken:
+                failure = broken
+            except BaseException:
+                steps.close()
+                raise
+
+    async def _send(self, request: Request, content: bytes | AsyncIterator[bytes] | None) -> Reply:
+        try:
+            return connection.reply_of(
+                await self._http.request(
+                    request.method, request.path, params=request.query, headers=request.headers, content=content,
+                    timeout=connection.timeout(request),
+                )
+            )  # fmt: skip
+        except httpx.TransportError as error:
+            raise connection.broken(error, self._address.base_url) from error
+
+    async def _all(self, pages: Pages[T]) -> AsyncIterator[T]:
+        while not pages.is_over:
+            for item in await self._run(pages.next()):
+                yield item
+
+    async def _stream(self, stream: Stream[T]) -> AsyncIterator[T]:
+        """What a stream reads, over as many connections as it takes."""
+        while not stream.is_over:
+            try:
+                async with aclosing(self._stream_once(stream, stream.request())) as items:
+                    async for item in items:
+                        yield item
+            except httpx.TransportError as error:
+                await asyncio.sleep(stream.broke(connection.broken(error, self._address.base_url)))
+            except Broken as broken:
+                await asyncio.sleep(stream.broke(broken))
+
+    async def _stream_once(self, stream: Stream[T], request: Request) -> AsyncIterator[T]:
+        async with self._http.stream(
+            request.method, request.path, params=request.query, headers=request.headers,
+            timeout=connection.timeout(request),
+        ) as response:  # fmt: skip
+            if response.status_code >= 400:
+                await response.aread()
+                raise refusal(connection.reply_of(response))
+            stream.begin(response.status_code, response.headers)
+            async for piece in response.aiter_raw():
+                for item in stream.feed(piece):
+                    yield item
+                if stream.is_over:
+                    return
+            for item in stream.end():
+                yield item
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    """The rest of a file, read beside the event loop."""
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece
+
+
+class AsyncJob:
+    """A job at a server. `view` is what was last heard of it.
+
+    Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
+    """
+
+    def __init__(self, client: AsyncClient, view: JobView) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        return self.view.id
+
+    def __repr__(self) -> str:
+        return f"<AsyncJob {self.id}: {self.view.state}>"
+
+    async def refresh(self) -> JobView:
+        """Ask how the job is."""
+        self.view = await self._client._run(procedures.ask(calls.show(self.id)))
+        return self.view
+
+    async def watch(self, interval_s: float = 1.0) -> AsyncIterator[JobView]:
+        """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
+        async with aclosing(self._client._stream(Views(self.id, interval_s))) as views:
+            async for view in views:
+                self.view = view
+                yield view
+
+    async def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
+        """Wait until the job is paused or has ended; returns the last view of it.
+
+        Raises: TimeoutError; the job goes on.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        async with aclosing(self.watch(interval_s)) as views:
+            async for view in views:
+                if is_past(until, time.monotonic(), view):
+                    raise TimeoutError(f"the job {self.id} is {view.state} after {timeout_s:g} s")
+        return self.view
+
+    def results(self) -> AsyncIterator[dict[str, Any]]:
+        """The lines of the result file of a job that has ended, as objects."""
+        return self._client._stream(Lines(Bytes(calls.results(self.id))))
+
+    def errors(self) -> AsyncIterator[dict[str, Any]]:
+        """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
+        return self._client._stream(Lines(Bytes(calls.errors(self.id))))
+
+    def partial(self) -> AsyncIterator[dict[str, Any]]:
+        """The rows that have their outcome so far, in row order, also while the job runs."""
+        return self._client._stream(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+
+    async def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
+        """Write the result (or error) file to `path`, which gets its name once it is whole."""
+        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
+        with part_of(path) as file:
+            async with aclosing(self._client._stream(stream)) as pieces:
+                async for piece in pieces:
+                    await asyncio.to_thread(file.write, piece)
+
+    async def pause(self) -> JobView:
+        """Rows in flight may finish; `resume` goes on from there."""
+        return await self._steer("pause")
+
+    async def resume(self) -> JobView:
+        return await self._steer("resume")
+
+    async def cancel(self) -> JobView:
+        """Finished rows are kept and written; the rest become errors."""
+        return await self._steer("cancel")
+
+    async def retry(self) -> JobView:
+        """Run the rows again that failed, and only those."""
+        return await self._steer("retry")
+
+    async def amend(
+        self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
+    ) -> JobView:
+        """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
+        change = Change(priority, deadline, budget)
+        self.view = await self._client._run(procedures.ask(calls.amend(self.id, change)))
+        return self.view
+
+    async def explain(self) -> Wait:
+        """Why the job waits, or goes no faster."""
+        return await self._client._run(procedures.ask(calls.explain(self.id)))
+
+    async def verify(self) -> LedgerReport:
+        """Audit the record of which rows are done; needs an admin's key."""
+        return await self._client._run(procedures.ask(calls.verify(self.id)))
+
+    async def _steer(self, verb: calls.Steering) -> JobView:
+        self.view = await self._client._run(procedures.ask(calls.steer(self.id, verb)))
+        return self.view

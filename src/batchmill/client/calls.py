@@ -1,0 +1,162 @@
+"""Every operation of the server as a request and what its reply is read as: one function an operation."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.client.messages import Ask, Request
+from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.wire.native import (
+    PREFIX,
+    Accepted,
+    Change,
+    Estimated,
+    FileInfo,
+    FilePage,
+    JobPage,
+    KeyInfo,
+    KeyList,
+    MadeKey,
+    ModelList,
+    NewJob,
+    NewKey,
+    Planned,
+    Work,
+)
+from batchmill.wire.previews import SealReport
+
+T = TypeVar("T")
+Steering = Literal["pause", "resume", "cancel", "retry"]
+NOTHING: type[None] = type(None)
+
+
+def _path(*parts: str) -> str:
+    return "/".join([PREFIX, *(quote(part, safe="") for part in parts)])
+
+
+def _query(**values: object) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _post(reply: type[T], path: str, body: Struct | None = None, headers: dict[str, str] | None = None) -> Ask[T]:
+    """A POST that is not repeated once the server may have seen it."""
+    told = dict(headers or {})
+    if body is None:
+        return Ask(Request("POST", path, headers=told, is_repeatable=False), reply)
+    told["content-type"] = "application/json"
+    return Ask(Request("POST", path, headers=told, body=msgspec.json.encode(body), is_repeatable=False), reply)
+
+
+def submit(job: NewJob, key: str) -> Ask[Accepted]:
+    """`key` is what the server knows a repeat by."""
+    ask = _post(Accepted, _path("jobs"), job, {"idempotency-key": key})
+    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True), Accepted)
+
+
+def show(job_id: str) -> Ask[JobView]:
+    return Ask(Request("GET", _path("jobs", job_id)), JobView)
+
+
+def jobs(*, state: str | None, label: str | None, limit: int | None, after: str | None) -> Ask[JobPage]:
+    query = _query(state=state, label=label, limit=limit, after=after)
+    return Ask(Request("GET", _path("jobs"), query), JobPage)
+
+
+def steer(job_id: str, verb: Steering) -> Ask[JobView]:
+    return _post(JobView, _path("jobs", job_id, verb))
+
+
+def amend(job_id: str, change: Change) -> Ask[JobView]:
+    """Setting the same values twice is setting them once."""
+    body, headers = msgspec.json.encode(change), {"content-type": "application/json"}
+    return Ask(Request("PATCH", _path("jobs", job_id), headers=headers, body=body), JobView)
+
+
+def explain(job_id: str) -> Ask[Wait]:
+    return Ask(Request("GET", _path("jobs", job_id, "wait")), Wait)
+
+
+def verify(job_id: str) -> Ask[LedgerReport]:
+    ask = _post(LedgerReport, _path("jobs", job_id, "verify"))
+    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, timeout_s=None), LedgerReport)
+
+
+def events(job_id: str, interval_s: float, last: str | None) -> Request:
+    headers = {"accept": "text/event-stream"} | ({} if last is None else {"last-event-id": last})
+    return Request("GET", _path("jobs", job_id, "events"), _query(interval_s=interval_s), headers)
+
+
+def results(job_id: str) -> Request:
+    return Request("GET", _path("jobs", job_id, "results"))
+
+
+def errors(job_id: str) -> Request:
+    return Request("GET", _path("jobs", job_id, "errors"))
+
+
+def partial(job_id: str) -> Request:
+    """Gathering the rows first may take a while."""
+    return Request("GET", _path("jobs", job_id, "results"), {"partial": "true"}, timeout_s=None)
+
+
+def validate(work: Work) -> Ask[SealReport]:
+    return _preview(SealReport, "validate", work)
+
+
+def plan(work: Work) -> Ask[Planned]:
+    return _preview(Planned, "plan", work)
+
+
+def estimate(work: Work) -> Ask[Estimated]:
+    return _preview(Estimated, "estimate", work)
+
+
+def _preview(reply: type[T], what: str, work: Work) -> Ask[T]:
+    """Nothing is changed by looking twice; every row is read, so it takes as long as it takes."""
+    ask = _post(reply, _path("previews", what), work)
+    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, timeout_s=None), reply)
+
+
+def models() -> Ask[ModelList]:
+    return Ask(Request("GET", _path("models")), ModelList)
+
+
+def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> Ask[FileInfo]:
+    """The file is the body, as it is."""
+    headers = {"content-type": "application/octet-stream"}
+    if size_bytes is not None:
+        headers["content-length"] = str(size_bytes)
+    query = _query(filename=filename, expires_s=expires_s)
+    return Ask(Request("POST", _path("files"), query, headers, is_repeatable=False, timeout_s=None), FileInfo)
+
+
+def files(*, limit: int | None, after: str | None) -> Ask[FilePage]:
+    return Ask(Request("GET", _path("files"), _query(limit=limit, after=after)), FilePage)
+
+
+def file(file_id: str) -> Ask[FileInfo]:
+    return Ask(Request("GET", _path("files", file_id)), FileInfo)
+
+
+def content(file_id: str) -> Request:
+    return Request("GET", _path("files", file_id, "content"))
+
+
+def delete_file(file_id: str) -> Ask[None]:
+    return Ask(Request("DELETE", _path("files", file_id), is_repeatable=False), NOTHING)
+
+
+def create_key(key: NewKey) -> Ask[MadeKey]:
+    return _post(MadeKey, _path("keys"), key)
+
+
+def keys() -> Ask[KeyList]:
+    return Ask(Request("GET", _path("keys")), KeyList)
+
+
+def revoke_key(key_id: str) -> Ask[KeyInfo]:
+    return Ask(Request("DELETE", _path("keys", key_id)), KeyInfo)

@@ -1,0 +1,58 @@
+"""Where the server is and with what key: from arguments or the environment, the same for both shells."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import httpx
+from msgspec import Struct
+
+from batchmill.client.messages import TIMEOUT_S, Broken, Reply, Request
+from batchmill.errors import InvalidInput
+
+SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
+CONNECT_S = 10.0
+FIXED_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "batchmill-python"}
+
+
+class Address(Struct, frozen=True):
+    """A server and what is sent to it with every request."""
+
+    base_url: str
+    headers: dict[str, str]
+
+
+def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str] = os.environ) -> Address:
+    """Raises: InvalidInput when there is no address, or none that can be used."""
+    url = base_url or environ.get(SERVER, "")
+    key = api_key or environ.get(API_KEY, "")
+    if not url:
+        raise InvalidInput(f"no server is named: give base_url, or set {SERVER}", code="no_server")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidInput(f"{url!r} is no address of a server: {error}", code="invalid_server") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.userinfo:
+        raise InvalidInput(
+            f"{url!r} is no address of a server: it looks like http://127.0.0.1:8000", code="invalid_server"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidInput("the API key holds characters that no key has", code="invalid_key")
+    headers = dict(FIXED_HEADERS) | ({"authorization": f"Bearer {key}"} if key else {})
+    return Address(url.rstrip("/").removesuffix("/v1"), headers)
+
+
+def timeout(request: Request) -> httpx.Timeout:
+    return httpx.Timeout(request.timeout_s, connect=CONNECT_S, pool=None, write=TIMEOUT_S)
+
+
+def reply_of(response: httpx.Response) -> Reply:
+    return Reply(response.status_code, response.headers, response.content)
+
+
+def broken(error: httpx.TransportError, base_url: str) -> Broken:
+    """What httpx says of a connection, for people."""
+    was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+    what = "stopped answering" if was_sent else "cannot be reached"
+    return Broken(f"the server {base_url} {what}: {error or type(error).__name__}", was_sent=was_sent)

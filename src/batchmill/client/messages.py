@@ -1,0 +1,71 @@
+"""What the core of the SDK and its shells say to each other. Nothing here sends or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any, BinaryIO, Generic, TypeVar
+
+from msgspec import Struct
+
+T = TypeVar("T")
+
+TIMEOUT_S = 60.0  # without a byte, of a request that says nothing else
+PIECE_BYTES = 1024 * 1024  # of an upload, at once
+
+
+class Request(Struct, frozen=True):
+    """An HTTP request, its path below the server's address."""
+
+    method: str
+    path: str
+    query: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    body: bytes | None = None
+    is_repeatable: bool = True  # doing it twice is as doing it once
+    timeout_s: float | None = TIMEOUT_S  # None: as long as it takes
+
+
+class Ask(Struct, Generic[T], frozen=True):
+    """A request, and what its reply is read as; None: it has no body."""
+
+    request: Request
+    reply: type[T]
+
+
+class Reply(Struct, frozen=True):
+    """A whole reply. Names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Broken(Exception):
+    """No (whole) reply came. `was_sent`: the server may have seen the request."""
+
+    def __init__(self, message: str, *, was_sent: bool) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+class Send(Struct, frozen=True):
+    """Step: send a request. The shell answers with a Reply or throws Broken in."""
+
+    request: Request
+
+
+class SendFile(Struct, frozen=True):
+    """Step: send a request whose body is the rest of an open file. Answered as Send."""
+
+    request: Request
+    file: BinaryIO
+
+
+class Sleep(Struct, frozen=True):
+    """Step: wait so long."""
+
+    seconds: float
+
+
+Step = Send | SendFile | Sleep
+Steps = Generator[Step, Any, T]

@@ -1,0 +1,198 @@
+"""Answers that are read while they arrive: events of a job, result files line by line. Each goes on where it was when
+the connection breaks, as far as the server can tell that it is still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from batchmill.client import calls
+from batchmill.client.messages import Broken, Reply, Request
+from batchmill.client.procedures import is_passing, unreachable, waited_s
+from batchmill.client.replies import error_of
+from batchmill.errors import BatchmillError, Conflict, InvalidInput
+from batchmill.types import JobView
+
+T = TypeVar("T", covariant=True)
+
+LINES = ("application/jsonl", "application/x-ndjson")
+EVENT_BYTES_MAX = 16 * 1024 * 1024
+LINE_BYTES_MAX = 2 * 1024**3
+BREAKS_MAX = 8  # in a row: about half a minute, in which a server may start again
+
+
+class Stream(Protocol, Generic[T]):
+    """A body that a shell feeds in as it comes: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
+
+    is_over: bool
+
+    def request(self) -> Request: ...
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """The head of a reply that is no refusal."""
+
+    def feed(self, data: bytes) -> list[T]: ...
+
+    def end(self) -> list[T]:
+        """The body has come to its end."""
+
+    def broke(self, broken: Broken) -> float:
+        """Seconds to wait before `request` is sent again. Raises: Unavailable where going on is of no use."""
+
+
+def refusal(reply: Reply) -> Exception:
+    """Why a stream did not begin: a break for what may go better in a moment, else the server's error."""
+    error = error_of(reply.status, reply.headers, reply.body)
+    return Broken(error.message, was_sent=True) if is_passing(reply) else error
+
+
+class _Resumed:
+    """Counts the breaks since something arrived."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._breaks = 0
+
+    def broke(self, broken: Broken) -> float:
+        self._breaks += 1
+        if self._breaks >= BREAKS_MAX:
+            raise unreachable(broken)
+        return waited_s(self._breaks - 1, None)
+
+
+class Views(_Resumed):
+    """The views of a job until it rests. Every event is the whole view, so a break loses nothing."""
+
+    def __init__(self, job_id: str, interval_s: float) -> None:
+        super().__init__()
+        self._job_id, self._interval_s = job_id, interval_s
+        self._rest = b""
+        self._last: str | None = None
+
+    def request(self) -> Request:
+        return calls.events(self._job_id, self._interval_s, self._last)
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[JobView]:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise BatchmillError(f"an event has more than {EVENT_BYTES_MAX:,} bytes", code="unexpected_reply")
+        return [view for event in events if (view := self._read(event)) is not None]
+
+    def _read(self, event: bytes) -> JobView | None:
+        kind, data = "", []
+        for line in event.decode().splitlines():
+            name, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            match name:
+                case "event":
+                    kind = value
+                case "data":
+                    data.append(value)
+                case "id":
+                    self._last = value
+        self._breaks = 0
+        if kind == "end":
+            self.is_over = True
+        return msgspec.json.decode("\n".join(data), type=JobView) if kind == "view" else None
+
+    def end(self) -> list[JobView]:
+        """A server that stops ends its streams without an `end`: then another connection goes on."""
+        if not self.is_over:
+            raise Broken("the server ended the stream", was_sent=True)
+        return []
+
+
+class Bytes(_Resumed):
+    """A file, piece by piece; after a break from where it was, if it is still the same file."""
+
+    def __init__(self, request: Request, *, is_resumable: bool = True) -> None:
+        super().__init__()
+        self._request, self._is_resumable = request, is_resumable
+        self._got = 0
+        self._etag: str | None = None
+        self._length: int | None = None
+
+    def request(self) -> Request:
+        if not self._got:
+            return self._request
+        assert self._etag is not None
+        headers = {"range": f"bytes={self._got}-", "if-range": self._etag}
+        return replace(self._request, headers={**self._request.headers, **headers})
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        if self._got and status != 206:
+            raise Conflict("the file has changed while it was being read: read it again", code="file_changed")
+        if not self._got:
+            self._etag = headers.get("etag")
+            length = headers.get("content-length", "")
+            self._length = int(length) if length.isdigit() else None
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if data:
+            self._got += len(data)
+            self._breaks = 0
+        return [data] if data else []
+
+    def end(self) -> list[bytes]:
+        if self._length is not None and self._got < self._length:
+            raise Broken(f"{self._got:,} of {self._length:,} bytes came", was_sent=True)
+        self.is_over = True
+        return []
+
+    def broke(self, broken: Broken) -> float:
+        if self._got and (self._etag is None or not self._is_resumable):
+            raise unreachable(broken)
+        return super().broke(broken)
+
+
+class Lines:
+    """A file of JSON lines, as objects."""
+
+    def __init__(self, bytes_: Bytes) -> None:
+        self._bytes = bytes_
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._bytes.is_over
+
+    def request(self) -> Request:
+        return self._bytes.request()
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        kind = headers.get("content-type", "").partition(";")[0]
+        if kind not in LINES:
+            raise InvalidInput(f"the results are no JSON lines but {kind}: download them", code="not_lines")
+        self._bytes.begin(status, headers)
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        self._bytes.feed(data)
+        head, newline, tail = data.rpartition(b"\n")
+        if not newline:
+            self._keep(data)
+            return []
+        whole = b"".join([*self._rest, head])
+        self._rest, self._rest_bytes = [], 0
+        self._keep(tail)
+        return [msgspec.json.decode(line) for line in whole.split(b"\n") if line]
+
+    def _keep(self, data: bytes) -> None:
+        self._rest_bytes += len(data)
+        if self._rest_bytes > LINE_BYTES_MAX:
+            raise BatchmillError(f"a line has more than {LINE_BYTES_MAX:,} bytes", code="unexpected_reply")
+        self._rest.append(data)
+
+    def end(self) -> list[dict[str, Any]]:
+        self._bytes.end()
+        last = b"".join(self._rest)
+        return [msgspec.json.decode(last)] if last.strip() else []
+
+    def broke(self, broken: Broken) -> float:
+        return self._bytes.broke(broken)

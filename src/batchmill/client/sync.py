@@ -1,0 +1,302 @@
+"""`batchmill.Client`: the blocking shell over the SDK's core."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, TypeVar
+
+import httpx
+
+from batchmill.client import calls, connection, procedures
+from batchmill.client.messages import PIECE_BYTES, Broken, Reply, Request, Send, SendFile, Sleep, Steps
+from batchmill.client.procedures import Pages, Source
+from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
+from batchmill.client.writing import is_past, part_of
+from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.wire.native import (
+    Change,
+    Estimated,
+    FileInfo,
+    KeyInfo,
+    MadeKey,
+    ModelInfo,
+    NewKey,
+    Planned,
+)
+from batchmill.wire.previews import SealReport
+
+T = TypeVar("T")
+
+
+class Client:
+    """A batchmill server, for programs.
+
+    Requests are repeated only where that can do nothing twice. What the server refuses is raised as the error of
+    `batchmill.errors` that it is, with the server's `code`; no answer at all is Unavailable (`unreachable`).
+
+    Args:
+        base_url: "http://127.0.0.1:8000"; None: BATCHMILL_SERVER.
+        api_key: None: BATCHMILL_API_KEY, or none where the server asks for none.
+
+    Concurrency: any number of threads may use one client.
+    """
+
+    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+        self._address = connection.address(base_url, api_key)
+        self._http = httpx.Client(base_url=self._address.base_url, headers=self._address.headers)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, inputs: Source | Iterable[Source], **work: Any) -> Job:
+        """Run every row of some files.
+
+        Args:
+            inputs: paths, ids or FileInfo of uploaded files, or open binary files; several are one dataset.
+            work: the fields of `batchmill.wire.native.NewJob`: `model` (or `models`: the first is for rows that name
+                none), `prompt`, `system`, `url`, `params`, `format`, `on_invalid`, `dedupe`, `budget` (USD),
+                `priority` (-100..100), `deadline` (seconds since the epoch) or `completion_s` (from now), `labels`,
+                `output_format`.
+
+        Raises: InvalidInput for what cannot be run as it is.
+        """
+        return Job(self, self._run(procedures.submit(inputs, work)).job)
+
+    def job(self, job_id: str) -> Job:
+        """A job that exists. Raises: UnknownName."""
+        return Job(self, self._run(procedures.ask(calls.show(job_id))))
+
+    def jobs(self, *, state: str | None = None, label: str | None = None) -> Iterator[JobView]:
+        """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"."""
+        return self._all(
+            Pages(lambda after: calls.jobs(state=state, label=label, limit=None, after=after), lambda page: page.jobs)
+        )
+
+    def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
+        """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""
+        return self._run(procedures.preview(calls.validate, inputs, work))
+
+    def plan(self, inputs: Source | Iterable[Source], **work: Any) -> Planned:
+        """Explain the order in which rows would run."""
+        return self._run(procedures.preview(calls.plan, inputs, work))
+
+    def estimate(self, inputs: Source | Iterable[Source], **work: Any) -> Estimated:
+        """Estimate tokens, cost and time before anything is spent."""
+        return self._run(procedures.preview(calls.estimate, inputs, work))
+
+    # -- models, files, keys ------------------------------------------------------------------------------------------
+
+    def models(self) -> list[ModelInfo]:
+        """The models that this key may use, with their adapters."""
+        return self._run(procedures.ask(calls.models())).models
+
+    def upload(
+        self,
+        source: str | os.PathLike[str] | BinaryIO,
+        *,
+        filename: str | None = None,
+        expires_s: float | None = None,
+    ) -> FileInfo:
+        """Send a file, piece by piece.
+
+        Args:
+            filename: what it is called; its end (.jsonl, .csv, .parquet, with .gz or .zst) tells what it holds.
+            expires_s: seconds from now after which the server removes it; None: what the server does by itself.
+        """
+        return self._run(procedures.upload(source, filename=filename, expires_s=expires_s))
+
+    def files(self) -> Iterator[FileInfo]:
+        """Files, the newest first."""
+        return self._all(Pages(lambda after: calls.files(limit=None, after=after), lambda page: page.files))
+
+    def file(self, file_id: str) -> FileInfo:
+        return self._run(procedures.ask(calls.file(file_id)))
+
+    def delete_file(self, file_id: str) -> None:
+        """Raises: Conflict (`file_in_use`) while an unfinished job reads it."""
+        self._run(procedures.ask(calls.delete_file(file_id)))
+
+    def read_file(self, file_id: str) -> Iterator[bytes]:
+        """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
+        return self._stream(Bytes(calls.content(file_id)))
+
+    def create_key(self, key: NewKey) -> MadeKey:
+        """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
+        return self._run(procedures.ask(calls.create_key(key)))
+
+    def keys(self) -> list[KeyInfo]:
+        return self._run(procedures.ask(calls.keys())).keys
+
+    def revoke_key(self, key_id: str) -> KeyInfo:
+        """End a key, at once."""
+        return self._run(procedures.ask(calls.revoke_key(key_id)))
+
+    # -- the steps of the core ----------------------------------------------------------------------------------------
+
+    def _run(self, steps: Steps[T]) -> T:
+        """Take the steps of a procedure; returns its value."""
+        answer: Reply | None = None
+        failure: Broken | None = None
+        while True:
+            try:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+            except StopIteration as done:
+                return done.value
+            answer = failure = None
+            try:
+                match step:
+                    case Send(request):
+                        answer = self._send(request, request.body)
+                    case SendFile(request, file):
+                        answer = self._send(request, iter(lambda: file.read(PIECE_BYTES), b""))
+                    case Sleep(seconds):
+                        time.sleep(seconds)
+            except Broken as broken:
+                failure = broken
+            except BaseException:
+                steps.close()
+                raise
+
+    def _send(self, request: Request, content: bytes | Iterable[bytes] | None) -> Reply:
+        try:
+            return connection.reply_of(
+                self._http.request(
+                    request.method, request.path, params=request.query, headers=request.headers, content=content,
+                    timeout=connection.timeout(request),
+                )
+            )  # fmt: skip
+        except httpx.TransportError as error:
+            raise connection.broken(error, self._address.base_url) from error
+
+    def _all(self, pages: Pages[T]) -> Iterator[T]:
+        while not pages.is_over:
+            yield from self._run(pages.next())
+
+    def _stream(self, stream: Stream[T]) -> Iterator[T]:
+        """What a stream reads, over as many connections as it takes."""
+        while not stream.is_over:
+            try:
+                yield from self._stream_once(stream, stream.request())
+            except httpx.TransportError as error:
+                time.sleep(stream.broke(connection.broken(error, self._address.base_url)))
+            except Broken as broken:
+                time.sleep(stream.broke(broken))
+
+    def _stream_once(self, stream: Stream[T], request: Request) -> Iterator[T]:
+        with self._http.stream(
+            request.method, request.path, params=request.query, headers=request.headers,
+            timeout=connection.timeout(request),
+        ) as response:  # fmt: skip
+            if response.status_code >= 400:
+                response.read()
+                raise refusal(connection.reply_of(response))
+            stream.begin(response.status_code, response.headers)
+            for piece in response.iter_raw():
+                yield from stream.feed(piece)
+                if stream.is_over:
+                    return
+            yield from stream.end()
+
+
+class Job:
+    """A job at a server. `view` is what was last heard of it.
+
+    Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
+    """
+
+    def __init__(self, client: Client, view: JobView) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        return self.view.id
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id}: {self.view.state}>"
+
+    def refresh(self) -> JobView:
+        """Ask how the job is."""
+        self.view = self._client._run(procedures.ask(calls.show(self.id)))
+        return self.view
+
+    def watch(self, interval_s: float = 1.0) -> Iterator[JobView]:
+        """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
+        for view in self._client._stream(Views(self.id, interval_s)):
+            self.view = view
+            yield view
+
+    def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
+        """Wait until the job is paused or has ended; returns the last view of it.
+
+        Raises: TimeoutError; the job goes on.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for view in self.watch(interval_s):
+            if is_past(until, time.monotonic(), view):
+                raise TimeoutError(f"the job {self.id} is {view.state} after {timeout_s:g} s")
+        return self.view
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """The lines of the result file of a job that has ended, as objects."""
+        return self._client._stream(Lines(Bytes(calls.results(self.id))))
+
+    def errors(self) -> Iterator[dict[str, Any]]:
+        """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
+        return self._client._stream(Lines(Bytes(calls.errors(self.id))))
+
+    def partial(self) -> Iterator[dict[str, Any]]:
+        """The rows that have their outcome so far, in row order, also while the job runs."""
+        return self._client._stream(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+
+    def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
+        """Write the result (or error) file to `path`, which gets its name once it is whole."""
+        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
+        with part_of(path) as file:
+            for piece in self._client._stream(stream):
+                file.write(piece)
+
+    def pause(self) -> JobView:
+        """Rows in flight may finish; `resume` goes on from there."""
+        return self._steer("pause")
+
+    def resume(self) -> JobView:
+        return self._steer("resume")
+
+    def cancel(self) -> JobView:
+        """Finished rows are kept and written; the rest become errors."""
+        return self._steer("cancel")
+
+    def retry(self) -> JobView:
+        """Run the rows again that failed, and only those."""
+        return self._steer("retry")
+
+    def amend(
+        self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
+    ) -> JobView:
+        """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
+        change = Change(priority, deadline, budget)
+        self.view = self._client._run(procedures.ask(calls.amend(self.id, change)))
+        return self.view
+
+    def explain(self) -> Wait:
+        """Why the job waits, or goes no faster."""
+        return self._client._run(procedures.ask(calls.explain(self.id)))
+
+    def verify(self) -> LedgerReport:
+        """Audit the record of which rows are done; needs an admin's key."""
+        return self._client._run(procedures.ask(calls.verify(self.id)))
+
+    def _steer(self, verb: calls.Steering) -> JobView:
+        self.view = self._client._run(procedures.ask(calls.steer(self.id, verb)))
+        return self.view

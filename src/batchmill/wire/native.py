@@ -1,0 +1,184 @@
+"""What batchmill's own API and its clients say to each other, besides the nouns of `types`. JSON, under PREFIX."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from batchmill.types import JobView, Price, Scope
+from batchmill.wire.previews import Estimate, Explanation, SealReport
+
+PREFIX = "/batchmill/v1"
+FILES_MAX = 1000  # of one dataset
+MODELS_MAX = 1000  # of one job
+LABELS_MAX, LABEL_NAME_CHARS_MAX, LABEL_CHARS_MAX = 16, 64, 512
+PAGE_MAX, PAGE_DEFAULT = 1000, 100
+PRIORITY_MAX = 100
+COMPLETION_S_MAX = 10 * 365 * 86_400
+WATCH_S_MIN, WATCH_S_MAX = 0.1, 60.0
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
+MoreThanNothing = Annotated[float, Meta(gt=0)]
+LabelName = Annotated[str, Meta(min_length=1, max_length=LABEL_NAME_CHARS_MAX)]
+Label = Annotated[str, Meta(max_length=LABEL_CHARS_MAX)]
+Labels = Annotated[dict[LabelName, Label], Meta(max_length=LABELS_MAX)]
+OutputFormat = Literal["jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst"]
+Format = Literal["openai", "jsonl", "csv", "parquet"]
+
+
+class Work(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to be run on which rows. Several files are one dataset, in the order in which they are named."""
+
+    files: Annotated[list[Id], Meta(min_length=1, max_length=FILES_MAX)]  # ids of uploaded files
+    models: Annotated[list[Name], Meta(max_length=MODELS_MAX)] = []  # the first is for rows that name none; empty: all
+    format: Format | None = None  # None: seen from the name and the first row
+    prompt: str | None = None  # of each row of a table, with {column} in it
+    system: str | None = None
+    url: str | None = None  # the path that prompts go to
+    params: dict[str, Any] = {}  # further fields of each request that a prompt makes
+    on_invalid: Literal["fail", "skip"] = "fail"  # with bad rows: run none, or give them error results
+    dedupe: bool = False  # run identical requests once even where their answers may vary
+
+
+class NewJob(Work, frozen=True, forbid_unknown_fields=True):
+    """A job to be run. `deadline` and `completion_s` are two ways to say one thing: give one of them at most."""
+
+    budget: MoreThanNothing | None = None  # USD; the job pauses when so much is spent
+    priority: Priority = 0  # jobs of a higher one go first
+    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC
+    completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
+    labels: Labels = {}
+    output_format: OutputFormat = "jsonl"
+
+
+class Change(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to be changed of a job that has not ended. Absent or null: it stays as it is."""
+
+    priority: Priority | None = None
+    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC
+    budget: MoreThanNothing | None = None  # USD
+
+
+class Accepted(Struct, frozen=True):
+    """What became of a new job. `how`: started, or repeated for one that had been taken already."""
+
+    how: str
+    job: JobView
+
+
+class JobPage(Struct, frozen=True):
+    """Jobs, the newest first. `after` is what to ask for the next page with; null: there is none."""
+
+    jobs: list[JobView]
+    after: str | None = None
+
+
+class FileInfo(Struct, frozen=True):
+    """A file that a server keeps."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created: float  # seconds since the epoch, UTC, as every time here
+    expires: float | None = None
+    job: str | None = None  # of results: the job they are of
+
+
+class FilePage(Struct, frozen=True):
+    """Files, the newest first. `after` as in JobPage."""
+
+    files: list[FileInfo]
+    after: str | None = None
+
+
+class PoolInfo(Struct, frozen=True):
+    """The workers of a model at this moment."""
+
+    workers: int
+    ready: int
+    in_flight: int  # rows
+    live: int  # live requests
+    note: str = ""  # why it waits, if it does
+
+
+class ModelInfo(Struct, frozen=True):
+    """A model that the caller may use, or whose adapters it may use."""
+
+    name: str
+    engine: str
+    adapters: list[str]  # names that rows and requests may have as their model
+    price: Price | None = None
+    pool: PoolInfo | None = None  # null: it is not loaded
+
+
+class ModelList(Struct, frozen=True):
+    models: list[ModelInfo]
+
+
+class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """A key to be made. It reaches no further than the key that makes it."""
+
+    name: Name
+    scope: Scope
+    project: Name | None = None  # null: the caller's own
+    models: list[Name] | None = None  # null: all that the maker may use
+    requests_per_minute: Annotated[int, Meta(gt=0)] | None = None
+    expires: MoreThanNothing | None = None
+
+
+class KeyInfo(Struct, frozen=True):
+    """A key, without the key."""
+
+    id: str
+    name: str
+    project: str
+    scope: Scope
+    models: list[str] | None = None
+    requests_per_minute: int | None = None
+    created: float = 0.0
+    expires: float | None = None
+    revoked: float | None = None
+    last_used: float | None = None
+
+
+class MadeKey(Struct, frozen=True):
+    """A new key, on the one occasion on which it is shown."""
+
+    key: str
+    info: KeyInfo
+
+
+class KeyList(Struct, frozen=True):
+    keys: list[KeyInfo]
+
+
+class Planned(Struct, frozen=True):
+    """What validation found, and the plan; null where the dataset was refused."""
+
+    report: SealReport
+    plan: Explanation | None = None
+
+
+class Estimated(Struct, frozen=True):
+    """What validation found, and the estimate; null where the dataset was refused."""
+
+    report: SealReport
+    estimate: Estimate | None = None
+
+
+class ErrorDetail(Struct, frozen=True):
+    """`code` is stable; `blame` is caller, model or system; `retryable`: the same request may succeed later."""
+
+    code: str
+    message: str
+    blame: str = "system"
+    retryable: bool = False
+    request_id: str | None = None
+
+
+class ErrorReply(Struct, frozen=True):
+    error: ErrorDetail
