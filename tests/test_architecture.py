@@ -23,7 +23,7 @@ ROWS = {
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console"),
-    8: ("app", "cli", "__main__"),
+    8: ("app", "serving", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
@@ -37,7 +37,8 @@ NEVER = {
     "server": {"dialects"},
     "dialects": {"console", "store", "datasets", "engines"},
     "console": {"dialects", "store", "datasets", "engines"},
-    "app": {"cli", "__main__"},
+    "app": {"cli", "__main__", "serving"},
+    "serving": {"cli", "__main__"},
 }
 # The plug-ins of a package: they never import one another, and the jobs know none of them by name.
 PLUGINS = {
@@ -56,6 +57,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.app, once a command is called",
+    "batchmill.dialects.load_dialects": "the dialects",
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",

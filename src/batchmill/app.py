@@ -22,6 +22,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Jobs
 from batchmill.states import JobState, PauseReason
+from batchmill.store.database import Database
 from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -39,6 +40,7 @@ class Owner:
     def __init__(self, data_dir: Path, lock: int) -> None:
         self._data_dir, self._lock = data_dir, lock
         self.jobs: JobService | None = None
+        self.database: Database | None = None
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
@@ -50,6 +52,7 @@ class Owner:
         executor = LocalExecutor(self._data_dir / "workers")
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
+        self.database = ledger.database
         self.jobs = JobService(self._data_dir, ledger, executor, SystemClock())
         await self.jobs.recover()
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET)
@@ -83,7 +86,7 @@ class OpenJobs:
                 if self._owner is not None:
                     assert self._owner.jobs is not None
                     return self._owner.jobs
-                lock = _try_lock(self._data_dir)
+                lock = try_lock(self._data_dir)
                 if lock is not None:
                     owner = Owner(self._data_dir, lock)
                     self._owner = owner
@@ -178,7 +181,7 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
 
     Raises: InvalidConfig when the data directory cannot be used.
     """
-    _prepare_data_dir(config.data_dir)
+    prepare_data_dir(config.data_dir)
     jobs = OpenJobs(config.data_dir)
     at_once = False
     try:
@@ -192,13 +195,13 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
 
 async def preview_validate(order: JobOrder, config: Config, progress: Progress) -> SealReport:
     """Check every row of an order; none is run."""
-    _prepare_data_dir(config.data_dir)
+    prepare_data_dir(config.data_dir)
     return await preview.validate(order, config.data_dir, progress)
 
 
 async def preview_plan(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Explanation | None]:
     """Explain in which order the rows would run; no explanation where the dataset was refused."""
-    _prepare_data_dir(config.data_dir)
+    prepare_data_dir(config.data_dir)
     return await preview.plan(order, config.data_dir, progress)
 
 
@@ -229,7 +232,7 @@ async def partial_results(config: Config, job_id: str, out: BinaryIO) -> int:
     return rows
 
 
-def _prepare_data_dir(data_dir: Path) -> None:
+def prepare_data_dir(data_dir: Path) -> None:
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = data_dir / f".probe-{os.getpid()}"
@@ -241,7 +244,7 @@ def _prepare_data_dir(data_dir: Path) -> None:
         ) from None
 
 
-def _try_lock(data_dir: Path) -> int | None:
+def try_lock(data_dir: Path) -> int | None:
     """The owner's lock, held until its descriptor is closed; None while another process holds it."""
     fd = os.open(data_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

@@ -26,6 +26,7 @@ COMMANDS = {
     "pause": ("batchmill.cli.jobs:pause", "Pause a job."),
     "resume": ("batchmill.cli.jobs:resume", "Go on with a paused job."),
     "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
+    "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),
 }
 

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
 DIALECTS = {
     "openai": "batchmill.dialects.openai.dialect:OpenAIDialect",
-    "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
-FALLBACK = "native"  # whose error form a path has that belongs to none
+FALLBACK = "openai"  # whose error form a path has that belongs to none
 
 
 def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) -> list[Dialect]:

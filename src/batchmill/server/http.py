@@ -22,7 +22,7 @@ from batchmill.ports import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import Served
 from batchmill.server.auth import ANYBODY, Gate
-from batchmill.server.bodies import BodyReader, Receive, read_body, parse_query
+from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
 from batchmill.server.hosts import Hosts
 from batchmill.server.operations import Call, Dialect, Operation
@@ -139,9 +139,7 @@ class HttpRoot:
         finally:
             served.bytes_in = reader.bytes
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, reply: _Reply, found: Found, error: BatchmillError
-    ) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Found, error: BatchmillError) -> None:
         reply.served.code = error.code
         if reply.has_begun:
             return  # the connection is closed in the middle: whoever reads sees that something is missing

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from batchmill.errors import BatchmillError
 from batchmill.types import Caller, Scope
 
-
 Callback = Callable[[], Awaitable[None]]
 
 
@@ -50,7 +49,7 @@ class Content(Struct, frozen=True):
     """A body or a reply that is no JSON of a struct."""
 
     media: str  # "text/event-stream"
-    schema: dict[str, Any] = {"type": "string", "format": "binary"}
+    schema: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "string", "format": "binary"})
 
 
 class Operation(Struct, frozen=True):
@@ -71,7 +70,8 @@ class Operation(Struct, frozen=True):
     body: type[Struct] | Content | None = None
     reply: Any = None
     status: int = 200
-    errors: tuple[int, ...] = ()  # besides 400, 401, 403, 413, 429 and 500, which any may answer
+    also: dict[int, Any] = {}  # further statuses that are no error, as `reply`: {206: Content(...)}
+    errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
 

@@ -88,7 +88,5 @@ def _template(path: str) -> _Template:
         pattern += re.escape(path[at : match.start()])
         pattern += f"(?P<{match[1]}>{'.+' if match[2] else '[^/]+'})"
         at = match.end()
-    rank = tuple(
-        2 if ":path}" in segment else 1 if segment.startswith("{") else 0 for segment in path.split("/")[1:]
-    )
+    rank = tuple(2 if ":path}" in segment else 1 if segment.startswith("{") else 0 for segment in path.split("/")[1:])
     return _Template(path, re.compile(pattern + re.escape(path[at:]), re.DOTALL), rank, {})

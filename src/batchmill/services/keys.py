@@ -1,4 +1,4 @@
-"""Keys: made, shown once, looked up and revoked. Only a digest is kept, and a project's own keys never exceed their maker.
+"""Keys: made, shown once, looked up and revoked. Only a digest is kept, and no key makes one that may do more.
 
 The process that owns the data directory holds the one KeyService, so that a revoked key is refused at once.
 """

@@ -1,0 +1,50 @@
+"""`batchmill serve`: the server in the foreground, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+from msgspec.structs import replace
+
+from batchmill.cli.session import EXIT_OK, Session, global_options
+from batchmill.config import SERVER_MAX, Config
+from batchmill.server import access_log
+from batchmill.serving import serve as open_server
+
+
+@click.command()
+@global_options
+@click.option("--host", metavar="ADDRESS", help="Where to listen [127.0.0.1].")
+@click.option(
+    "--port", type=click.IntRange(0, SERVER_MAX["port"]), metavar="PORT", help="The port [8000]; 0: any that is free."
+)
+@click.option(
+    "--log-level", type=click.Choice(access_log.LEVELS), default="info", show_default=True,
+    help="What is written to standard error, as JSON lines.",
+)  # fmt: skip
+@click.pass_obj
+def serve(session: Session, host: str | None, port: int | None, log_level: str) -> int:
+    """Answer HTTP: OpenAI's files, batches and live inference, and batchmill's own API.
+
+    Models are those of the configuration. SIGTERM or Ctrl-C ends requests and rows under way and stops; a second one
+    stops at once. Jobs that were running go on with the next start.
+    """
+    config = session.config()
+    told = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    config = replace(config, server=replace(config.server, **told))
+    access_log.configure(log_level)
+    return session.run(_serve(session, config))
+
+
+async def _serve(session: Session, config: Config) -> int:
+    stop = asyncio.Event()
+    with session.interrupts.first_does(stop.set, lambda: session.say("stopping at once")):
+        async with open_server(config) as running:
+            if session.as_json:
+                session.emit("serving", url=running.url)
+            else:
+                session.print(f"batchmill listens on {running.url}")
+            await stop.wait()
+            session.say("stopping: requests and rows under way may end; once more stops at once")
+    return EXIT_OK

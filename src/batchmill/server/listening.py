@@ -1,0 +1,89 @@
+"""uvicorn on the loop that is running already: bound early, drained within a bound, no signals of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from batchmill.errors import InvalidConfig
+from batchmill.server.connection import Connection
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+class Listener:
+    """Serves an ASGI application on a socket that `bind` made."""
+
+    def __init__(self, app: Any, sock: socket.socket, drain_s: int) -> None:
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+            server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
+            backlog=BACKLOG,
+        )  # fmt: skip
+        self._sock, self._server = sock, _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Returns once requests are answered."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        await self._server.listens.wait()
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Take no further connection and let requests under way end, within the bound."""
+        if self._serving is None:
+            self._sock.close()
+            return
+        self._server.should_exit = True
+        self._server.force_exit = at_once
+        await asyncio.wait({self._serving})
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address and does not listen yet. Raises: InvalidConfig."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise InvalidConfig(f"the address {host!r} is not known: {error.strerror}") from None
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address[0] == "::" else 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        way_out = (
+            "end what listens there, or choose another --port" if error.errno == errno.EADDRINUSE else "see --host"
+        )
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}; {way_out}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine finds it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

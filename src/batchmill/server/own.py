@@ -1,0 +1,53 @@
+"""The operations that belong to no dialect: is the server well, what does it offer, how much has it done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from starlette.responses import Response
+
+from batchmill.server.health import Health, Report
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.types import Scope
+
+DOCUMENT = Content("application/json", {"type": "object", "required": ["openapi", "paths"]})
+METRICS = "text/plain"
+
+
+class Own:
+    """`render` makes the text of /metrics; `document` is filled once every operation is known."""
+
+    def __init__(self, health: Health, render: Callable[[], bytes] | None = None) -> None:
+        self._health, self._render = health, render
+        self.document: dict[str, object] = {}
+        self._encoded = b""
+
+    def operations(self) -> Sequence[Operation]:
+        found = [
+            Operation(
+                "getHealth", "GET", "/health", "Say whether the server can take work", None, self.health,
+                reply=Report, also={503: Report},
+            ),
+            Operation(
+                "getOpenApi", "GET", "/openapi.json", "Describe every operation", None, self.openapi, reply=DOCUMENT
+            ),
+        ]  # fmt: skip
+        if self._render is not None:
+            text = Content(METRICS, {"type": "string"})
+            told = "Count and measure, for Prometheus"
+            found.append(Operation("getMetrics", "GET", "/metrics", told, Scope.READ, self.metrics, reply=text))
+        return found
+
+    async def health(self, call: Call) -> Response:
+        report = await self._health.report()
+        return json_reply(report, 200 if report.status == "ok" else 503)
+
+    async def openapi(self, call: Call) -> Response:
+        if not self._encoded:
+            self._encoded = msgspec.json.encode(self.document)
+        return Response(self._encoded, media_type="application/json")
+
+    async def metrics(self, call: Call) -> Response:
+        assert self._render is not None
+        return Response(self._render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -1,0 +1,32 @@
+"""What a door may call, in one place: handed to every dialect by the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from batchmill.config import Config
+    from batchmill.ports import Clock
+    from batchmill.services.catalogue import Catalogue
+    from batchmill.services.files import FileService
+    from batchmill.services.job_desk import JobDesk
+    from batchmill.services.keys import KeyService
+    from batchmill.services.live_calls import LiveCalls
+    from batchmill.services.uploads import UploadService
+    from batchmill.services.webhooks import WebhookService
+
+
+class Services(Struct, frozen=True):
+    jobs: JobDesk
+    files: FileService
+    uploads: UploadService
+    keys: KeyService
+    catalogue: Catalogue
+    live: LiveCalls
+    webhooks: WebhookService
+    config: Config
+    clock: Clock
+    stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now

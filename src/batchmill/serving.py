@@ -1,0 +1,199 @@
+"""The composition root of `batchmill serve`: owner of a data directory, and HTTP on the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
+from socket import socket
+
+from msgspec import Struct
+
+import batchmill
+from batchmill.app import Owner, prepare_data_dir, try_lock
+from batchmill.config import Config
+from batchmill.dialects import FALLBACK, load_dialects
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.ports import Clock
+from batchmill.server import openapi
+from batchmill.server.auth import Gate
+from batchmill.server.health import Health
+from batchmill.server.hosts import Hosts, is_loopback
+from batchmill.server.http import HttpRoot
+from batchmill.server.listening import Listener, bind, url_of
+from batchmill.server.own import Own
+from batchmill.services.catalogue import Catalogue
+from batchmill.services.files import FileService
+from batchmill.services.job_desk import JobDesk
+from batchmill.services.keys import KeyService
+from batchmill.services.live_calls import LiveCalls
+from batchmill.services.services import Services
+from batchmill.services.uploads import UploadService
+from batchmill.services.webhooks import WebhookService
+from batchmill.store.database import Database
+
+log = logging.getLogger("batchmill.server")
+
+OWNER_WAIT_S = 10.0  # for a process that owns the data directory and is ending
+OWNER_LOOK_S = 0.1
+REQUESTS_DRAIN_S = 10  # requests under way may end in so long when the server stops
+ROWS_DRAIN_S = 20.0  # and rows in flight, after them
+SWEEP_S = 60.0
+
+
+class Running(Struct, frozen=True):
+    """A server that answers."""
+
+    url: str
+    services: Services
+
+
+@contextlib.asynccontextmanager
+async def serve(config: Config) -> AsyncIterator[Running]:
+    """A server for as long as the context lasts. Leaving it drains; leaving it by cancellation does so at once.
+
+    Raises: InvalidConfig when the address is taken, a model cannot be resolved, the data directory belongs to another
+    process, or an address beyond this machine would be open to everybody.
+    """
+    catalogue = Catalogue(config, config.base)
+    prepare_data_dir(config.data_dir)
+    _raise_file_limit()
+    sock = bind(config.server.host, config.server.port)
+    try:
+        lock = await _take_lock(config)
+    except BaseException:
+        sock.close()
+        raise
+    server = _Server(config, catalogue, sock, lock)
+    try:
+        yield await server.open()
+    except asyncio.CancelledError:
+        await server.close(at_once=True)
+        raise
+    except BaseException:
+        await server.close(at_once=True)
+        raise
+    await server.close(at_once=False)
+
+
+async def _take_lock(config: Config) -> int:
+    clock = SystemClock()
+    until = clock.monotonic() + OWNER_WAIT_S
+    while (lock := try_lock(config.data_dir)) is None:
+        if clock.monotonic() > until:
+            raise InvalidConfig(
+                f"another process owns the data directory {config.data_dir}: a server or a command that runs a job "
+                "there; end it, or choose another --data-dir",
+                code="data_dir_owned",
+            )
+        await clock.sleep(OWNER_LOOK_S)
+    return lock
+
+
+class _Server:
+    """What is open of a server; `close` ends whatever there is, in the reverse order."""
+
+    def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int) -> None:
+        self._config, self._catalogue, self._sock = config, catalogue, sock
+        self._clock: Clock = SystemClock()
+        self._owner = Owner(config.data_dir, lock)
+        self._stopping = asyncio.Event()
+        self._listener: Listener | None = None
+        self._root: HttpRoot | None = None
+        self._health: Health | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def open(self) -> Running:
+        config, clock = self._config, self._clock
+        await self._owner.open()
+        assert self._owner.jobs is not None and self._owner.database is not None
+        database = self._owner.database
+        services = await self._services(database)
+        self._health = Health(database, config.data_dir, clock, batchmill.__version__)
+        own = Own(self._health)
+        dialects = load_dialects(services)
+        fallback = next(each for each in dialects if each.name == FALLBACK)
+        self._root = HttpRoot(
+            dialects,
+            fallback=fallback,
+            own=own.operations(),
+            gate=Gate(services.keys, clock, config.server.requests_per_minute),
+            hosts=Hosts(config.server.host, config.server.allowed_hosts),
+            clock=clock,
+            body_bytes_max=config.server.body_bytes_max,
+        )
+        own.document = openapi.document(self._root.routes.all())
+        self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
+        self._listener = Listener(self._root, self._sock, REQUESTS_DRAIN_S)
+        await self._listener.open()
+        return Running(url_of(self._sock), services)
+
+    async def _services(self, database: Database) -> Services:
+        config, clock, jobs = self._config, self._clock, self._owner.jobs
+        assert jobs is not None
+        keys = KeyService(database, clock)
+        if not is_loopback(config.server.host) and not await keys.any_exist():
+            raise InvalidConfig(
+                f"{config.server.host} can be reached from other machines, and no key exists: make one with "
+                "`batchmill keys create --name NAME`, or listen on 127.0.0.1",
+                code="no_keys",
+            )
+        files = FileService(database, config.data_dir, clock, config.server)
+        await files.sweep()
+        return Services(
+            jobs=JobDesk(jobs, files, self._catalogue),
+            files=files,
+            uploads=UploadService(database, files, clock),
+            keys=keys,
+            catalogue=self._catalogue,
+            live=LiveCalls(getattr(jobs, "live", None), self._catalogue, clock),
+            webhooks=WebhookService(database, clock, config),
+            config=config,
+            clock=clock,
+            stopping=self._stopping,
+        )
+
+    async def close(self, *, at_once: bool) -> None:
+        """Requests under way end first, then rows in flight; neither is waited for without a bound."""
+        self._stopping.set()
+        if self._health is not None:
+            self._health.is_stopping = True
+        if self._listener is not None:
+            await self._listener.close(at_once=at_once)
+        else:
+            self._sock.close()
+        if self._root is not None:
+            await self._root.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait({self._sweeping})
+        try:
+            async with asyncio.timeout(None if at_once else ROWS_DRAIN_S):
+                await self._owner.close(at_once=at_once)
+        except TimeoutError:
+            log.warning("rows in flight did not end within %.0f s: they run again next time", ROWS_DRAIN_S)
+            await self._owner.close(at_once=True)
+
+
+async def _sweep_for_ever(services: Services, clock: Clock) -> None:
+    """What has had its time goes, and what was only remembered is written down."""
+    duties: list[Callable[[], Awaitable[object]]] = [
+        services.files.sweep, services.uploads.sweep, services.keys.write_uses,
+    ]  # fmt: skip
+    while True:
+        await clock.sleep(SWEEP_S)
+        for duty in duties:
+            try:
+                await duty()
+            except BatchmillError as error:
+                log.warning("%s: %s", duty.__qualname__, error.message)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
