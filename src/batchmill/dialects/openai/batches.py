@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from batchmill.dialects.openai.batch_object import Batch, batch_id, batch_of, job_id
 from batchmill.dialects.openai.errors import UnknownParam
+from batchmill.dialects.openai.files import ExpiresAfter
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
 from batchmill.server.bodies import Refusal
 from batchmill.server.operations import Call, Operation, json_reply
@@ -33,17 +34,12 @@ MetadataKey = Annotated[str, Meta(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
 
 
-class OutputExpiresAfter(Struct, frozen=True, forbid_unknown_fields=True):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
-
-
 class CreateBatch(Struct, frozen=True, forbid_unknown_fields=True):
     completion_window: Annotated[str, Meta(description='Whole hours, "1h" to "8760h".')]
     endpoint: str
     input_file_id: str
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
-    output_expires_after: OutputExpiresAfter | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class ListBatches(Struct, frozen=True, forbid_unknown_fields=True):

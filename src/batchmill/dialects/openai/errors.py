@@ -66,7 +66,7 @@ BY_CODE: dict[str, Row] = {
     "parameter_not_allowed": Row(400),
     "streaming_not_supported": Row(400, param="stream"),
     "function_error": Row(500, SERVER),
-    "model_failed": Row(503, SERVER),
+    "model_failed": Row(500, SERVER),
     # repeats
     "idempotency_key_reused": Row(409),
     "invalid_idempotency_key": Row(400),

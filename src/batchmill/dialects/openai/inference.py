@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
 from batchmill.dialects.openai.live_reply import EVENTS, EventReply, unless_gone
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.services.services import Services
 from batchmill.types import LiveHead, Scope
@@ -19,6 +19,8 @@ from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSE
 
 ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of one that is no stream: it is in memory whole
 CLIENT_LEFT = 499  # nobody sees it but the log
+SHOWN_CHARS = 80  # of a path that is none, in a message
+RESERVED = ("batches", "files", "models", "uploads", "webhook_endpoints")  # first words of paths that no model has
 _BODY = Content(
     "application/json",
     {
@@ -58,6 +60,8 @@ class Inference:
     async def answer(self, call: Call) -> Response:
         """The answer of a model. Its errors come as the model's engine words them, in the same envelope."""
         url = call.request.scope["path"]
+        if url.split("/")[2] in RESERVED:
+            raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]})", code="unknown_url")
         answered = await unless_gone(call, self._begin(call, url, call.raw))
         return Response(status_code=CLIENT_LEFT) if answered is None else answered
 

@@ -1,0 +1,81 @@
+"""A `batchmill serve` process for the length of a test, on a port of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+START_S, STOP_S = 60.0, 60.0
+SHOWN_CHARS = 4000  # of a log, in a failure
+
+
+class RunningServer:
+    """Serves `folder/batchmill.toml` with its data in `folder/data`. What it logs is in `folder/log`."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder, self._flags = folder, flags
+        self.url = ""
+        self.starts = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def start(self) -> Self:
+        """Return once it listens."""
+        words = [sys.executable, "-m", "batchmill", "serve", "--json", "--port", "0", "--data-dir"]
+        words += [str(self.folder / "data"), "--config", str(self.folder / "batchmill.toml"), *self._flags]
+        self.starts += 1
+        with (self.folder / "log").open("a") as log:
+            self._process = subprocess.Popen(
+                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        process = self._process
+        assert process.stdout is not None
+        late = threading.Timer(START_S, process.kill)
+        late.start()
+        first = process.stdout.readline()
+        late.cancel()
+        assert first, f"the server did not start:\n{self.log[-SHOWN_CHARS:]}"
+        self.url = json.loads(first)["url"]
+        return self
+
+    def kill(self) -> None:
+        """End it, and every process below it that does not see to it itself, as a power cut would."""
+        assert self._process is not None and self._process.stdout is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(STOP_S)
+        self._process.stdout.close()
+
+    def stop(self) -> int:
+        """Ask it to end, as a service manager does; its exit code."""
+        assert self._process is not None and self._process.stdout is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_S)
+        finally:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            code = self.stop()
+            assert kind is not None or (code == 0 and "Traceback" not in self.log), self.log[-SHOWN_CHARS:]
