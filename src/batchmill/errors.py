@@ -36,6 +36,7 @@ class BatchmillError(Exception):
     code = "internal_error"
     blame = "system"
     retryable = False
+    request_id: str | None = None  # of the request that it answers, where there is one
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)

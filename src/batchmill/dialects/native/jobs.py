@@ -1,0 +1,160 @@
+"""Jobs: create, look, steer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from batchmill.dialects.native.orders import Orders
+from batchmill.dialects.native.views import Shown
+from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.repeats import once_for, retry_count_of
+from batchmill.services.services import Services
+from batchmill.states import JobState
+from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Scope, Wait
+from batchmill.wire.native import PAGE_DEFAULT, PAGE_MAX, PREFIX, Accepted, Change, JobPage, NewJob
+
+JOBS = f"{PREFIX}/jobs"
+ONE = f"{JOBS}/{{job_id}}"
+SCANNED_MAX = 5000  # jobs that one page with a filter looks at
+CONFLICT, MISSING, BUSY = 409, 404, 503
+
+
+class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
+    state: JobState | None = None
+    label: Annotated[str, Meta(max_length=600, description="NAME, or NAME=VALUE")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+    after: str | None = None
+
+
+class Jobs:
+    def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
+        self._services, self._shown, self._orders = services, shown, orders
+        self._desk = services.jobs
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "createJob", "POST", JOBS, "Run the rows of uploaded files", Scope.SUBMIT, self.create,
+                body=NewJob, reply=Accepted, status=201, errors=(MISSING, CONFLICT),
+            ),
+            Operation(
+                "listJobs", "GET", JOBS, "Jobs, the newest first", Scope.READ, self.list,
+                query=ListJobs, reply=JobPage, errors=(MISSING,),
+            ),
+            Operation("showJob", "GET", ONE, "One job", Scope.READ, self.show, reply=JobView, errors=(MISSING,)),
+            Operation(
+                "amendJob", "PATCH", ONE, "Change priority, deadline or budget", Scope.SUBMIT, self.amend,
+                body=Change, reply=JobView, errors=(MISSING, CONFLICT),
+            ),
+            Operation(
+                "explainJob", "GET", f"{ONE}/wait", "Why the job waits, or goes no faster", Scope.READ, self.explain,
+                reply=Wait, errors=(MISSING,),
+            ),
+            Operation(
+                "verifyJob", "POST", f"{ONE}/verify", "Audit the record of which rows are done", Scope.ADMIN,
+                self.verify, reply=LedgerReport, errors=(MISSING, CONFLICT),
+            ),
+            self._steering("pauseJob", "pause", "Pause; rows in flight may finish", self._desk.pause),
+            self._steering("resumeJob", "resume", "Go on with a paused job", self._desk.resume),
+            self._steering("cancelJob", "cancel", "Run no more rows; finished ones are kept", self._desk.cancel),
+            self._steering("retryJob", "retry", "Run the rows again that failed", self._desk.retry),
+        )  # fmt: skip
+
+    def _steering(
+        self, name: str, verb: str, summary: str, ask: Callable[[Caller, str], Awaitable[JobView]]
+    ) -> Operation:
+        async def steer(call: Call) -> Response:
+            await ask(call.caller, call.path["job_id"])
+            return await self.show(call)
+
+        return Operation(
+            name, "POST", f"{ONE}/{verb}", summary, Scope.SUBMIT, steer, reply=JobView, errors=(MISSING, CONFLICT)
+        )
+
+    async def create(self, call: Call) -> Response:
+        asked: NewJob = call.body
+        headers = call.request.headers
+        once = once_for(
+            call.caller, f"POST {JOBS}", call.raw, headers.get("idempotency-key"),
+            retry_count_of(headers.get("x-stainless-retry-count")),
+        )  # fmt: skip
+        async with self._orders.inputs(call.caller, asked) as records:
+            order = self._orders.job(call.caller, asked, records, once)
+            submitted = await self._desk.submit(call.caller, order)
+        call.on_delivered(lambda: self._desk.answered(once.key))
+        # From here on the job is stored: whatever fails now, the caller gets its id.
+        try:
+            view = self._shown.job(*await self._desk.show_with_results(call.caller, submitted.id))
+        except BatchmillError:
+            view = self._shown.job(self._as_ordered(submitted.id, order))
+        return json_reply(Accepted(submitted.how, view), 201)
+
+    def _as_ordered(self, job_id: str, order: JobOrder) -> JobView:
+        """The job as it was stored, where it cannot be looked at just now."""
+        return JobView(
+            job_id, JobState.VALIDATING, order.project, order.labels, order.origin, order.policy.priority,
+            order.policy.deadline, input=order.dataset.paths, created=self._services.clock.now(),
+        )  # fmt: skip
+
+    async def list(self, call: Call) -> Response:
+        query: ListJobs = call.query
+        label = _label(query.label)
+        found: list[JobView] = []
+        after, scanned = query.after, 0
+        while len(found) < query.limit and scanned < SCANNED_MAX:
+            size = query.limit + 1 if query.state is None and label is None else PAGE_MAX
+            some = await self._desk.list_with_results(call.caller, JobQuery(after=after, limit=size))
+            for view, results in some:
+                after, scanned = view.id, scanned + 1
+                if _fits(view, query.state, label):
+                    found.append(self._shown.job(view, results))
+                    if len(found) == query.limit:
+                        break
+            else:
+                if len(some) < size:
+                    return json_reply(JobPage(found))
+                continue
+            is_last = len(some) < size and some[-1][0].id == after
+            return json_reply(JobPage(found, None if is_last else after))
+        return json_reply(JobPage(found, after))
+
+    async def show(self, call: Call) -> Response:
+        return json_reply(self._shown.job(*await self._desk.show_with_results(call.caller, call.path["job_id"])))
+
+    async def amend(self, call: Call) -> Response:
+        change: Change = call.body
+        if change == Change():
+            raise InvalidInput("nothing is to be changed: give priority, deadline or budget", code="nothing_to_change")
+        if change.deadline is not None and change.deadline <= self._services.clock.now():
+            raise InvalidInput("the deadline lies in the past: cancel the job instead", code="invalid_deadline")
+        amendment = Amendment(change.priority, change.deadline, change.budget)
+        await self._desk.amend(call.caller, call.path["job_id"], amendment)
+        return await self.show(call)
+
+    async def explain(self, call: Call) -> Response:
+        return json_reply(self._shown.wait(await self._desk.explain(call.caller, call.path["job_id"])))
+
+    async def verify(self, call: Call) -> Response:
+        return json_reply(self._shown.ledger(await self._desk.verify(call.caller, call.path["job_id"])))
+
+
+def _label(text: str | None) -> tuple[str, str | None] | None:
+    """NAME or NAME=VALUE."""
+    if text is None:
+        return None
+    name, equals, value = text.partition("=")
+    return name, value if equals else None
+
+
+def _fits(view: JobView, state: JobState | None, label: tuple[str, str | None] | None) -> bool:
+    if state is not None and view.state != state:
+        return False
+    if label is None:
+        return True
+    name, value = label
+    return name in view.labels and value in (None, view.labels[name])

@@ -1,0 +1,58 @@
+"""Keys of the caller's own project: made, listed and revoked by one that may. None reaches further than its maker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.responses import Response
+
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.keys import KeyRecord
+from batchmill.services.services import Services
+from batchmill.types import Scope
+from batchmill.wire.native import PREFIX, KeyInfo, KeyList, MadeKey, NewKey
+
+KEYS = f"{PREFIX}/keys"
+MISSING = 404
+
+
+class Keys:
+    def __init__(self, services: Services) -> None:
+        self._keys = services.keys
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "createKey", "POST", KEYS, "Make a key; it is shown this once", Scope.ADMIN, self.create,
+                body=NewKey, reply=MadeKey, status=201,
+            ),
+            Operation("listKeys", "GET", KEYS, "Keys of the project", Scope.ADMIN, self.list, reply=KeyList),
+            Operation(
+                "revokeKey", "DELETE", f"{KEYS}/{{key_id}}", "End a key, at once", Scope.ADMIN, self.revoke,
+                reply=KeyInfo, errors=(MISSING,),
+            ),
+        )  # fmt: skip
+
+    async def create(self, call: Call) -> Response:
+        asked: NewKey = call.body
+        made = await self._keys.create(
+            name=asked.name,
+            project=asked.project or call.caller.project,
+            scope=asked.scope,
+            models=None if asked.models is None else frozenset(asked.models),
+            requests_per_minute=asked.requests_per_minute,
+            expires=asked.expires,
+            by=call.caller,
+        )
+        return json_reply(MadeKey(made.key, _info(made.record)), 201)
+
+    async def list(self, call: Call) -> Response:
+        return json_reply(KeyList([_info(record) for record in await self._keys.list(call.caller.project)]))
+
+    async def revoke(self, call: Call) -> Response:
+        return json_reply(_info(await self._keys.revoke(call.path["key_id"], call.caller.project)))
+
+
+def _info(record: KeyRecord) -> KeyInfo:
+    return msgspec.convert(record, KeyInfo, from_attributes=True)

@@ -1,0 +1,79 @@
+"""Looking before anything is spent: validate, plan, estimate; and which models there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.responses import Response
+
+from batchmill.dialects.native.orders import Orders
+from batchmill.dialects.native.views import Shown
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.previews import PreviewService
+from batchmill.services.services import Services
+from batchmill.states import JobState
+from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec, Scope
+from batchmill.wire.native import PREFIX, Estimated, ModelInfo, ModelList, Planned, Work
+from batchmill.wire.previews import SealReport
+
+PREVIEWS = f"{PREFIX}/previews"
+RATES_FROM = 200  # of the newest jobs, one may tell how fast the same models were
+MISSING = 404
+
+
+class Looking:
+    def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
+        self._services, self._shown, self._orders = services, shown, orders
+        self._previews = PreviewService(services.config.data_dir)
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "validate", "POST", f"{PREVIEWS}/validate", "Check every row; run none", Scope.SUBMIT, self.validate,
+                body=Work, reply=SealReport, errors=(MISSING,),
+            ),
+            Operation(
+                "plan", "POST", f"{PREVIEWS}/plan", "Explain the order in which rows would run", Scope.SUBMIT,
+                self.plan, body=Work, reply=Planned, errors=(MISSING,),
+            ),
+            Operation(
+                "estimate", "POST", f"{PREVIEWS}/estimate", "Estimate tokens, cost and time", Scope.SUBMIT,
+                self.estimate, body=Work, reply=Estimated, errors=(MISSING,),
+            ),
+            Operation(
+                "models", "GET", f"{PREFIX}/models", "The models that the caller may use", Scope.READ, self.models,
+                reply=ModelList,
+            ),
+        )  # fmt: skip
+
+    async def validate(self, call: Call) -> Response:
+        async with self._orders.inputs(call.caller, call.body) as records:
+            report = await self._previews.validate(self._orders.work(call.caller, call.body, records))
+        return json_reply(self._shown.report(report))
+
+    async def plan(self, call: Call) -> Response:
+        async with self._orders.inputs(call.caller, call.body) as records:
+            found = await self._previews.plan(self._orders.work(call.caller, call.body, records))
+        return json_reply(Planned(self._shown.report(found.report), found.plan))
+
+    async def estimate(self, call: Call) -> Response:
+        async with self._orders.inputs(call.caller, call.body) as records:
+            order = self._orders.work(call.caller, call.body, records)
+            found = await self._previews.estimate(order, await self._rate(call.caller, order))
+        return json_reply(Estimated(self._shown.report(found.report), found.estimate))
+
+    async def _rate(self, caller: Caller, order: JobOrder) -> float | None:
+        """Rows a second of the newest finished job of the same models."""
+        names = ", ".join(model.name for model in order.models)
+        for view in await self._services.jobs.list(caller, JobQuery(limit=RATES_FROM)):
+            if view.model == names and view.state == JobState.COMPLETED and view.elapsed_s:
+                return view.rows / view.elapsed_s
+        return None
+
+    async def models(self, call: Call) -> Response:
+        return json_reply(ModelList([_info(spec) for spec in self._services.catalogue.specs(call.caller)]))
+
+
+def _info(spec: ModelSpec) -> ModelInfo:
+    adapters = [name for name in spec.adapters if spec.allowed is None or name in spec.allowed]
+    return ModelInfo(spec.name, spec.engine, adapters, spec.price)

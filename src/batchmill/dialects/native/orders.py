@@ -1,0 +1,140 @@
+"""From what this API is asked for to an order: the server's files and models by name, its limits, nothing of its own
+environment. Knows which models a caller may use only through the catalogue."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from batchmill.dialects.native.views import DOOR
+from batchmill.errors import InvalidInput
+from batchmill.services.files import FileRecord
+from batchmill.services.services import Services
+from batchmill.types import Caller, DatasetSpec, JobOrder, ModelSpec, Once, Policy
+from batchmill.wire.native import NewJob, Work
+
+READABLE = ("batch", "batch_output")  # purposes of files that may be run: results are rows too
+FORMATS = {".csv": "csv", ".parquet": "parquet"}
+CODECS = (".gz", ".zst")
+
+
+class Orders:
+    """Raises: UnknownName for a file or model that is not the caller's; InvalidInput for what does not fit."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    @contextlib.asynccontextmanager
+    async def inputs(self, caller: Caller, work: Work) -> AsyncIterator[list[FileRecord]]:
+        """The files of an order, which nobody deletes before it is stored."""
+        repeated = [file_id for at, file_id in enumerate(work.files) if file_id in work.files[:at]]
+        if repeated:
+            raise InvalidInput(f"the file {repeated[0]!r} is named twice", code="duplicate_file")
+        async with contextlib.AsyncExitStack() as held:
+            records = []
+            for file_id in work.files:
+                record = await held.enter_async_context(self._services.files.hold(caller.project, file_id))
+                if record.purpose not in READABLE:
+                    raise InvalidInput(
+                        f"the file {record.id} has the purpose {record.purpose!r}; what is run has "
+                        f"{' or '.join(READABLE)}",
+                        code="wrong_purpose",
+                    )
+                records.append(record)
+            yield records
+
+    def work(self, caller: Caller, work: Work, records: Sequence[FileRecord]) -> JobOrder:
+        """What is computed, without how."""
+        config = self._services.config
+        models = self._models(caller, work)
+        if not work.models and (work.prompt is not None or self._format(work, records) in ("csv", "parquet")):
+            raise InvalidInput(
+                "the rows of a table name no model: say in `models` which runs them, one of "
+                f"{', '.join(model.name for model in models) or 'none that this key may use'}",
+                code="no_model",
+            )
+        return JobOrder(
+            dataset=DatasetSpec(
+                [str(self._services.files.path(record)) for record in records],
+                format=self._format(work, records),
+                line_bytes_max=config.limits.line_bytes_max,
+                depth_max=config.limits.depth_max,
+            ),
+            models=models,
+            prompt=work.prompt,
+            system=work.system,
+            url=work.url,
+            params=work.params,
+            policy=Policy(on_invalid=work.on_invalid, dedupe=work.dedupe, on_engine_failure="fail"),
+            rows_max=config.server.rows_max,
+            default_model=bool(work.models),
+            project=caller.project,
+        )
+
+    def job(self, caller: Caller, job: NewJob, records: Sequence[FileRecord], once: Once) -> JobOrder:
+        """A job to be run."""
+        base = self.work(caller, job, records)
+        policy = Policy(
+            on_invalid=job.on_invalid,
+            dedupe=job.dedupe,
+            budget=job.budget,
+            priority=job.priority,
+            deadline=self._deadline(job),
+            on_engine_failure="fail",
+        )
+        origin = {
+            "door": DOOR,
+            "input_file_ids": [record.id for record in records],
+            "files": {record.id: record.filename for record in records},
+            "key": caller.key,
+        }
+        told = {"policy": policy, "labels": job.labels, "output_format": job.output_format}
+        return replace(base, origin=origin, once=once, **told)
+
+    def _deadline(self, job: NewJob) -> float | None:
+        now = self._services.clock.now()
+        if job.deadline is not None and job.completion_s is not None:
+            raise InvalidInput("deadline and completion_s are two ways to say one thing: leave one out")
+        if job.deadline is not None and job.deadline <= now:
+            raise InvalidInput("the deadline lies in the past", code="invalid_deadline")
+        return job.deadline if job.completion_s is None else now + job.completion_s
+
+    def _models(self, caller: Caller, work: Work) -> list[ModelSpec]:
+        """The models named, with the names that the caller's rows may use; all of the caller's where none is named."""
+        catalogue = self._services.catalogue
+        specs = {spec.name: spec for spec in catalogue.specs(caller)}
+        chosen: list[ModelSpec] = []
+        for name in work.models:
+            served = catalogue.find(caller, name)
+            if served.adapter is not None:
+                raise InvalidInput(
+                    f"{name!r} is an adapter of {served.model.name!r}: name that model, and let rows (or for a prompt "
+                    'params: {"model": "' + name + '"}) name the adapter',
+                    code="adapter_as_model",
+                )
+            if specs[name] in chosen:
+                raise InvalidInput(f"the model {name!r} is named twice", code="duplicate_model")
+            chosen.append(specs[name])
+        return chosen or list(specs.values())
+
+    @staticmethod
+    def _format(work: Work, records: Sequence[FileRecord]) -> str | None:
+        """A file here has no name of its own: what its uploaded name says is said for it."""
+        if work.format is not None:
+            return work.format
+        found = {_format_of(record.filename) for record in records}
+        if len(found) > 1:
+            named = ", ".join(record.filename for record in records[:10])
+            raise InvalidInput(f"the files of a dataset must have one format: {named}", code="format_mismatch")
+        return found.pop()
+
+
+def _format_of(filename: str) -> str | None:
+    """csv or parquet; None for lines of JSON, whose first row says what they are."""
+    suffixes = [suffix.lower() for suffix in Path(filename).suffixes]
+    if suffixes and suffixes[-1] in CODECS:
+        suffixes.pop()
+    return FORMATS.get(suffixes[-1]) if suffixes else None
