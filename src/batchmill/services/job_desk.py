@@ -59,9 +59,7 @@ class JobDesk:
     async def list(self, caller: Caller, query: JobQuery = JobQuery()) -> list[JobView]:
         return [view for view, _ in await self.list_with_results(caller, query)]
 
-    async def list_with_results(
-        self, caller: Caller, query: JobQuery = JobQuery()
-    ) -> list[tuple[JobView, ResultIds]]:
+    async def list_with_results(self, caller: Caller, query: JobQuery = JobQuery()) -> list[tuple[JobView, ResultIds]]:
         """The caller's jobs, the newest first. Raises: UnknownName for an `after` that is none of them."""
         if query.after is not None:
             await self._own(caller, query.after)
