@@ -140,7 +140,7 @@ class HttpRoot:
             served.bytes_in = reader.bytes
 
     async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Found, error: BatchmillError) -> None:
-        reply.served.code = error.code
+        reply.served.code, error.request_id = error.code, reply.served.id
         if reply.has_begun:
             return  # the connection is closed in the middle: whoever reads sees that something is missing
         response = found.dialect.refusal(error)
