@@ -59,13 +59,15 @@ class Catalogue:
         )
 
     def specs(self, caller: Caller) -> list[ModelSpec]:
-        """The models for a job: those of which the caller may use a name, each with the names that its rows may use."""
+        """The models for a job: those of which the caller may use a name, each with the names that its rows may use.
+
+        A source is no name here: two models may share one, and where they lie is nobody's business.
+        """
         found = []
         for model in self._models.values():
-            every = [model.name, *model.adapters]
-            allowed = [name for name in every if self._may(caller, name)]
+            allowed = [name for name in (model.name, *model.adapters) if self._may(caller, name)]
             if allowed:
-                found.append(model if allowed == every else replace(model, allowed=allowed))
+                found.append(replace(model, allowed=allowed))
         return found
 
     def serves(self, url: str, caller: Caller) -> bool:
