@@ -1,0 +1,83 @@
+"""A real HTTP server that offers files and uploads of OpenAI's API and nothing else, on the loop of the test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from batchmill.config import ServerEntry
+from batchmill.dialects.openai import errors, files, uploads
+from batchmill.engines.clock import SystemClock
+from batchmill.server.auth import Gate
+from batchmill.server.hosts import Hosts
+from batchmill.server.http import HttpRoot
+from batchmill.server.listening import Listener, bind, url_of
+from batchmill.services.files import FileService
+from batchmill.services.keys import KeyService
+from batchmill.services.uploads import UploadService
+from batchmill.store.database import Database
+
+
+class FileDialect:
+    """The part of OpenAI's dialect that needs no jobs and no models."""
+
+    name = "openai"
+    refusal = staticmethod(errors.refusal)
+    error_schema = staticmethod(errors.schema)
+
+    def __init__(self, services: Any) -> None:
+        self._services = services
+
+    def operations(self) -> list[Any]:
+        return [*files.operations(self._services), *uploads.operations(self._services)]
+
+
+@dataclass
+class FileDoor:
+    url: str
+    data_dir: Path
+    database: Database
+    files: FileService
+    uploads: UploadService
+    keys: KeyService
+
+    def left(self) -> list[str]:
+        """The names of all files below files/, apart from those that have a record."""
+        home = self.data_dir / "files"
+        return sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+
+
+@contextlib.asynccontextmanager
+async def open_file_door(
+    data_dir: Path, limits: ServerEntry = ServerEntry(), clock: Any = None
+) -> AsyncIterator[FileDoor]:
+    clock = clock or SystemClock()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    database = Database(data_dir / "batchmill.db")
+    file_service = FileService(database, data_dir, clock, limits)
+    upload_service = UploadService(database, file_service, clock)
+    keys = KeyService(database, clock)
+    services = SimpleNamespace(files=file_service, uploads=upload_service, config=SimpleNamespace(server=limits))
+    dialect = FileDialect(services)
+    root = HttpRoot(
+        [dialect],
+        fallback=dialect,
+        gate=Gate(keys, clock),
+        hosts=Hosts("127.0.0.1"),
+        clock=clock,
+        body_bytes_max=limits.body_bytes_max,
+    )
+    sock = bind("127.0.0.1", 0)
+    listener = Listener(root, sock, drain_s=1)
+    await listener.open()
+    try:
+        yield FileDoor(url_of(sock), data_dir, database, file_service, upload_service, keys)
+    finally:
+        await listener.close()
+        await root.close()
+        file_service.close()
+        database.close()
