@@ -74,7 +74,8 @@ def _detail(status: int, body: bytes) -> ErrorDetail:
         return msgspec.json.decode(body, type=ErrorReply).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
         told = " ".join(body[: 2 * SHOWN_CHARS].decode(errors="replace").split())[:SHOWN_CHARS]
-        return ErrorDetail(f"http_{status}", f"the server answered with status {status}: {told or 'no text'}")
+        text = f"this is no answer of batchmill's own API; status {status}: {told or 'no text'}"
+        return ErrorDetail(f"http_{status}", text, retryable=status in (429, 502, 503, 504))
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 DIALECTS = {
     "openai": "batchmill.dialects.openai.dialect:OpenAIDialect",
+    "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
-FALLBACK = "openai"  # whose error form a path has that belongs to none
+FALLBACK = "native"  # whose error form a path has that belongs to none
 
 
 def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) -> list[Dialect]:
