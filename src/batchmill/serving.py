@@ -12,7 +12,7 @@ from socket import socket
 from msgspec import Struct
 
 import batchmill
-from batchmill.app import Owner, prepare_data_dir, try_lock
+from batchmill.app import DATABASE, Owner, prepare_data_dir, try_lock
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects
 from batchmill.engines.clock import SystemClock
@@ -99,7 +99,7 @@ class _Server:
     def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int) -> None:
         self._config, self._catalogue, self._sock = config, catalogue, sock
         self._clock: Clock = SystemClock()
-        self._owner = Owner(config.data_dir, lock)
+        self._owner = Owner(config.data_dir, lock, server=config)
         self._stopping = asyncio.Event()
         self._listener: Listener | None = None
         self._root: HttpRoot | None = None
@@ -108,6 +108,8 @@ class _Server:
 
     async def open(self) -> Running:
         config, clock = self._config, self._clock
+        if not is_loopback(config.server.host):
+            await _refuse_open_door(config, clock)
         await self._owner.open()
         assert self._owner.jobs is not None and self._owner.database is not None
         database = self._owner.database
@@ -127,27 +129,21 @@ class _Server:
         )
         own.document = openapi.document(self._root.routes.all())
         self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
-        self._listener = Listener(self._root, self._sock, REQUESTS_DRAIN_S)
+        self._listener = Listener(self._root, self._sock, drain_s=REQUESTS_DRAIN_S)
         await self._listener.open()
         return Running(url_of(self._sock), services)
 
     async def _services(self, database: Database) -> Services:
         config, clock, jobs = self._config, self._clock, self._owner.jobs
         assert jobs is not None
-        keys = KeyService(database, clock)
-        if not is_loopback(config.server.host) and not await keys.any_exist():
-            raise InvalidConfig(
-                f"{config.server.host} can be reached from other machines, and no key exists: make one with "
-                "`batchmill keys create --name NAME`, or listen on 127.0.0.1",
-                code="no_keys",
-            )
+        assert self._owner.keys is not None
         files = FileService(database, config.data_dir, clock, config.server)
         await files.sweep()
         return Services(
             jobs=JobDesk(jobs, files, self._catalogue),
             files=files,
             uploads=UploadService(database, files, clock),
-            keys=keys,
+            keys=self._owner.keys,
             catalogue=self._catalogue,
             live=LiveCalls(getattr(jobs, "live", None), self._catalogue, clock),
             webhooks=WebhookService(database, clock, config),
@@ -176,6 +172,21 @@ class _Server:
         except TimeoutError:
             log.warning("rows in flight did not end within %.0f s: they run again next time", ROWS_DRAIN_S)
             await self._owner.close(at_once=True)
+
+
+async def _refuse_open_door(config: Config, clock: Clock) -> None:
+    """An address that other machines can reach needs a key. Before anything runs."""
+    database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
+    try:
+        if await KeyService(database, clock).any_exist():
+            return
+    finally:
+        database.close()
+    raise InvalidConfig(
+        f"{config.server.host} can be reached from other machines, and no key exists: make one with "
+        "`batchmill keys create --name NAME`, or listen on 127.0.0.1",
+        code="no_keys",
+    )
 
 
 async def _sweep_for_ever(services: Services, clock: Clock) -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "resume": ("batchmill.cli.jobs:resume", "Go on with a paused job."),
     "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
     "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),
+    "keys": ("batchmill.cli.keys:keys", "Make, list and revoke the keys of a server."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),
 }
 

@@ -25,7 +25,7 @@ JSON = "application/json"
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`( - at `\$\.?(.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`( - at `\$\.?(.*)`)?", re.DOTALL)
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 

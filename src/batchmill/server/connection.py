@@ -7,13 +7,14 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_S = 15.0  # from the first byte of a request, or the connection, to the end of its headers
 HEAD_BYTES_MAX = 64 * 1024
-LINGER_S = 30.0  # how long a client may go on sending a body that was refused
 PIPELINED_MAX = 64  # requests sent before the first of them was answered
 
 
 class Connection(HttpToolsProtocol):
+    head_s = 15.0  # from the first byte of a request, or the connection, to the end of its headers
+    linger_s = 30.0  # how long a client may go on sending a body that was refused
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
@@ -23,7 +24,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "transport": transport}
-        self._within(HEAD_S)
+        self._within(self.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
@@ -33,7 +34,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._timer is None:
-                self._within(HEAD_S)
+                self._within(self.head_s)
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.send_400_response("The headers are too long.")
@@ -42,7 +43,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._within(HEAD_S)
+        self._within(self.head_s)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -63,7 +64,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._in_head and not self.transport.is_closing():
-            self._within(LINGER_S)  # its body goes on although it was answered
+            self._within(self.linger_s)  # its body goes on although it was answered
 
     def timeout_keep_alive_handler(self) -> None:
         if self._in_head:

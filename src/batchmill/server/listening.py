@@ -35,9 +35,11 @@ class _Server(uvicorn.Server):
 class Listener:
     """Serves an ASGI application on a socket that `bind` made."""
 
-    def __init__(self, app: Any, sock: socket.socket, drain_s: int) -> None:
+    def __init__(
+        self, app: Any, sock: socket.socket, *, drain_s: int, connection: type[Connection] = Connection
+    ) -> None:
         config = uvicorn.Config(
-            app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+            app, http=connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
             backlog=BACKLOG,
         )  # fmt: skip

@@ -1,0 +1,133 @@
+"""`batchmill keys`: make, list and revoke the keys of a server. A running server knows of it at once."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import click
+
+from batchmill.app import open_keys
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.services.keys import KeyRecord
+from batchmill.types import Scope
+
+_SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+class Span(click.ParamType):
+    """A length of time: 90d, 12h."""
+
+    name = "span"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = _SPAN.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no length of time: write 90d, 12h, 30m, 4w", param, ctx)
+        return float(int(match[1]) * _SECONDS[match[2]])
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else refuse_half_text(value)
+
+
+@click.group()
+def keys() -> None:
+    """Keys of a server: each belongs to a project and says what may be done with it."""
+
+
+@keys.command()
+@click.option("--name", required=True, callback=_text, metavar="TEXT", help="What the key is for.")
+@click.option("--project", default="default", show_default=True, callback=_text, help="Whose files and jobs it sees.")
+@click.option(
+    "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
+    help="read: look; submit: upload, run, call models; admin: keys and webhooks of its project too.",
+)  # fmt: skip
+@click.option("--model", "models", multiple=True, metavar="NAME", help="A model or adapter it may use [all].")
+@click.option("--expires", type=Span(), metavar="SPAN", help="When it ends: 90d, 12h [never].")
+@click.option("--rpm", type=click.IntRange(1), metavar="N", help="Requests a minute [the server's limit].")
+@global_options
+@click.pass_obj
+def create(
+    session: Session, name: str, project: str, scope: str, *, models: tuple[str, ...], expires: float | None,
+    rpm: int | None,
+) -> int:  # fmt: skip
+    """Make a key. It is shown this once: only a digest of it is kept."""
+
+    async def make() -> None:
+        async with open_keys(session.config()) as opened:
+            made = await opened.create(
+                name=name,
+                project=project,
+                scope=Scope(scope),
+                models=frozenset(models) or None,
+                requests_per_minute=rpm,
+                expires=None if expires is None else time.time() + expires,
+            )
+        if session.as_json:
+            session.emit("key", key=made.key, record=made.record)
+        else:
+            session.print(made.key)
+            session.say(f"key {made.record.id} of the project {clean(project)}; it is not shown again")
+
+    return session.run(make())
+
+
+@keys.command("list")
+@click.option("--project", callback=_text, help="Only the keys of this project.")
+@global_options
+@click.pass_obj
+def list_keys(session: Session, project: str | None) -> int:
+    """List the keys, the newest first; revoked ones too."""
+
+    async def show() -> None:
+        async with open_keys(session.config()) as opened:
+            records = await opened.list(project)
+        if session.as_json:
+            for record in records:
+                session.emit("key", record=record)
+        elif not records:
+            session.print("there are no keys")
+        else:
+            head = ["ID", "NAME", "PROJECT", "SCOPE", "MODELS", "RPM", "STATE", "CREATED", "LAST USED"]
+            for line in table([head, *map(_columns, records)]):
+                session.print(line)
+
+    return session.run(show())
+
+
+def _columns(record: KeyRecord) -> list[str]:
+    models = "all" if record.models is None else ", ".join(record.models)
+    return [
+        record.id, clean(record.name, 40), clean(record.project), record.scope.value, clean(models, 40),
+        str(record.requests_per_minute or ""), _state(record), moment(record.created),
+        "" if record.last_used is None else moment(record.last_used),
+    ]  # fmt: skip
+
+
+def _state(record: KeyRecord) -> str:
+    if record.revoked is not None:
+        return "revoked"
+    if record.expires is None:
+        return "valid"
+    return f"until {moment(record.expires)}" if record.expires > time.time() else "expired"
+
+
+@keys.command()
+@click.argument("key_id", metavar="ID", callback=_text)
+@global_options
+@click.pass_obj
+def revoke(session: Session, key_id: str) -> int:
+    """End a key, at once and for good."""
+
+    async def end() -> None:
+        async with open_keys(session.config()) as opened:
+            record = await opened.revoke(key_id, None)
+        if session.as_json:
+            session.emit("key", record=record)
+        else:
+            session.print(f"key {record.id} ({clean(record.name)}) is revoked")
+
+    return session.run(end())

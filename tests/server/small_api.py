@@ -1,0 +1,185 @@
+"""A dialect of a few operations, and an HTTP root of it that listens on a free port of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from msgspec import Struct
+from starlette.responses import Response
+
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
+from batchmill.server.auth import Gate
+from batchmill.server.connection import Connection
+from batchmill.server.hosts import Hosts
+from batchmill.server.http import HttpRoot
+from batchmill.server.listening import Listener, bind
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.types import Caller, Scope
+
+KEY = "bm_0123456789abcdef_" + "x" * 43
+READER = Caller("one", Scope.READ, "0123456789abcdef")
+
+
+class Inner(Struct, frozen=True, forbid_unknown_fields=True):
+    depth: int = 0
+
+
+class Body(Struct, forbid_unknown_fields=True):
+    name: str
+    count: int = 1
+    inner: Inner = Inner()
+
+
+class Query(Struct, forbid_unknown_fields=True):
+    limit: int = 20
+    after: str | None = None
+    tags: list[str] = []
+
+
+class HeldKeys:
+    """Keys of a test: a token and whom it stands for."""
+
+    def __init__(self, **callers: Caller) -> None:
+        self.callers = {token: caller for token, caller in callers.items()}
+        self.asked = 0
+
+    async def any_exist(self) -> bool:
+        return bool(self.callers)
+
+    async def authenticate(self, token: str) -> Caller:
+        self.asked += 1
+        if token not in self.callers:
+            raise Unauthenticated("the API key is not valid")
+        return self.callers[token]
+
+    def is_cached(self, token: str) -> bool:
+        return token in self.callers
+
+
+class SmallDialect:
+    """`name` prefixes its paths; its envelope says which dialect spoke."""
+
+    def __init__(self, name: str = "small") -> None:
+        self.name = name
+        self.delivered: list[str] = []
+        self.reached = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    def operations(self) -> list[Operation]:
+        at, read = f"/{self.name}", Scope.READ
+        stream = Content("application/octet-stream")
+        return [
+            Operation("list", "GET", f"{at}/things", "List", read, self.show, query=Query, reply=Query),
+            Operation("create", "POST", f"{at}/things", "Create", Scope.SUBMIT, self.show, body=Body, reply=Body),
+            Operation("get", "GET", f"{at}/things/{{thing_id}}", "Get", read, self.show_path),
+            Operation("cancel", "POST", f"{at}/things/{{thing_id}}/cancel", "Cancel", read, self.show_path),
+            Operation("model", "GET", f"{at}/models/{{model:path}}", "Get a model", read, self.show_path),
+            Operation("any", "POST", f"{at}/{{rest:path}}", "Anything else", read, self.show_path),
+            Operation("upload", "POST", f"{at}/upload", "Upload", read, self.upload, body=stream, body_bytes_max=10_000),
+            Operation("fail", "GET", f"{at}/fail", "Fail", read, self.fail),
+            Operation("break", "GET", f"{at}/break", "Break off", read, self.break_off),
+            Operation("wait", "POST", f"{at}/wait", "Wait", read, self.wait, body=Body),
+            Operation("gone", "GET", f"{at}/gone", "Wait for the client to leave", read, self.until_gone),
+            Operation("open", "GET", f"{at}/open", "Open", None, self.show),
+        ]  # fmt: skip
+
+    def refusal(self, error: BatchmillError) -> Response:
+        status = {UnknownName: 404, TooLarge: 413, RateLimited: 429, Unauthenticated: 401}.get(type(error))
+        if status is None:
+            status = 400 if isinstance(error, InvalidInput) else 403 if error.blame == "caller" else 500
+        return json_reply({"by": self.name, "code": error.code, "message": error.message}, status)
+
+    def error_schema(self) -> dict[str, Any]:
+        return {"type": "object"}
+
+    async def show(self, call: Call) -> Response:
+        return json_reply(call.body if call.body is not None else call.query)
+
+    async def show_path(self, call: Call) -> Response:
+        return json_reply(call.path)
+
+    async def upload(self, call: Call) -> Response:
+        size = 0
+        async for piece in call.request.stream():
+            size += len(piece)
+        return json_reply({"bytes": size})
+
+    async def fail(self, call: Call) -> Response:
+        raise RuntimeError("secret /etc/passwd SELECT")
+
+    async def break_off(self, call: Call) -> Response:
+        return _Broken()
+
+    async def wait(self, call: Call) -> Response:
+        async def note() -> None:
+            self.delivered.append(call.body.name)
+
+        call.on_delivered(note)
+        self.reached.set()
+        await self.go_on.wait()
+        return json_reply(call.body)
+
+    async def until_gone(self, call: Call) -> Response:
+        self.reached.set()
+        await call.until_gone()
+        self.gone.set()
+        return Response()
+
+
+class _Broken(Response):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise RuntimeError("in the middle")
+
+
+class Small:
+    """A root that listens."""
+
+    def __init__(self, root: HttpRoot, dialect: SmallDialect, address: tuple[str, int]) -> None:
+        self.root, self.dialect, self.address = root, dialect, address
+        self.url = f"http://{address[0]}:{address[1]}"
+
+    async def talk(self, data: bytes) -> bytes:
+        """Send bytes as they are, and read until the server closes the connection."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        try:
+            writer.write(data)
+            return await reader.read()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def small_api(
+    *,
+    keys: HeldKeys | None = None,
+    requests_per_minute: int | None = None,
+    connection: type[Connection] = Connection,
+    body_bytes_max: int = 1000,
+) -> AsyncIterator[Small]:
+    sock = bind("127.0.0.1", 0)
+    small, other = SmallDialect(), SmallDialect("other")
+    clock = SystemClock()
+    root = HttpRoot(
+        [small, other],
+        fallback=other,
+        gate=Gate(keys or HeldKeys(), clock, requests_per_minute),
+        hosts=Hosts("127.0.0.1", ["my.test"]),
+        clock=clock,
+        body_bytes_max=body_bytes_max,
+    )
+    listener = Listener(root, sock, drain_s=1, connection=connection)
+    await listener.open()
+    try:
+        yield Small(root, small, sock.getsockname()[:2])
+    finally:
+        await listener.close(at_once=True)
+        await root.close()

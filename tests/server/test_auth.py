@@ -1,0 +1,85 @@
+"""The gate: keys in each form that clients send them, scopes and rates."""
+
+import base64
+
+import pytest
+from fakes.held_clock import HeldClock
+from small_api import HeldKeys
+
+from batchmill.errors import Forbidden, RateLimited, Unauthenticated
+from batchmill.server.auth import ANYBODY, FAILURES_PER_MINUTE, Gate, token_of
+from batchmill.types import Caller, Scope
+
+ONE = Caller("one", Scope.SUBMIT, "k1")
+
+
+def headers(value):
+    return [(b"authorization", value if isinstance(value, bytes) else value.encode())]
+
+
+@pytest.mark.parametrize(
+    ("value", "token"),
+    [
+        ("Bearer k", "k"),
+        ("bearer   k ", "k"),
+        ("k", "k"),
+        ("Basic " + base64.b64encode(b"user:k:with").decode(), "k:with"),
+        ("Basic ????", None),
+        ("Digest x", None),
+        (b"Bearer \xff\xfe", "\xff\xfe"),
+        ("Bearer " + "k" * 5000, None),
+    ],
+)
+def test_forms_of_a_key(value, token):
+    """A key comes as Bearer, bare, or as the password of Basic."""
+    assert token_of(headers(value)) == token
+
+
+def test_no_key():
+    """A request without the header has none."""
+    assert token_of([(b"x", b"y")]) is None
+
+
+async def test_without_keys_anybody_may():
+    """Where no key was ever made, anybody on this machine may do anything, whatever they send."""
+    gate = Gate(HeldKeys(), HeldClock())
+    assert await gate.admit(headers("Bearer anything"), "a", Scope.ADMIN) == ANYBODY
+
+
+async def test_scopes():
+    """A key does what its scope holds, and no more."""
+    gate = Gate(HeldKeys(good=ONE), HeldClock())
+    assert await gate.admit(headers("good"), "a", Scope.READ) == ONE
+    with pytest.raises(Forbidden, match="scope submit"):
+        await gate.admit(headers("good"), "a", Scope.ADMIN)
+
+
+async def test_rates_of_a_key():
+    """A key's own rate goes before the server's, and a refused request costs nothing of another key."""
+    clock = HeldClock()
+    two = Caller("one", Scope.SUBMIT, "k2", None, 1)
+    gate = Gate(HeldKeys(good=ONE, slow=two), clock, 2)
+    await gate.admit(headers("slow"), "a", Scope.READ)
+    with pytest.raises(RateLimited) as caught:
+        await gate.admit(headers("slow"), "a", Scope.READ)
+    assert caught.value.retry_after_s == 60.0
+    for _ in range(2):
+        await gate.admit(headers("good"), "a", Scope.READ)
+    with pytest.raises(RateLimited):
+        await gate.admit(headers("good"), "a", Scope.READ)
+
+
+async def test_wrong_keys_are_counted_by_address():
+    """Guessing is slowed by address, before anything is looked up; a key that is known still gets in."""
+    keys = HeldKeys(good=ONE)
+    gate = Gate(keys, HeldClock())
+    for _ in range(FAILURES_PER_MINUTE):
+        with pytest.raises(Unauthenticated):
+            await gate.admit(headers("wrong"), "a", Scope.READ)
+    asked = keys.asked
+    with pytest.raises(RateLimited):
+        await gate.admit(headers("wrong"), "a", Scope.READ)
+    assert keys.asked == asked
+    assert await gate.admit(headers("good"), "a", Scope.READ) == ONE
+    with pytest.raises(Unauthenticated):
+        await gate.admit(headers("wrong"), "b", Scope.READ)

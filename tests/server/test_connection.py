@@ -1,0 +1,128 @@
+"""Clients that are slow, broken or hostile."""
+
+import asyncio
+
+import pytest
+from small_api import small_api
+
+from batchmill.server.connection import HEAD_BYTES_MAX, Connection
+
+HOST = b"Host: localhost\r\n"
+JSON = b"Content-Type: application/json\r\n"
+
+
+class Hasty(Connection):
+    head_s = 0.05
+    linger_s = 0.05
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /small/open HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: -3\r\n\r\nabcd",
+        b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: +3\r\n\r\nabc",
+        b"POST /small/things HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /small/things HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"GET /small/open HTTP/1.1\r\n" + HOST + b"X : y\r\n\r\n",
+        b"GET /small/open HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n",
+        b"GET /small/\x00 HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /small/\xff HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET /small/open HTTP/1.1\r\n" + HOST + b"X: " + b"y" * HEAD_BYTES_MAX + b"\r\n",
+        b"GET /" + b"y" * HEAD_BYTES_MAX,
+    ],
+)
+async def test_a_request_that_cannot_be_read(data):
+    """Ambiguous framing, broken heads and heads without an end are refused, and the connection closed."""
+    async with small_api() as small:
+        reply = await small.talk(data)
+    assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1") == 1
+
+
+async def test_what_follows_a_body_changes_nothing():
+    """Trailers are no headers."""
+    data = (
+        b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        b'c\r\n{"name":"a"}\r\n0\r\nHost: evil.test\r\nAuthorization: Bearer x\r\n\r\n'
+    )
+    async with small_api() as small:
+        assert b"HTTP/1.1 200 " in await small.talk(data)
+
+
+async def test_many_small_pieces():
+    """A body in thousands of pieces of a byte is read, and counted."""
+    head = (
+        b"POST /small/upload HTTP/1.1\r\n" + HOST + b"Content-Type: application/octet-stream\r\nConnection: close\r\n"
+    )
+    async with small_api() as small:
+        chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 9000 + b"0\r\n\r\n"
+        assert b'{"bytes":9000}' in await small.talk(chunks)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GET /small/open HT", b"\r\n", b"GET /small/open HTTP/1.1\r\nHost: localhost\r\nX:"]
+)
+async def test_a_head_that_does_not_come(data):
+    """A client that connects and does not ask is left after a while."""
+    async with small_api(connection=Hasty) as small:
+        try:
+            assert await small.talk(data) == b""
+        except ConnectionResetError:
+            pass
+
+
+async def test_a_body_that_goes_on_after_its_refusal():
+    """A client that goes on sending what was refused is left after a while, and read no further."""
+    async with small_api(connection=Hasty) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: 500\r\n\r\nabc")
+        assert b"415" in await reader.readline()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(100_000)
+        writer.close()
+
+
+async def test_a_refused_body_that_ends_leaves_the_connection_usable():
+    """A refused body that ends is read past, and the next request on the connection answered."""
+    head = b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: 500\r\n\r\n"
+    last = b"GET /small/open HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
+    async with small_api() as small:
+        reply = await small.talk(head + b"x" * 500 + last)
+    assert reply.count(b"HTTP/1.1 415 ") == 1 and reply.count(b"HTTP/1.1 200 ") == 1
+
+
+async def test_expectations():
+    """A body that will be refused is not even asked for; another one is."""
+    head = b"POST /small/things HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: "
+    async with small_api() as small:
+        refused = await small.talk(head + b"99999\r\n" + JSON + b"\r\n")
+        assert refused.startswith(b"HTTP/1.1 413 ")
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(head + b"12\r\n" + JSON + b"\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b'{"name":"a"}')
+        assert b"200 OK" in await reader.read()
+        writer.close()
+
+
+async def test_a_truncated_body():
+    """A client that leaves in the middle of its body is answered nothing, and nothing is done."""
+    async with small_api() as small:
+        seen = asyncio.Queue()
+        small.root.watch(seen.put_nowait)
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + b'Content-Length: 50\r\n\r\n{"name"')
+        await writer.drain()
+        writer.close()
+        assert (await seen.get()).status == 499
+
+
+async def test_requests_in_a_row_are_answered_in_order():
+    """Pipelined requests are answered one after the other."""
+    first = b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + b'Content-Length: 12\r\n\r\n{"name":"a"}'
+    last = b"GET /small/open HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
+    async with small_api() as small:
+        reply = await small.talk(first + last)
+    assert reply.index(b'"name":"a"') < reply.index(b"null") and reply.count(b"HTTP/1.1 200") == 2

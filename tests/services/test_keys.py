@@ -1,0 +1,152 @@
+"""Keys: made, shown once, looked up, revoked."""
+
+import pytest
+from fakes.held_clock import HeldClock
+
+from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
+from batchmill.services.key_door import KeyClient, KeyDoor
+from batchmill.services.keys import KeyService
+from batchmill.store.database import Database
+from batchmill.types import Caller, Scope
+
+
+@pytest.fixture
+def database(tmp_path):
+    opened = Database(tmp_path / "batchmill.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock():
+    return HeldClock()
+
+
+@pytest.fixture
+def keys(database, clock):
+    return KeyService(database, clock)
+
+
+async def make(keys, **told):
+    return await keys.create(**{"name": "n", "project": "one", "scope": Scope.SUBMIT} | told)
+
+
+async def test_a_key_stands_for_its_caller(keys):
+    """A key lets in as its project, with its scope, models and rate."""
+    made = await make(keys, models=frozenset({"m"}), requests_per_minute=7)
+    caller = await keys.authenticate(made.key)
+    assert caller == Caller("one", Scope.SUBMIT, made.record.id, frozenset({"m"}), 7)
+    assert await keys.authenticate(made.key) == caller and keys.is_cached(made.key)
+
+
+async def test_the_key_itself_is_nowhere(keys, database, tmp_path):
+    """Only a digest of a key lies in the database."""
+    made = await make(keys)
+    secret = made.key.split("_", 2)[2]
+    await database.read(lambda db: None)
+    for path in tmp_path.iterdir():
+        assert secret.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("change", [lambda key: key[:-1] + "!", lambda key: key[:-1] + ("A" if key[-1] != "A" else "B"),
+                                    lambda key: "bm_" + "0" * 16 + key[19:], lambda key: "", lambda key: key + "\n",
+                                    lambda key: key + "'--"])  # fmt: skip
+async def test_wrong_keys_are_refused_alike(keys, change):
+    """An unknown id, a wrong secret and nonsense are refused in the same words."""
+    made = await make(keys)
+    await keys.authenticate(made.key)
+    with pytest.raises(Unauthenticated) as caught:
+        await keys.authenticate(change(made.key))
+    assert caught.value.message == "the API key is not valid: it is unknown, revoked or expired"
+
+
+async def test_revoking_takes_effect_at_once(keys):
+    """A revoked key is refused by the next request, also one that was let in before, and stays so."""
+    made = await make(keys)
+    await keys.authenticate(made.key)
+    revoked = await keys.revoke(made.record.id, "one")
+    assert revoked.revoked is not None and not keys.is_cached(made.key)
+    with pytest.raises(Unauthenticated):
+        await keys.authenticate(made.key)
+    assert await keys.revoke(made.record.id, None) == revoked
+
+
+async def test_keys_end(keys, clock):
+    """A key is refused from the second it ends on, and cannot be made to end in the past."""
+    made = await make(keys, expires=clock.now() + 10)
+    await keys.authenticate(made.key)
+    clock.at += 10
+    with pytest.raises(Unauthenticated):
+        await keys.authenticate(made.key)
+    with pytest.raises(InvalidInput):
+        await make(keys, expires=clock.now())
+
+
+async def test_a_project_sees_its_own_keys(keys):
+    """Keys of another project are neither listed nor revoked."""
+    mine, other = await make(keys), await make(keys, project="two")
+    assert [each.id for each in await keys.list("one")] == [mine.record.id]
+    assert {each.id for each in await keys.list(None)} == {mine.record.id, other.record.id}
+    with pytest.raises(UnknownName):
+        await keys.revoke(other.record.id, "one")
+
+
+async def test_revoking_the_last_key_opens_nothing(keys, database, clock):
+    """From the first key on every request needs one, also after a restart and when none is left."""
+    assert not await keys.any_exist()
+    made = await make(keys)
+    await keys.revoke(made.record.id, None)
+    assert await keys.any_exist() and await KeyService(database, clock).any_exist()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"project": "two"},
+        {"scope": Scope.ADMIN},
+        {"models": frozenset({"m", "x"})},
+        {"requests_per_minute": 11},
+    ],
+)
+async def test_a_key_makes_none_that_may_more(keys, told):
+    """Scope, project, models and rate of a key lie within those of the key that makes it."""
+    by = Caller("one", Scope.SUBMIT, "k", frozenset({"m"}), 10)
+    with pytest.raises(Forbidden):
+        await make(keys, by=by, **told)
+
+
+async def test_a_key_hands_on_its_own_bounds(keys):
+    """What is not said of a key made by another is as that one's, not unbounded."""
+    by = Caller("one", Scope.ADMIN, "k", frozenset({"m"}), 10)
+    record = (await make(keys, by=by)).record
+    assert (record.models, record.requests_per_minute) == (["m"], 10)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"name": ""}, {"name": "a\nb"}, {"name": "x" * 201}, {"project": "a b"}, {"models": frozenset()},
+     {"requests_per_minute": 0}, {"requests_per_minute": 10**9 + 1}],
+)  # fmt: skip
+async def test_values_out_of_range(keys, told):
+    """A key's name, project, models and rate are checked."""
+    with pytest.raises(InvalidInput):
+        await make(keys, **told)
+
+
+async def test_uses_are_written_down(keys, clock):
+    """The last use of a key is known, to the minute."""
+    made = await make(keys)
+    await keys.authenticate(made.key)
+    await keys.write_uses()
+    assert (await keys.list("one"))[0].last_used == clock.now()
+
+
+async def test_another_process_asks_the_owner(keys):
+    """Through the control socket's messages keys are made, listed and revoked as in the process itself."""
+    client = KeyClient(KeyDoor(keys).answer)
+    made = await client.create(name="n", project="one", scope=Scope.READ, models=frozenset({"m"}))
+    assert (await keys.authenticate(made.key)).models == frozenset({"m"})
+    assert await client.list(None) == await keys.list(None)
+    await client.revoke(made.record.id, None)
+    with pytest.raises(Unauthenticated):
+        await keys.authenticate(made.key)
