@@ -29,7 +29,8 @@ class Ended(Struct, frozen=True):
     job: str
     generation: int
     state: str
-    finished: float  # seconds since the epoch, UTC
+    created: float  # seconds since the epoch, UTC
+    finished: float
     project: str
     door: str | None = None
     traceparent: str | None = None  # W3C, of the request that submitted it

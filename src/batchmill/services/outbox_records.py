@@ -48,7 +48,15 @@ def unannounced(db: sa.Connection, limit: int) -> list[Ended]:
     """Jobs at rest of which nobody was told, those first that ended first."""
     columns = jobs.c
     query = (
-        sa.select(columns.id, columns.generation, columns.state, columns.finished, columns.project, columns.spec)
+        sa.select(
+            columns.id,
+            columns.generation,
+            columns.state,
+            columns.created,
+            columns.finished,
+            columns.project,
+            columns.spec,
+        )  # fmt: skip
         .where(columns.announced <= columns.generation, columns.state.in_(ENDED))
         .order_by(columns.finished)
         .limit(limit)
@@ -59,7 +67,8 @@ def unannounced(db: sa.Connection, limit: int) -> list[Ended]:
 def _ended(found: sa.Row) -> Ended:
     origin = msgspec.json.decode(found.spec, type=_Spec).origin or {}
     door, trace = origin.get("door"), origin.get("traceparent")
-    return Ended(found.id, found.generation, found.state, found.finished or 0.0, found.project, door, trace)
+    finished = found.created if found.finished is None else found.finished
+    return Ended(found.id, found.generation, found.state, found.created, finished, found.project, door, trace)
 
 
 def announce(

@@ -1,0 +1,56 @@
+"""Families of metrics made from what is counted elsewhere, and what is measured of every model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from batchmill.jobs.tallies import ModelGauge
+
+Family = CounterMetricFamily | GaugeMetricFamily
+Count = Callable[[ModelGauge], int]
+Ratio = Callable[[ModelGauge], float | None]
+
+MODEL_GAUGES: tuple[tuple[str, str, Count], ...] = (
+    ("model_workers", "Worker processes of a model.", lambda g: g.workers),
+    ("model_workers_ready", "Worker processes of a model that take work.", lambda g: g.ready),
+    ("model_rows_in_flight", "Rows given to a model's engines and not yet answered.", lambda g: g.in_flight),
+    ("model_rows_in_flight_limit", "Rows a model's engines take at once as they are now.", lambda g: g.limit),
+    ("model_live_in_flight", "Live requests that a model is answering.", lambda g: g.live),
+    ("model_live_waiting", "Live requests that wait for a model to start.", lambda g: g.live_waiting),
+    ("model_jobs", "Jobs with rows left for a model.", lambda g: g.jobs),
+    ("model_jobs_waiting", "Of these, jobs of which no worker has a row.", lambda g: g.jobs_waiting),
+    ("model_rows_waiting", "Rows of these jobs without an outcome.", lambda g: g.rows_waiting),
+    ("model_failed", "1 when a model could not be started, else 0.", lambda g: int(bool(g.failure))),
+)
+MODEL_RATIOS: tuple[tuple[str, str, Ratio], ...] = (
+    (
+        "model_kv_cache_usage_ratio",
+        "Share of the KV cache in use, 0 to 1, the mean of the workers.",
+        lambda g: g.kv_usage,
+    ),
+    (
+        "model_prefix_cache_hit_ratio",
+        "Share of prompt tokens found in the prefix cache, 0 to 1, where the engine tells.",
+        lambda g: g.cached_share,
+    ),
+)
+
+
+def counted(
+    name: str, told: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
+) -> CounterMetricFamily:
+    """A counter with these values. Copied first: it may grow meanwhile."""
+    family = CounterMetricFamily(f"batchmill_{name}", told, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def measured(name: str, told: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+    """A gauge with these values."""
+    family = GaugeMetricFamily(f"batchmill_{name}", told, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family
