@@ -21,12 +21,15 @@ from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Jobs
+from batchmill.services.key_door import KeyClient, KeyDoor
+from batchmill.services.keys import KeyService
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
-from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
+KEYS_DOOR = "keys"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
@@ -37,10 +40,12 @@ Progress = Callable[[float], None]
 class Owner:
     """This process owns the data directory."""
 
-    def __init__(self, data_dir: Path, lock: int) -> None:
-        self._data_dir, self._lock = data_dir, lock
+    def __init__(self, data_dir: Path, lock: int, *, server: Config | None = None) -> None:
+        """`server`: what it is told where it is a server, whose jobs go on by themselves and whose models stay."""
+        self._data_dir, self._lock, self._config = data_dir, lock, server
         self.jobs: JobService | None = None
         self.database: Database | None = None
+        self.keys: KeyService | None = None
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
@@ -53,9 +58,19 @@ class Owner:
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.database = ledger.database
-        self.jobs = JobService(self._data_dir, ledger, executor, SystemClock())
-        await self.jobs.recover()
-        self._server = ControlServer(self.jobs, self._data_dir / SOCKET)
+        config = self._config
+        self.jobs = JobService(
+            self._data_dir,
+            ledger,
+            executor,
+            SystemClock(),
+            weights={} if config is None else {name: project.weight for name, project in config.projects.items()},
+            linger_s=0.0 if config is None else config.server.idle_unload_s,
+        )
+        await self.jobs.recover(resume_doors=config is not None)
+        self.keys = KeyService(self.database, SystemClock())
+        doors = {KEYS_DOOR: KeyDoor(self.keys).answer}
+        self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
 
     async def close(self, *, at_once: bool) -> None:
@@ -123,8 +138,11 @@ class OpenJobs:
     async def submit(self, order: JobOrder) -> Submitted:
         return await self._ask("submit", order)
 
-    async def list(self) -> list[JobView]:
-        return await self._ask("list")
+    async def answered(self, key: str) -> None:
+        await self._ask("answered", key)
+
+    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
+        return await self._ask("list", query)
 
     async def show(self, job_id: str) -> JobView:
         return await self._ask("show", job_id)
@@ -156,6 +174,12 @@ class OpenJobs:
 
     async def retry(self, job_id: str) -> JobView:
         return await self._steer("retry", job_id)
+
+    async def amend(self, job_id: str, change: Amendment) -> JobView:
+        return await self._ask("amend", job_id, change)
+
+    async def explain(self, job_id: str) -> Wait:
+        return await self._ask("explain", job_id)
 
     async def partial(self, job_id: str) -> str:
         return await self._ask("partial", job_id)
@@ -191,6 +215,31 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
         raise
     finally:
         await jobs.close(at_once=at_once)
+
+
+@contextlib.asynccontextmanager
+async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
+    """The keys of a data directory: those of the process that owns it, so that it knows them at once, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    prepare_data_dir(config.data_dir)
+    client = ControlClient(config.data_dir / SOCKET)
+    for _ in range(TAKEOVER_TRIES):
+        if (lock := try_lock(config.data_dir)) is not None:
+            database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
+            try:
+                yield KeyService(database, SystemClock())
+            finally:
+                database.close()
+                os.close(lock)
+            return
+        with contextlib.suppress(OwnerGone):
+            await client.check()
+            yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
+            return
+        await asyncio.sleep(TAKEOVER_S)
+    raise InvalidConfig(f"{config.data_dir} is locked by a process that does not answer on its control socket; end it")
 
 
 async def preview_validate(order: JobOrder, config: Config, progress: Progress) -> SealReport:

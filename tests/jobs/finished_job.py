@@ -87,10 +87,10 @@ class FinishedJob:
         rest = [position for position, number in enumerate(numbers) if number in bad]
         self.commit(*[self.block(part, kind, text) for part, kind in ((good, False), (rest, True)) if part])
 
-    def order(self, output: Path, *, cancelled: bool = False) -> GatherOrder:
+    def order(self, output: Path, *, unrun: RowError | None = None) -> GatherOrder:
         return GatherOrder(
             dataset=str(self.dataset), plans=list(map(str, self.plans)), segments=str(self.segments),
-            committed=self.committed, form=self.form, output=str(output), cancelled=cancelled,
+            committed=self.committed, form=self.form, output=str(output), unrun=unrun,
         )  # fmt: skip
 
 

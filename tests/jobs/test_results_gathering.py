@@ -15,9 +15,11 @@ from batchmill.jobs import row_windows
 from batchmill.jobs.gathering import gather, gather_offloaded, partial, partial_offloaded
 from batchmill.jobs.results import GatherOrder, Manifest
 from batchmill.jobs.streaming_results import StreamingGather
+from batchmill.types import RowError
 from batchmill.wire.forms import OpenAIForm, TableForm
 
 CONTENTS = ["a", "b", "a", "c", "b", "a", "d", "e", "c", "f", "g", "h"]
+UNRUN = RowError("unrun", "it never ran")
 FIRST = {"a": 0, "b": 1, "c": 3}
 ROWS = len(CONTENTS)
 
@@ -119,7 +121,7 @@ def test_the_manifest_says_what_is_in_the_files(tmp_path):
     for file in (manifest.output, manifest.errors):
         data = Path(file.path).read_bytes()
         assert (file.rows, file.bytes) == (data.count(b"\n"), len(data))
-    assert (manifest.ok, manifest.failed, manifest.cancelled) == (10, 2, 0)
+    assert (manifest.ok, manifest.failed, manifest.unrun) == (10, 2, 0)
 
 
 def test_the_newest_generation_counts(tmp_path):
@@ -154,17 +156,17 @@ def test_rows_that_never_ran_are_cancelled(tmp_path):
     job = folded_job(tmp_path)
     ran = [position for position, number in enumerate(job.leaders) if number != 0]
     job.commit(job.block(ran))
-    manifest = gather(job.order(tmp_path / "out.jsonl", cancelled=True), quiet)
+    manifest = gather(job.order(tmp_path / "out.jsonl", unrun=UNRUN), quiet)
     errors = rows_in(tmp_path / "out.errors.jsonl")
-    assert [(row["custom_id"], row["error"]["code"]) for row in errors] == [(f"c{n}", "cancelled") for n in (0, 2, 5)]
-    assert (manifest.cancelled, manifest.failed, manifest.ok) == (3, 3, 9)
+    assert [(row["custom_id"], row["error"]["code"]) for row in errors] == [(f"c{n}", "unrun") for n in (0, 2, 5)]
+    assert (manifest.unrun, manifest.failed, manifest.ok) == (3, 3, 9)
 
 
 def test_nothing_at_all_may_have_run(tmp_path):
     """A job that was cancelled before its first row has an empty output and an error for every row."""
     job = folded_job(tmp_path)
-    manifest = gather(job.order(tmp_path / "out.jsonl", cancelled=True), quiet)
-    assert (manifest.ok, manifest.cancelled, (tmp_path / "out.jsonl").read_bytes()) == (0, ROWS, b"")
+    manifest = gather(job.order(tmp_path / "out.jsonl", unrun=UNRUN), quiet)
+    assert (manifest.ok, manifest.unrun, (tmp_path / "out.jsonl").read_bytes()) == (0, ROWS, b"")
 
 
 def test_a_missing_row_is_never_published(tmp_path):

@@ -154,7 +154,7 @@ async def test_cancel_keeps_what_is_finished(folder, opened):
     view = await service.cancel(submitted.id)
     assert view.state == "cancelled" and view.rows_ok + view.rows_failed == ROWS and view.rows_ok > 0
     failed = [json.loads(line) for line in (folder / "out.errors.jsonl").read_text().splitlines()]
-    assert len(failed) == view.rows_failed and failed[0]["error"]["code"] == "cancelled"
+    assert len(failed) == view.rows_failed and failed[0]["error"]["code"] == "batch_cancelled"
     with pytest.raises(InvalidTransition, match="cancelled"):
         await service.cancel(submitted.id)
 

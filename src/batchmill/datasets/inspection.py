@@ -112,9 +112,10 @@ class Inspector:
         starts = array("Q", accumulate(lengths[:-1], initial=start))
         limits = {"length_max": self._order.dataset.line_bytes_max, "depth_max": self._order.dataset.depth_max}
         harmless = text_rules.is_harmless(text, lines, lengths, **limits)
-        ids = self._rules.bulk(lines) if harmless else None
-        if ids is not None:
-            found = Findings(starts, array("q", map(hash, ids)), [], None)
+        bulk = self._rules.bulk(lines) if harmless else None
+        if bulk is not None:
+            keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
+            found = Findings(starts, array("q", map(hash, bulk.ids)), [], keys)
         else:
             found = self._look_closely(lines, starts, harmless)
         block_rows, crcs = checksums(text, start, found.offsets)
@@ -178,6 +179,16 @@ class KeyColumns:
 
     def __init__(self) -> None:
         self._targets, self._prefixes, self._costs, self._folds = array("H"), array("Q"), array("I"), bytearray()
+
+    @classmethod
+    def of_functions(cls, targets: list[int], sizes: list[int]) -> KeyColumns:
+        """The columns of rows for functions, none of which follows another: the same that `append` would write."""
+        columns, rows = cls(), len(targets)
+        columns._targets = array("H", targets)
+        columns._prefixes = array("Q", bytes(8 * rows))
+        columns._costs = array("I", [min(size // plan_keys.BYTES_A_TOKEN, plan_keys.COST_MAX) for size in sizes])
+        columns._folds = bytearray(plan_keys.FOLD_BYTES * rows)
+        return columns
 
     def append(self, checked: Checked, line: bytes, order: SealOrder) -> None:
         if checked.error is not None:

@@ -21,8 +21,11 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     dataset: DatasetSpec
     form: Form | None = None  # None: OpenAI rows, or a table whose columns are a function's arguments
     targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
-    default: tuple[int, int] = (0, 0)  # for rows that name no model
+    default: tuple[int, int] | None = (0, 0)  # for rows that name no model; None: each OpenAI row has to
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
+    services: list[int] = []  # numbers of the models that may know paths besides those in `urls`
+    endpoint: str | None = None  # the one `url` that OpenAI rows may have
+    rows_max: int | None = None  # a dataset with more is refused
     keys: bool = False  # write the columns that the plan is made from
     fold: Fold = "none"  # which rows may share an answer
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: as many as they like

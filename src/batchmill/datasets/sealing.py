@@ -94,6 +94,8 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
             "was asked for: a prompt is for the columns of a table",
             code="form_mismatch",
         )
+    if isinstance(form, TableForm) and form.prompt is None and order.default is None:
+        raise InvalidDataset("the rows are a table: say which model they are for", code="missing_model")
     if isinstance(form, TableForm) and form.prompt is None and order.urls[order.default[0]] is not None:
         raise InvalidDataset(
             "the rows are a table, and no requests by themselves: say how its columns become one with --prompt "
@@ -156,6 +158,7 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
             match found:
                 case Chunk():
                     tables.add(found, range_.part)
+                    _see_not_too_many(tables.rows, order.rows_max)
                 case RangeEnd(digest=digest, names=new):
                     names.update(new)
                     _see_few(names, order.columns_max)
@@ -165,6 +168,15 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
                     done += range_.end - range_.start
                     progress(done / total)
     return digests
+
+
+def _see_not_too_many(rows: int, rows_max: int | None) -> None:
+    """While they are read: nobody waits for the rest of a dataset that will be refused."""
+    if rows_max is not None and rows > rows_max:
+        raise InvalidDataset(
+            f"the dataset has more than {rows_max:,} rows, the most that are taken at once: split it",
+            code="too_many_rows",
+        )
 
 
 def _see_few(names: set[str], columns_max: int | None) -> None:

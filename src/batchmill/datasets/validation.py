@@ -32,11 +32,20 @@ class Checked(Struct, gc=False):
     target: int = 0
 
 
+class Bulk(Struct, gc=False):
+    """Lines that are all good rows."""
+
+    ids: list[str]  # their custom_ids; none of tables
+    # Where the order asks for keys, of each row:
+    targets: list[int] = []  # number of model and adapter together
+    sizes: list[int] = []  # bytes of its body
+
+
 class Rules(Protocol):
     has_ids: bool  # each row has a custom_id of its own
 
-    def bulk(self, lines: list[bytes]) -> list[str] | None:
-        """The custom_ids of lines that are all good rows ([] for tables); None: look at each line."""
+    def bulk(self, lines: list[bytes]) -> Bulk | None:
+        """What lines are that are all good rows; None: look at each line."""
 
     def check(self, line: bytes) -> Checked:
         """One line that is not blank and that passes the rules for text."""
@@ -56,6 +65,15 @@ class _Envelope(Struct, forbid_unknown_fields=True, gc=False):
     method: Literal["POST"] = "POST"
 
 
+class _Named(Struct, forbid_unknown_fields=True, gc=False):
+    """An _Envelope whose body is looked into."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=CUSTOM_ID_CHARS_MAX)]
+    url: str
+    body: Raw
+    method: Literal["POST"] = "POST"
+
+
 class _Id(Struct, gc=False):
     custom_id: str
 
@@ -65,6 +83,7 @@ class _Model(Struct, gc=False):
 
 
 _envelope = msgspec.json.Decoder(_Envelope).decode
+_named = msgspec.json.Decoder(_Named).decode
 _row = msgspec.json.Decoder(RowLine).decode
 _id = msgspec.json.Decoder(_Id).decode
 _model = msgspec.json.Decoder(_Model).decode
@@ -90,20 +109,38 @@ class OpenAIRules:
         self._targets = order.targets
         self._default = order.default
         self._urls = order.urls
+        self._services = order.services
+        self._endpoint = order.endpoint
         # One function takes what it is given: what its rows hold is its own business, their model too.
-        self._envelope_only = order.urls == [None] and not order.keys
+        self._envelope_only = order.urls == [None] and not order.keys and order.default is not None
+        # Where others are beside it, its rows say for whom they are. Those that may be folded are looked at closely.
+        self._some_functions = None in order.urls and order.fold != "all"
 
-    def bulk(self, lines: list[bytes]) -> list[str] | None:
-        if not self._envelope_only:
+    def bulk(self, lines: list[bytes]) -> Bulk | None:
+        if not (self._envelope_only or self._some_functions):
             return None
         try:
-            rows = list(map(_envelope, lines))
+            rows = list(map(_envelope if self._envelope_only else _named, lines))
+            bulk = Bulk([row.custom_id for row in rows])
+            if not self._envelope_only and not self._place(bulk, [row.body for row in rows]):
+                return None
         except DECODE_ERRORS:
             return None
-        ids = [row.custom_id for row in rows]
-        if "\0" in "".join(ids) or not all(map(_is_path, {row.url for row in rows})):
+        urls = {row.url for row in rows}
+        if "\0" in "".join(bulk.ids) or not all(map(_is_path, urls)):
             return None
-        return ids
+        return bulk if self._endpoint is None or urls == {self._endpoint} else None
+
+    def _place(self, bulk: Bulk, bodies: list[Raw]) -> bool:
+        """Where the rows go, if each is for a function."""
+        names = [body.model for body in map(_model, bodies)]
+        places = {name: self._targets.get(name) if name else self._default for name in set(names)}
+        for place in places.values():
+            if place is None or self._urls[place[0]] is not None:
+                return False
+        bulk.targets = [places[name][1] for name in names]
+        bulk.sizes = list(map(len, map(memoryview, bodies)))
+        return True
 
     def check(self, line: bytes) -> Checked:
         try:
@@ -123,6 +160,11 @@ class OpenAIRules:
             raise InvalidRow(
                 f"url is {_shown(row.url)}; it must be a path like /v1/chat/completions", code="invalid_url"
             )
+        if self._endpoint is not None and row.url != self._endpoint:
+            raise InvalidRow(
+                f"url is {_shown(row.url)}, and the endpoint that was ordered is {self._endpoint!r}: they must be one",
+                code="invalid_url",
+            )
         body = row.body
         if bytes(memoryview(body)[:1]) != b"{":
             raise InvalidRow(f"body is {_kind(body)}; it must be an object", code="invalid_body")
@@ -134,29 +176,31 @@ class OpenAIRules:
 
     def route(self, url: str, body: Raw) -> tuple[int, int]:
         """Which model a body goes to, once that model is known to take it."""
-        if self._urls == [None]:
+        if self._urls == [None] and self._default is not None:
             return self._default
         model, target = self.resolve(_model_of(body))
         allowed = self._urls[model]
         if allowed is None:
             return model, target
-        if url not in allowed:
+        if url not in allowed and not (model in self._services and url.startswith("/v1/")):
             raise InvalidRow(f"url is {_shown(url)}; this model takes {', '.join(sorted(allowed))}", code="invalid_url")
         bodies.check(url, body)
         return model, target
 
     def resolve(self, name: str | None) -> tuple[int, int]:
         if not name:
+            if self._default is None:
+                raise InvalidRow(f"body.model is missing; this job has {self._names()}", code="missing_model")
             return self._default
         found = self._targets.get(name)
         if found is None:
-            names = sorted(self._targets)
-            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-            raise InvalidRow(
-                f"body.model is {_shown(name)}; this job has {', '.join(names[:NAMES_SHOWN])}{more}",
-                code="unknown_model",
-            )
+            raise InvalidRow(f"body.model is {_shown(name)}; this job has {self._names()}", code="unknown_model")
         return found
+
+    def _names(self) -> str:
+        names = sorted(self._targets)
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 class TableRules:
@@ -174,14 +218,14 @@ class TableRules:
         self._names: set[str] = set()
         self._new_names: list[str] = []
 
-    def bulk(self, lines: list[bytes]) -> list[str] | None:
+    def bulk(self, lines: list[bytes]) -> Bulk | None:
         if self._order.keys:
             return None
         try:
             shapes = set(map(tuple, map(_members, lines)))
         except DECODE_ERRORS:
             return None
-        return [] if all(self._flaw(shape) is None for shape in shapes) else None
+        return Bulk([]) if all(self._flaw(shape) is None for shape in shapes) else None
 
     def check(self, line: bytes) -> Checked:
         try:

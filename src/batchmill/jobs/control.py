@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import Struct
 
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput
 from batchmill.ports import Jobs
-from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
 from batchmill.wire import messages
 from batchmill.wire.raised import Raised
 
@@ -26,13 +27,22 @@ class Submit(Struct, frozen=True, tag="submit"):
     order: JobOrder
 
 
+class Answered(Struct, frozen=True, tag="answered"):
+    key: str
+
+
 class ListJobs(Struct, frozen=True, tag="list"):
-    pass
+    query: JobQuery = JobQuery()
 
 
 class Ask(Struct, frozen=True, tag="ask"):
     verb: str  # one of VERBS
     job: str
+
+
+class Amend(Struct, frozen=True, tag="amend"):
+    job: str
+    change: Amendment
 
 
 class Watch(Struct, frozen=True, tag="watch"):
@@ -56,8 +66,23 @@ class Audited(Struct, frozen=True, tag="audited"):
     report: LedgerReport
 
 
+class Explained(Struct, frozen=True, tag="explained"):
+    wait: Wait
+
+
 class Written(Struct, frozen=True, tag="written"):
     path: str
+
+
+class Tell(Struct, frozen=True, tag="tell"):
+    """A call of something else that the owner holds, in that thing's own words."""
+
+    door: str
+    message: bytes
+
+
+class Told(Struct, frozen=True, tag="told"):
+    message: bytes
 
 
 class Ping(Struct, frozen=True, tag="ping"):
@@ -68,10 +93,13 @@ class End(Struct, frozen=True, tag="end"):
     pass
 
 
-_call = msgspec.msgpack.Decoder(Submit | ListJobs | Ask | Watch | Ping)
-_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | Written | End | Raised)
+_call = msgspec.msgpack.Decoder(Submit | Answered | ListJobs | Ask | Amend | Watch | Tell | Ping)
+_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | Explained | Written | Told | End | Raised)
 ANSWER_S = 15.0
-VERBS = {"show", "pause", "resume", "cancel", "retry", "partial", "verify", "rebuild"}
+VERBS = {"show", "pause", "resume", "cancel", "retry", "explain", "partial", "verify", "rebuild"}
+
+
+Door = Callable[[bytes], Awaitable[bytes]]
 
 
 class OwnerGone(ConnectionError):
@@ -79,10 +107,10 @@ class OwnerGone(ConnectionError):
 
 
 class ControlServer:
-    """Answers calls on the socket at `path`, which only this user may open."""
+    """Answers calls on the socket at `path`, which only this user may open. `doors`: by name, what else can be told."""
 
-    def __init__(self, jobs: Jobs, path: Path) -> None:
-        self._jobs, self._path = jobs, path
+    def __init__(self, jobs: Jobs, path: Path, doors: Mapping[str, Door] = MappingProxyType({})) -> None:
+        self._jobs, self._path, self._doors = jobs, path, doors
         self._server: asyncio.Server | None = None
         self._guests: set[asyncio.Task[None]] = set()
 
@@ -101,7 +129,7 @@ class ControlServer:
         try:
             while (data := await messages.read(reader)) is not None:
                 try:
-                    async for reply in _replies(self._jobs, _call.decode(data)):
+                    async for reply in self._replies(_call.decode(data)):
                         writer.write(messages.pack(reply))
                         await writer.drain()
                 except BatchmillError as error:
@@ -115,6 +143,14 @@ class ControlServer:
         finally:
             writer.close()
 
+    def _replies(self, call: Struct) -> AsyncIterator[Struct]:
+        return self._told(call) if isinstance(call, Tell) else _replies(self._jobs, call)
+
+    async def _told(self, call: Tell) -> AsyncIterator[Struct]:
+        if call.door not in self._doors:
+            raise InvalidInput(f"this process holds no {call.door!r}", code="unknown_door")
+        yield Told(await self._doors[call.door](call.message))
+
     async def close(self) -> None:
         """Hang up on every guest: it notices, and may become the owner."""
         if self._server is not None:
@@ -125,12 +161,17 @@ class ControlServer:
             await asyncio.wait(self._guests)
 
 
-async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIterator[Struct]:
+async def _replies(jobs: Jobs, call: Struct) -> AsyncIterator[Struct]:
     match call:
         case Submit(order):
             yield Taken(await jobs.submit(order))
-        case ListJobs():
-            yield Listed(await jobs.list())
+        case Answered(key):
+            await jobs.answered(key)
+            yield End()
+        case ListJobs(query):
+            yield Listed(await jobs.list(query))
+        case Amend(job, change):
+            yield Viewed(await jobs.amend(job, change))
         case Watch(job, interval_s):
             async for view in jobs.watch(job, interval_s):
                 yield Viewed(view)
@@ -143,6 +184,8 @@ async def _replies(jobs: Jobs, call: Submit | ListJobs | Ask | Watch) -> AsyncIt
             match await getattr(jobs, verb)(job):
                 case LedgerReport() as report:
                     yield Audited(report)
+                case Wait() as wait:
+                    yield Explained(wait)
                 case str() as path:
                     yield Written(path)
                 case view:
@@ -190,11 +233,18 @@ class ControlClient:
         async with contextlib.aclosing(self._talk(call)) as replies:
             return await anext(replies)
 
+    async def tell(self, door: str, message: bytes) -> bytes:
+        """Ask something else of the owner. Raises what it raises."""
+        return (await self._ask(Tell(door, message))).message
+
     async def submit(self, order: JobOrder) -> Submitted:
         return (await self._ask(Submit(order))).submitted
 
-    async def list(self) -> list[JobView]:
-        return (await self._ask(ListJobs())).views
+    async def answered(self, key: str) -> None:
+        await self._ask(Answered(key))
+
+    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
+        return (await self._ask(ListJobs(query))).views
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         async with contextlib.aclosing(self._talk(Watch(job_id, interval_s))) as replies:
@@ -217,6 +267,12 @@ class ControlClient:
 
     async def retry(self, job_id: str) -> JobView:
         return (await self._ask(Ask("retry", job_id))).view
+
+    async def amend(self, job_id: str, change: Amendment) -> JobView:
+        return (await self._ask(Amend(job_id, change))).view
+
+    async def explain(self, job_id: str) -> Wait:
+        return (await self._ask(Ask("explain", job_id))).wait
 
     async def partial(self, job_id: str) -> str:
         return (await self._ask(Ask("partial", job_id))).path

@@ -65,11 +65,11 @@ def gather_offloaded(order: bytes, progress: Progress) -> bytes:
 def gather(order: GatherOrder, progress: Progress) -> Manifest:
     """Write and publish the results of a job.
 
-    Raises: LedgerBroken unless every row 0..N-1 has exactly one outcome (with `cancelled`: at most one) and every
+    Raises: LedgerBroken unless every row 0..N-1 has exactly one outcome (with `unrun`: at most one) and every
     byte is what was committed. InputChanged where followers or refused rows need a dataset that is gone. StorageFull.
     """
     index = RowIndex(order, lambda share: progress(share * INDEX_SHARE))
-    if index.missing and not order.cancelled:
+    if index.missing and order.unrun is None:
         raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
     windows = RowWindows(order, index)
     kind, _ = output_kind(Path(order.output))
@@ -82,7 +82,7 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
         index.reader.close()
     return Manifest(
         output, errors, rows=index.rows, ok=index.rows - tally.failed, failed=tally.failed,
-        folded=len(index.followers), rejected=index.refused, cancelled=index.missing, causes=tally.causes,
+        folded=len(index.followers), rejected=index.refused, unrun=index.missing, causes=tally.causes,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -34,16 +36,38 @@ class JobFiles:
 
     def write_spec(self, spec: JobSpec) -> None:
         """Make the folders and describe the job in them, durably."""
+        is_first = not self.home.parent.exists()
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
         with PartFile(self.spec, 0o600) as file:
             file.write(msgspec.json.encode(spec))
             file.publish()
-        for folder in (self.home.parent, self.home.parent.parent):
-            sync_folder(folder)
+        sync_folder(self.home.parent)
+        if is_first:
+            sync_folder(self.data_dir)
+
+    def remove(self) -> None:
+        """Leave nothing of a job that was never stored."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def is_untouched(self) -> bool:
+        """Nothing was read or run for this job."""
+        traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
+        return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())
+
+
+def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
+    """Remove the folders of jobs that the ledger never knew: a crash came between the one and the other.
+
+    One with work in it stays, whatever the ledger says: a lost ledger is rebuilt from it.
+    """
+    for home in (data_dir / "jobs").glob("job_*"):
+        files = JobFiles(data_dir, home.name)
+        if home.name not in known and files.is_untouched():
+            files.remove()
 
 
 def read_spec(data: bytes) -> JobSpec:

@@ -15,18 +15,17 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
-from batchmill.jobs import ledger_snapshot
+from batchmill.errors import InvalidTransition, LedgerBroken
+from batchmill.jobs import job_records, ledger_snapshot
 from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
 from batchmill.jobs.segment_gaps import Span, merged
-from batchmill.states import NEXT, JobState
+from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
 from batchmill.store.segments import unpack_positions
 from batchmill.store.tables import commits, error_counts, jobs, shards
 from batchmill.types import Commit, Lease, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
-ENDED = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED})  # what these have counted is published
 ERROR_CODES_MAX = 100  # distinct codes that a job's errors are counted by; user code may raise without end
 OTHER_ERRORS = "other"  # the code that all further ones are counted under
 
@@ -59,16 +58,7 @@ class Ledger:
     def job(self, job_id: str) -> sa.RowMapping:
         """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
         with self._reader.connect() as db:
-            prefix = job_id.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            query = sa.select(jobs).where(jobs.c.id.like(f"{prefix}%", escape="\\")).limit(2)
-            found = db.execute(query).mappings().all()
-        exact = [record for record in found if record["id"] == job_id] or found
-        if len(exact) == 1:
-            return exact[0]
-        why = (
-            "is the beginning of several ids; write more of it" if exact else "is unknown; `batchmill jobs` lists them"
-        )
-        raise UnknownName(f"the job {job_id!r} {why}", code="unknown_job")
+            return job_records.find(db, job_id)
 
     def all_jobs(self) -> Sequence[sa.RowMapping]:
         """Every job, the newest first."""
@@ -76,10 +66,10 @@ class Ledger:
             return db.execute(sa.select(jobs).order_by(jobs.c.created.desc(), jobs.c.id)).mappings().all()
 
     def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
-        """The jobs of this identity that were not cancelled or refused, the newest first."""
+        """The jobs of this identity that were not ended early or refused, the newest first."""
         query = (
             sa.select(jobs)
-            .where(jobs.c.identity == identity, jobs.c.state.not_in((JobState.FAILED, JobState.CANCELLED)))
+            .where(jobs.c.identity == identity, jobs.c.state.not_in(ENDED - {JobState.COMPLETED}))
             .order_by(jobs.c.created.desc())
         )
         with self._reader.connect() as db:
@@ -96,8 +86,13 @@ class Ledger:
         with self._engine.begin() as db:
             db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
 
-    def open_generation(self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int) -> None:
-        """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows)."""
+    def open_generation(
+        self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, **fields: object
+    ) -> None:
+        """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows).
+
+        `fields` of the job's record are set with it.
+        """
         with self._engine.begin() as db:
             _check_next(db, job_id, JobState.QUEUED)
             failed = sum(settled.values())
@@ -106,7 +101,7 @@ class Ledger:
                 .where(jobs.c.id == job_id)
                 .values(
                     generation=generation, state=JobState.QUEUED, rows_ok=rows_ok, rows_failed=failed, finished=None,
-                    reason=None, message="",
+                    finalizing=None, cancelling=None, reason=None, message="", **fields,
                 )
             )  # fmt: skip
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
@@ -114,13 +109,8 @@ class Ledger:
 
     def errors(self, job_id: str) -> dict[str, tuple[int, str]]:
         """Error code -> (rows, one message), the most frequent first."""
-        query = (
-            sa.select(error_counts.c.code, error_counts.c.rows, error_counts.c.sample)
-            .where(error_counts.c.job == job_id, error_counts.c.rows > 0)
-            .order_by(error_counts.c.rows.desc(), error_counts.c.code)
-        )
         with self._reader.connect() as db:
-            return {code: (rows, sample) for code, rows, sample in db.execute(query)}
+            return job_records.errors_of(db, [job_id]).get(job_id, {})
 
     def set_errors(self, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
         """Replace the error counts: a gathered result knows them exactly, followers included."""
@@ -136,10 +126,25 @@ class Ledger:
         faults.point("after_lease")
         return standing
 
+    def lease_each(self, wanted: Sequence[tuple[str, int, Shard]]) -> list[Standing]:
+        """As `lease` for shards of several jobs: (job, generation, shard)."""
+        with self._engine.begin() as db:
+            found = [_lease_one(db, Lease(job, generation, s.number, 0), s) for job, generation, s in wanted]
+        faults.point("after_lease")
+        return found
+
     def lease_all(self, job_id: str, generation: int, wanted: Sequence[tuple[Shard, int]]) -> list[Standing]:
         """Lease shards, each above an epoch that was seen: its blocks may be newer than a ledger that was restored."""
         with self._engine.begin() as db:
             return [_lease_one(db, Lease(job_id, generation, shard.number, seen), shard) for shard, seen in wanted]
+
+    def fence(self, job_id: str, generation: int) -> None:
+        """End every lease of shards that are not done: whoever still holds one can commit nothing any more."""
+        key = (shards.c.job == job_id) & (shards.c.generation == generation)
+        with self._engine.begin() as db:
+            db.execute(
+                shards.update().where(key, shards.c.done < shards.c.hi - shards.c.lo).values(epoch=shards.c.epoch + 1)
+            )
 
     def bitmaps(self, job_id: str, generation: int, numbers: Sequence[int]) -> dict[int, int]:
         """Shard -> which of its positions have their outcome, of the shards that were ever leased."""

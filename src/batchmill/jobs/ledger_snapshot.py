@@ -116,7 +116,8 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
     db.execute(
         jobs.insert().values(
             id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=msgspec.json.encode(spec),
-            created=spec.created, output=spec.output,
+            created=spec.created, output=spec.output, project=spec.project, door=(spec.origin or {}).get("door"),
+            priority=spec.policy.priority, deadline=spec.policy.deadline,
         )
     )  # fmt: skip
 
@@ -144,7 +145,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
         jobs.update()
         .where(jobs.c.id == spec.id)
         .values(
-            state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT,
+            state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT, finalizing=None, cancelling=None,
             generation=after.generation, rows=sums.rows, rows_ok=sums.rows_ok, rows_failed=sums.rows_failed,
             rows_folded=sums.rows_folded, rows_rejected=sums.rows_rejected, cost=sums.cost,
             input_tokens=sums.usage.input_tokens, cached_tokens=sums.usage.cached_tokens,

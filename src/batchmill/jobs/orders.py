@@ -13,9 +13,10 @@ import sqlalchemy as sa
 
 from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput
+from batchmill.jobs import policies
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.results import check_kind, check_output, errors_path, stored_name
-from batchmill.models import functions, registry
+from batchmill.models import functions
 from batchmill.states import JobState
 from batchmill.types import JobOrder, ModelSpec, Seal
 from batchmill.wire import templates
@@ -37,7 +38,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
     else:
         check_kind(stored_name(order.output_format), detected.format)
-    registry.checked_budget(order.policy.budget, order.models)
+    policies.check(order.policy, order.models, now)
     return JobSpec(
         id=job_id,
         dataset=order.dataset,
@@ -46,9 +47,15 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         policy=order.policy,
         output=order.output,
         output_format=order.output_format,
-        identity=identity(order, form),
+        identity=identity(order, form) if order.origin is None else f"only {job_id}",
         code=code_of(order.models),
         created=now,
+        endpoint=order.endpoint,
+        rows_max=order.rows_max,
+        default_model=order.default_model,
+        project=order.project,
+        labels=order.labels,
+        origin=order.origin,
     )
 
 
@@ -69,6 +76,11 @@ def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
             same = os.path.realpath(path) == os.path.realpath(source)
             if same or (os.path.exists(path) and os.path.samefile(path, source)):
                 raise InvalidInput(f"{path} is an input: results cannot be written over it", code="output_is_input")
+
+
+def has_run(record: sa.RowMapping) -> bool:
+    """Whether an outcome of the job was counted that came from a model."""
+    return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
 
 
 def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:

@@ -53,14 +53,14 @@ class PartFile:
         self._buffered = 0
         self._digest.update(data)
         view = memoryview(data)
-        with _full_disk_named(self.part):
+        with full_disk_named(self.part):
             while view:
                 view = view[os.write(self._fd, view) :]
 
     def publish(self) -> str:
         """Make the file durable under its name. Returns its sha256."""
         self.flush()
-        with _full_disk_named(self.part):
+        with full_disk_named(self.part):
             os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
@@ -95,7 +95,8 @@ def remove_files(paths: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raises: StorageFull where the file system says that it is full while `path` is being written."""
     try:
         yield
     except OSError as error:

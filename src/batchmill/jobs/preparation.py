@@ -61,6 +61,8 @@ def seal_order(spec: JobSpec) -> SealOrder:
     known = targets(spec.models)
     for number, model in enumerate(spec.models):
         for name, adapter in model.targets().items():
+            if not spec.default_model and name == model.source != model.name:
+                continue  # a server's callers know its models by their names
             place = number, known.index((number, adapter))
             if names.setdefault(name, place) != place:
                 raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
@@ -69,6 +71,10 @@ def seal_order(spec: JobSpec) -> SealOrder:
         dataset=spec.dataset,
         form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
         targets=names,
+        default=(0, 0) if spec.default_model and spec.models[0].name in names else None,
+        endpoint=spec.endpoint,
+        rows_max=spec.rows_max,
+        services=[number for number, model in enumerate(spec.models) if model.engine == "http"],
         urls=[None if model.engine == "function" else frozenset(URLS) for model in spec.models],
         keys=needs_keys(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,

@@ -14,7 +14,7 @@ from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.offload import CHILD_DIED, offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
-from batchmill.types import Commit, SegmentRef
+from batchmill.types import Commit, RowError, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 GATHER = "batchmill.jobs.gathering:gather_offloaded"
@@ -65,14 +65,15 @@ class Publishing:
             copying.cancel()
             await asyncio.wait({copying})
 
-    async def finish(self, committed: Committed, *, cancelled: bool, progress: Callable[[float], None]) -> Manifest:
-        """Write what is not written yet, audit it and publish it."""
+    async def finish(
+        self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
+    ) -> Manifest:
+        """Write what is not written yet, audit it and publish it; `unrun` as in `results.GatherOrder`."""
         if self._copying is not None:
             self._queue.put_nowait(None)
             copying, self._copying = self._copying, None
             return await copying
-        order = gather_order(self._spec, self._files, committed, self._output, cancelled=cancelled)
-        asked = msgspec.json.encode(order)
+        asked = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
         try:
             answer = await offload(GATHER, asked, progress)
         except BatchmillError as error:
@@ -87,7 +88,9 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
-def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, cancelled: bool) -> GatherOrder:
+def gather_order(
+    spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, unrun: RowError | None = None
+) -> GatherOrder:
     """What a gathering of this job's results needs to know."""
     plans = sorted(files.home.glob("plan-*/plan.json"), key=lambda path: int(path.parent.name.partition("-")[2]))
     if not plans:
@@ -99,5 +102,5 @@ def gather_order(spec: JobSpec, files: JobFiles, committed: Committed, output: P
         committed=committed,
         form=spec.form,
         output=str(output),
-        cancelled=cancelled,
+        unrun=unrun,
     )

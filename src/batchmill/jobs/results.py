@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.plan import Plan
-from batchmill.types import SegmentRef
+from batchmill.types import RowError, SegmentRef
 from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
@@ -30,7 +30,7 @@ class GatherOrder(Struct, frozen=True):
     committed: list[tuple[int, SegmentRef]]  # generation and range of every commit, the oldest generation first
     form: Form
     output: str
-    cancelled: bool = False  # rows that never ran become errors; otherwise every row must have its outcome
+    unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
 
 
 class ResultFile(Struct, frozen=True):
@@ -52,7 +52,7 @@ class Manifest(Struct, frozen=True):
     failed: int
     folded: int = 0  # rows that got another row's outcome
     rejected: int = 0  # of `failed`: refused by validation
-    cancelled: int = 0  # of `failed`: never ran
+    unrun: int = 0  # of `failed`: never ran
     causes: dict[str, tuple[int, str]] = {}  # error code -> (rows, one message)
 
 

@@ -23,7 +23,6 @@ WINDOW_BYTES = 128 * 1024 * 1024  # of lines; a window has at least one row
 READ_BYTES = 4 * 1024 * 1024  # one read of a segment, about
 GAP_BYTES = 8 * 1024  # two lines closer than this are read together
 RAW_ROWS = 64  # rows of the dataset held at once
-CANCELLED = RowError("cancelled", "the job was cancelled before this row ran")
 
 
 class Window(Struct, frozen=True):
@@ -39,6 +38,7 @@ class RowWindows:
 
     def __init__(self, order: GatherOrder, index: RowIndex, *, partial: bool = False) -> None:
         self._form: Form = order.form
+        self._unrun = order.unrun
         self._dataset = Path(order.dataset)
         self._index, self._partial = index, partial
         self._sealed: SealedRows | None = None  # opened when a row of it is needed: most jobs need none
@@ -85,7 +85,7 @@ class RowWindows:
             lines = [lines[index] for index in kept.tolist()]
             failed = np.searchsorted(kept, failed[places[failed] != MISSING])
         elif len(missing):
-            self._write_cancelled(first, lines, missing.tolist())
+            self._write_unrun(first, lines, missing.tolist())
         return Window(numbers, lines, failed.tolist())
 
     def _read(self, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -133,12 +133,12 @@ class RowWindows:
                 error = RowError(row.code, row.message)
                 lines[row.row - first] = self._form.write(Outcome(_row(row.row, _text(raw), self._form), error=error))
 
-    def _write_cancelled(self, first: int, lines: list[bytes], indexes: list[int]) -> None:
+    def _write_unrun(self, first: int, lines: list[bytes], indexes: list[int]) -> None:
         for chunk in _chunks(indexes):
             raws = self._raws([first + index for index in chunk])
             for index, raw in zip(chunk, raws, strict=True):
                 row = _row(first + index, raw, self._form)
-                lines[index] = self._form.write(Outcome(row, error=CANCELLED, status=0))
+                lines[index] = self._form.write(Outcome(row, error=self._unrun, status=0))
 
 
 def _row(number: int, raw: bytes, form: Form) -> Row:

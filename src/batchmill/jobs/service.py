@@ -3,67 +3,115 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
 
-from batchmill import faults
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
-from batchmill.jobs import orders, publishing, views
+from batchmill.errors import InvalidInput, InvalidTransition, StorageFull, UnknownName
+from batchmill.jobs import endings, job_records, orders, policies, publishing, submissions, views, waits
 from batchmill.jobs.audit import AuditOrder
+from batchmill.jobs.caretaker import Caretaker, Waiting
 from batchmill.jobs.commits import Books
+from batchmill.jobs.deadlines import Deadlines
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.drive import Drive, Tools
-from batchmill.jobs.job_files import JobFiles, read_spec
+from batchmill.jobs.endings import EarlyEnd
+from batchmill.jobs.entrance import Entrance
+from batchmill.jobs.job_files import JobFiles, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.offload import offload
+from batchmill.jobs.roster import Roster
+from batchmill.jobs.waits import ModelAtWork
 from batchmill.ports import Clock, Executor
-from batchmill.states import JobState, PauseReason
+from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
-from batchmill.types import JobOrder, JobView, LedgerReport, Submitted
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
 from batchmill.wire.job_spec import JobSpec
 
-CLOSE_S = 5.0  # drives that are to end at once have so long to write down that they paused
+INTERRUPTED = "the process that ran this job ended; resume it and it goes on where it was"
 
 
 class JobService:
-    def __init__(self, data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        ledger: Ledger,
+        executor: Executor,
+        clock: Clock,
+        *,
+        weights: Mapping[str, float] = {},
+        linger_s: float = 0.0,
+    ) -> None:
+        """Take over a data directory; `recover` comes next.
+
+        Args:
+            weights: project -> its share of the workers beside others; 1 for those that are not named.
+            linger_s: how long workers that no job needs stay, for the next one.
+        """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
-        self._dispatcher = Dispatcher(data_dir, self._books, executor, clock)
+        self._dispatcher = Dispatcher(data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s)
         self._ballast = Ballast(data_dir / "ballast")
-        self._tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast)
-        self._drives: dict[str, Drive] = {}
-        self._steering = asyncio.Lock()  # one command at a time decides what becomes of a job
+        tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast)
+        self._roster = Roster(tools)
+        self._entrance = Entrance(tools, self._roster)
+        self._deadlines = Deadlines(clock, self._upcoming, self._expire)
+        self._caretaker = Caretaker(clock, self._ballast, self._waiting_for_room, self._resume_or_note)
+        self._resuming: asyncio.Task[None] | None = None
 
-    async def recover(self) -> None:
+    async def recover(self, *, resume_doors: bool = False) -> None:
         """What an owner that died left running becomes paused: its rows are safe, and it goes on when asked.
 
-        What it was cancelling is cancelled. On a full disk nothing can be written down, but all can be looked at.
+        What was being ended early is brought to its end. On a full disk nothing can be written down, but all can be
+        looked at. With `resume_doors`, in a server: the jobs that came by its doors go on by themselves, also those
+        that wait for room on the disk.
         """
-        for record in await self._call(self._ledger.all_jobs):
-            state = JobState(record["state"])
-            with contextlib.suppress(StorageFull):
-                if state is JobState.CANCELLING:
-                    await self._end_cancel(record)
-                elif state is not JobState.PAUSED and not state.is_at_rest:
-                    text = "the process that ran this job ended; resume it and it goes on where it was"
-                    reason = PauseReason.INTERRUPTED
-                    await self._call(self._ledger.move, record["id"], JobState.PAUSED, reason=reason, message=text)
+        ending: list[Drive] = []
+        doors: list[str] = []
+        for record in await self._read(job_records.unfinished):
+            state, spec = JobState(record["state"]), read_spec(record["spec"])
+            if state is JobState.CANCELLING:
+                ending.append(self._roster.start(spec))
+            elif state is JobState.PAUSED:
+                doors += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
+            elif await self._set_down(spec.id):
+                doors += [spec.id] if spec.origin else []
+        known = await self._read(job_records.ids)
+        await asyncio.to_thread(sweep_orphans, self._data_dir, known)
         self._ballast.reserve()
+        self._deadlines.start()
+        if resume_doors:
+            self._caretaker.start()
+            self._resuming = asyncio.create_task(self._resume_all(doors))
+        elif ending:
+            await asyncio.wait({drive.task for drive in ending if drive.task is not None})
 
-    async def _end_cancel(self, record: sa.RowMapping) -> None:
+    async def _set_down(self, job_id: str) -> bool:
+        """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
         try:
-            await Drive(read_spec(record["spec"]), self._tools).finish_cancel()
-        except BatchmillError as error:
-            reason = PauseReason.INTERRUPTED
-            await self._call(self._ledger.move, record["id"], JobState.PAUSED, reason=reason, message=error.message)
+            await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
+        except StorageFull:
+            return False
+        return True
+
+    async def _resume_all(self, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            await self._resume_or_note(job_id)
+
+    async def _resume_or_note(self, job_id: str) -> None:
+        """Let a paused job go on; one that cannot says why."""
+        try:
+            await self.resume(job_id)
+        except InvalidTransition:
+            return  # somebody else was faster
+        except StorageFull:
+            return  # the caretaker tries again
+        except InvalidInput as error:
+            await self._call(self._ledger.note, job_id, message=error.message)
 
     @property
     def _ledger(self) -> Ledger:
@@ -73,146 +121,68 @@ class JobService:
     def _call(self):
         return self._books.call
 
+    @property
+    def _read(self):
+        return self._ledger.database.read
+
+    async def _move(self, job_id: str, state: JobState, **fields: object) -> None:
+        await self._call(self._ledger.move, job_id, state, **fields)
+
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     async def submit(self, order: JobOrder) -> Submitted:
-        async with self._steering:
-            spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
-            known, is_same = await self._known(spec)
-            if known is not None and is_same and not self._is_anew(known, order):
-                return await self._take_up(known, spec)
-            unfinished = known is not None and known["state"] != JobState.COMPLETED
-            if unfinished and not is_same and not order.restart:
-                raise InvalidInput(
-                    f"{', '.join(spec.dataset.paths)} changed since the unfinished job {known['id']} began: "
-                    "restore it, or start over with --restart",
-                    code="input_changed",
-                )
-            if known is None and not order.overwrite:
-                await asyncio.to_thread(orders.refuse_if_there, spec)
-            records = await self._call(self._ledger.all_jobs)
-            others = [record for record in records if known is None or record["id"] != known["id"]]
-            await asyncio.to_thread(orders.refuse_if_taken, spec, others)
-            if unfinished:
-                await self._set_aside(known)
-            await asyncio.to_thread(JobFiles(self._data_dir, spec.id).write_spec, spec)
-            faults.point("after_describe")
-            await self._call(self._ledger.create, spec)
-            faults.point("after_create")
-            self._start(Drive(spec, self._tools))
-            return Submitted(spec.id, "started")
+        submitted = await self._entrance.submit(order)
+        if order.policy.deadline is not None:
+            self._deadlines.changed()
+        return submitted
 
-    async def _known(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
-        """The job that a description is already, and whether its input is the same.
-
-        A job over other input is another job, unless the two would write to one output from the same files.
-        """
-        changed = None
-        for record in await self._call(self._ledger.by_identity, spec.identity):
-            if await asyncio.to_thread(orders.same_input, spec, JobFiles(self._data_dir, record["id"])):
-                return record, True
-            if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:
-                changed = changed or record
-        return changed, False
-
-    @staticmethod
-    def _is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
-        """The caller wants the known job to be run from its beginning again."""
-        return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
-
-    async def _take_up(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
-        """Go on with a job where it is: finished, running, or to be resumed."""
-        job_id, earlier = record["id"], read_spec(record["spec"])
-        if record["state"] == JobState.COMPLETED:
-            orders.check_code(earlier, spec.code, "run it again with --overwrite")
-            if os.path.exists(record["output"]):
-                return Submitted(job_id, "finished")
-        elif self._has_run(record):
-            orders.check_code(earlier, spec.code, "finish it with the code it began with, or start over with --restart")
-        await self._let_rest(job_id)
-        if job_id in self._drives:
-            return Submitted(job_id, "joined")
-        spec = orders.new_id_form(spec, job_id)
-        await self._reopen(spec)
-        return Submitted(job_id, "resumed")
-
-    @staticmethod
-    def _has_run(record: sa.RowMapping) -> bool:
-        return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
-
-    async def _set_aside(self, record: sa.RowMapping) -> None:
-        """End an unfinished job that is started over: it writes no results."""
-        drive = self._drives.get(record["id"])
-        if drive is not None:
-            await drive.pause(PauseReason.ASKED, "about to be started over")
-        text = "started over by another job with --restart; its results were not written"
-        await self._call(self._ledger.move, record["id"], JobState.CANCELLING, reason=None, message=text)
-        await self._call(self._ledger.move, record["id"], JobState.CANCELLED, finished=self._clock.now())
-
-    async def _let_rest(self, job_id: str) -> None:
-        """Wait for a drive that has paused its job already and is only tidying up."""
-        drive = self._drives.get(job_id)
-        if drive is not None and drive.is_resting and drive.task is not None:
-            await asyncio.wait({drive.task})
-            self._forget(drive)
-
-    async def _reopen(self, spec: JobSpec) -> None:
-        await self._save(spec)
-        drive = Drive(spec, self._tools)
-        await drive.reopen()
-        self._start(drive)
-
-    async def _save(self, spec: JobSpec) -> None:
-        """Workers, limits, prices and the budget may differ each time a job goes on."""
-        await asyncio.to_thread(JobFiles(self._data_dir, spec.id).write_spec, spec)
-        await self._call(self._ledger.note, spec.id, spec=msgspec.json.encode(spec))
-
-    def _start(self, drive: Drive) -> None:
-        drive.task = asyncio.create_task(drive.run())
-        self._drives[drive.spec.id] = drive
-        drive.task.add_done_callback(lambda _: self._forget(drive))
-
-    def _forget(self, drive: Drive) -> None:
-        if self._drives.get(drive.spec.id) is drive:
-            del self._drives[drive.spec.id]
+    async def answered(self, key: str) -> None:
+        await self._ledger.database.write(submissions.answered, key, self._clock.now())
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    async def list(self) -> list[JobView]:
-        records = await self._call(self._ledger.all_jobs)
-        views = [await self._view(record) for record in records]
-        return [msgspec.structs.replace(view, problems=[]) for view in views]
+    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
+        return [self._view(record, errors) for record, errors in await self._read(job_records.page, query)]
 
     async def show(self, job_id: str) -> JobView:
-        return await self._view(await self._record(job_id))
+        return self._view(*await self._read(job_records.find_with_errors, job_id))
 
     async def _record(self, job_id: str) -> sa.RowMapping:
-        return await self._call(self._ledger.job, job_id)
+        return await self._read(job_records.find, job_id)
 
-    async def _view(self, record: sa.RowMapping) -> JobView:
-        errors = await self._call(self._ledger.errors, record["id"])
+    def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
-        drive = self._drives.get(record["id"])
+        drive = self._roster.get(record["id"])
         return view if drive is None else drive.add_to(view)
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         while True:
             view = await self.show(job_id)
-            drive = self._drives.get(view.id)
-            if drive is None or drive.task is None or drive.is_resting:
+            drive = self._roster.active(view.id)
+            if drive is None or drive.task is None:
                 yield await self.show(view.id)
                 return
             yield view
-            done, _ = await asyncio.wait({drive.task}, timeout=interval_s)
-            if done:
-                self._forget(drive)
+            await asyncio.wait({drive.task}, timeout=interval_s)
+
+    async def explain(self, job_id: str) -> Wait:
+        view = await self.show(job_id)
+        drive = self._roster.active(view.id)
+        at_work, ahead = [], 0
+        if drive is not None:
+            for model in drive.models:
+                workers = self._dispatcher.workers_of([model])
+                is_ready = any(worker.is_ready for worker in workers)
+                at_work.append(ModelAtWork(model.name, is_ready, [worker.stats for worker in workers]))
+            ahead = self._dispatcher.ahead_of(view.id)
+        return Wait(view.id, view.state, waits.reasons(view, at_work, ahead), ahead)
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
         files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
         committed = await self._call(self._ledger.committed, spec.id)
         path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
-        order = publishing.gather_order(spec, files, committed, path, cancelled=False)
+        order = publishing.gather_order(spec, files, committed, path)
         try:
             await offload("batchmill.jobs.gathering:partial_offloaded", msgspec.json.encode(order), lambda _: None)
         except BaseException:
@@ -220,72 +190,121 @@ class JobService:
             raise
         return str(path)
 
+    def on_rest(self, hook: Callable[[str], None]) -> None:
+        """Be told the id of each job that has ended or paused, on the loop, once that can be seen."""
+        self._roster.rest_hooks.append(hook)
+
     # -- steering -----------------------------------------------------------------------------------------------------
 
     async def pause(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        drive = self._drives.get(record["id"])
-        if drive is None:
+        drive = self._roster.get(record["id"])
+        if drive is None or record["state"] == JobState.CANCELLING:
             raise InvalidTransition(f"the job {record['id']} is {record['state']}: only a running job can be paused")
         await drive.pause(PauseReason.ASKED, f"paused; `batchmill resume {record['id']}` goes on")
         return await self.show(record["id"])
 
     async def resume(self, job_id: str) -> JobView:
-        async with self._steering:
-            record = await self._record(job_id)
-            await self._let_rest(record["id"])
-            if record["id"] not in self._drives:
+        record = await self._record(job_id)
+        async with self._roster.steering(record):
+            if await self._roster.let_rest(record["id"]) is None:
                 record = await self._record(record["id"])
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(
                         f"the job {record['id']} is {record['state']}: only a paused job is resumed"
                     )
-                spec = await self._checked(record, "restore it and resume, or start over with --restart")
-                await self._reopen(spec)
+                await self._roster.reopen(await self._checked(record))
+        self._deadlines.changed()
         return await self.show(record["id"])
 
-    async def _checked(self, record: sa.RowMapping, way_out: str) -> JobSpec:
+    async def _checked(self, record: sa.RowMapping) -> JobSpec:
         """The description of a job that is to go on: the code it began with, an output that is still its own."""
         spec = read_spec(record["spec"])
+        if record["cancelling"] is not None:
+            return spec  # none of its rows will run
         code = await asyncio.to_thread(orders.code_of, spec.models)
-        if self._has_run(record):
-            orders.check_code(spec, code, way_out)
-        records = await self._call(self._ledger.all_jobs)
-        await asyncio.to_thread(orders.refuse_if_taken, spec, records, record["finished"])
+        if orders.has_run(record):
+            orders.check_code(spec, code, "restore it and resume, or start over with --restart")
+        await self._refuse_if_taken(spec, record)
         return msgspec.structs.replace(spec, code=code)
+
+    async def _refuse_if_taken(self, spec: JobSpec, record: sa.RowMapping) -> None:
+        if spec.output is not None:
+            others = await self._read(job_records.at_home)
+            await asyncio.to_thread(orders.refuse_if_taken, spec, others, record["finished"])
 
     async def cancel(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        drive = self._drives.get(record["id"])
-        if drive is not None and not drive.is_resting:
-            await drive.cancel()
-            return await self.show(record["id"])
-        async with self._steering:
-            await self._let_rest(record["id"])
-            record = await self._record(record["id"])
-            if record["state"] != JobState.PAUSED:
-                raise InvalidTransition(f"the job {record['id']} is {record['state']}: there is nothing left to cancel")
-            await Drive(read_spec(record["spec"]), self._tools).cancel_paused()
+        drive = await self._end_early(record["id"], endings.CANCELLED)
+        if record["door"] is None:  # somebody sits before it and waits for the results
+            await drive.rest()
         return await self.show(record["id"])
 
-    async def retry(self, job_id: str) -> JobView:
-        async with self._steering:
+    async def _end_early(self, job_id: str, early: EarlyEnd) -> Drive:
+        """End a job without the rows that have not run. Returns once that is written down, or too late.
+
+        Raises: InvalidTransition.
+        """
+        drive = self._roster.active(job_id)
+        if drive is not None:
+            await drive.end_early(early)
+            if (await self._record(job_id))["state"] != JobState.PAUSED:
+                return drive
+        async with self._roster.alone(job_id):
+            await self._roster.let_rest(job_id)
             record = await self._record(job_id)
-            await self._let_rest(record["id"])
-            if record["id"] in self._drives or record["state"] not in (JobState.COMPLETED, JobState.CANCELLED):
+            if record["state"] != JobState.PAUSED:
+                raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
+            cancelling = endings.begins_at(early, record["deadline"], self._clock.now())
+            await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
+            return self._roster.start(read_spec(record["spec"]))
+
+    async def retry(self, job_id: str) -> JobView:
+        record = await self._record(job_id)
+        async with self._roster.steering(record):
+            drive = await self._roster.let_rest(record["id"])
+            record = await self._record(record["id"])
+            if drive is not None or record["state"] not in ENDED - {JobState.FAILED}:
                 raise InvalidTransition(
                     f"the job {record['id']} is {record['state']}: only rows of an ended job are retried"
                 )
-            spec = read_spec(record["spec"])
-            records = await self._call(self._ledger.all_jobs)
-            await asyncio.to_thread(orders.refuse_if_taken, spec, records, record["finished"])
+            spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
+            await self._refuse_if_taken(spec, record)
             # Code that was mended is what a retry is for.
             spec = msgspec.structs.replace(spec, code=await asyncio.to_thread(orders.code_of, spec.models))
-            drive = Drive(spec, self._tools)
-            await drive.open_retry()
-            await self._save(spec)
-            self._start(drive)
+            await self._roster.open_retry(spec)
+        self._deadlines.changed()
         return await self.show(record["id"])
+
+    async def amend(self, job_id: str, change: Amendment) -> JobView:
+        record = await self._record(job_id)
+        async with self._roster.alone(record["id"]):
+            record = await self._record(record["id"])
+            if record["state"] in ENDED or record["cancelling"] is not None:
+                raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
+            await self._roster.amend(policies.amended(read_spec(record["spec"]), change, self._clock.now()))
+        self._deadlines.changed()
+        return await self.show(record["id"])
+
+    # -- what goes on by itself ---------------------------------------------------------------------------------------
+
+    async def _upcoming(self, count: int) -> Sequence[tuple[str, float]]:
+        return await self._read(job_records.next_deadlines, count)
+
+    async def _expire(self, job_id: str) -> None:
+        try:
+            await self._end_early(job_id, endings.PAST_DEADLINE)
+        except StorageFull:
+            self._ballast.release()  # so that at least this can be written down
+            await self._end_early(job_id, endings.PAST_DEADLINE)
+
+    async def _waiting_for_room(self) -> Sequence[Waiting]:
+        found = await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)
+        specs = [read_spec(record["spec"]) for record in found]
+        return [
+            Waiting(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
+            for spec in specs
+        ]
 
     # -- the ledger itself --------------------------------------------------------------------------------------------
 
@@ -304,7 +323,7 @@ class JobService:
         order = await self._audit_order(spec)
         work = offload("batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None)
         rebuilt = msgspec.json.decode(await work, type=Rebuilt)
-        async with self._steering:
+        async with self._roster.alone(spec.id):
             self._refuse_running(spec.id)
             await self._call(self._ledger.replace, spec, order.before, rebuilt)
         report = await self.verify(spec.id)
@@ -313,8 +332,7 @@ class JobService:
         )
 
     def _refuse_running(self, job_id: str) -> None:
-        drive = self._drives.get(job_id)
-        if drive is not None and not drive.is_resting:
+        if self._roster.active(job_id) is not None:
             raise InvalidTransition(f"the job {job_id} is running: pause it before its ledger is rebuilt")
 
     async def _spec_or_file(self, job_id: str) -> JobSpec:
@@ -329,19 +347,13 @@ class JobService:
 
     async def close(self, *, at_once: bool = False) -> None:
         """Pause what runs and end every worker; `at_once`: without waiting for rows in flight."""
-        drives = list(self._drives.values())
-        for drive in drives:
-            drive.at_once = at_once
-            drive.interrupt()
-        if at_once:
-            await self._dispatcher.close(at_once=True)
-        tasks = [drive.task for drive in drives if drive.task is not None]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=CLOSE_S if at_once else None)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+        if self._resuming is not None:
+            self._resuming.cancel()
+            await asyncio.wait({self._resuming})
+        await self._entrance.close()
+        await self._caretaker.close()
+        await self._deadlines.close()
+        await self._roster.close(at_once=at_once)
         if not at_once:
             await self._dispatcher.close()
         self._books.close()

@@ -15,18 +15,25 @@ from batchmill.types import EngineStats, JobView, Problem, Usage
 def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobView:
     """What the ledger knows of a job."""
     spec = read_spec(record["spec"])
-    problems = record["problems"]
+    problems = record.get("problems")  # a list of jobs comes without them
     return JobView(
         id=record["id"],
         state=record["state"],
+        project=record["project"],
+        labels=spec.labels,
+        origin=spec.origin,
+        priority=record["priority"],
+        deadline=record["deadline"],
         reason=record["reason"],
         message=record["message"],
         input=spec.dataset.paths,
         output=record["output"],
         errors_output=record["errors_output"],
-        model=", ".join(model.name for model in spec.models),
+        model=", ".join(spec.used if spec.origin is not None else [model.name for model in spec.models]),
         created=record["created"],
         started=record["started"],
+        finalizing=record["finalizing"],
+        cancelling=record["cancelling"],
         finished=record["finished"],
         generation=record["generation"],
         rows=record["rows"],

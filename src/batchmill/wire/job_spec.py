@@ -29,3 +29,4 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     origin: dict[str, Any] | None = None
     output_format: str = "jsonl"
+    used: list[str] = []  # names of the models and adapters that rows go to, once a door's job is planned

@@ -1,0 +1,103 @@
+"""What the database tells of jobs, one and many. Each function runs in its caller's transaction and only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from batchmill.errors import UnknownName
+from batchmill.states import ENDED, JobState, PauseReason
+from batchmill.store.tables import error_counts, jobs
+from batchmill.types import JobQuery
+
+Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
+SHOWN_CHARS = 64  # of an id nobody knows, in a message
+
+_listed = [column for column in jobs.c if column is not jobs.c.problems]
+
+
+def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
+    """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
+    exact = db.execute(sa.select(jobs).where(jobs.c.id == job_id)).mappings().first()
+    if exact is not None:
+        return exact
+    begins = sa.select(jobs).where(jobs.c.id >= job_id, jobs.c.id < job_id + "\U0010ffff").limit(2)
+    found = db.execute(begins).mappings().all()
+    if len(found) == 1:
+        return found[0]
+    why = "is the beginning of several ids; write more of it" if found else "is unknown; `batchmill jobs` lists them"
+    raise UnknownName(f"the job {job_id[:SHOWN_CHARS]!r} {why}", code="unknown_job")
+
+
+def find_with_errors(db: sa.Connection, job_id: str) -> tuple[sa.RowMapping, Errors]:
+    """A job's record and its errors by cause. Raises: UnknownName."""
+    record = find(db, job_id)
+    return record, errors_of(db, [record["id"]]).get(record["id"], {})
+
+
+def errors_of(db: sa.Connection, job_ids: Sequence[str] | sa.Select[tuple[str]]) -> dict[str, Errors]:
+    """Job -> its errors by cause."""
+    table = error_counts.c
+    query = (
+        sa.select(table.job, table.code, table.rows, table.sample)
+        .where(table.job.in_(job_ids), table.rows > 0)
+        .order_by(table.rows.desc(), table.code)
+    )
+    found: dict[str, Errors] = {}
+    for job, code, rows, sample in db.execute(query):
+        found.setdefault(job, {})[code] = rows, sample
+    return found
+
+
+def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors]]:
+    """Jobs, the newest first, without their problems. Raises: UnknownName for an `after` that is none of them."""
+    wanted = sa.select(*_listed).order_by(jobs.c.created.desc(), jobs.c.id.desc())
+    if query.project is not None:
+        wanted = wanted.where(jobs.c.project == query.project)
+    if query.origin is not None:
+        wanted = wanted.where(jobs.c.door == query.origin)
+    if query.after is not None:
+        after = db.execute(wanted.where(jobs.c.id == query.after)).mappings().first()
+        if after is None:
+            raise UnknownName(f"there is no job {query.after[:SHOWN_CHARS]!r} to list after", code="unknown_job")
+        same = (jobs.c.created == after["created"]) & (jobs.c.id < after["id"])
+        wanted = wanted.where((jobs.c.created < after["created"]) | same)
+    records = db.execute(wanted.limit(query.limit)).mappings().all()
+    # A list without end may be longer than what one statement takes.
+    errors = errors_of(db, sa.select(jobs.c.id) if query.limit is None else [record["id"] for record in records])
+    return [(record, errors.get(record["id"], {})) for record in records]
+
+
+def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """Every job that has not ended, the oldest first."""
+    return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
+
+
+def ids(db: sa.Connection) -> set[str]:
+    """Every job."""
+    return set(db.execute(sa.select(jobs.c.id)).scalars())
+
+
+def at_home(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """The jobs that no door took, the newest first: only their callers name files for the results."""
+    query = sa.select(*_listed).where(jobs.c.door.is_(None)).order_by(jobs.c.created.desc())
+    return db.execute(query).mappings().all()
+
+
+def next_deadlines(db: sa.Connection, count: int) -> Sequence[tuple[str, float]]:
+    """(job, deadline) of those that a deadline can still end, the next one first."""
+    over = {*ENDED, JobState.CANCELLING, JobState.FINALIZING}
+    query = (
+        sa.select(jobs.c.id, jobs.c.deadline)
+        .where(jobs.c.deadline.is_not(None), jobs.c.cancelling.is_(None), jobs.c.state.not_in(over))
+        .order_by(jobs.c.deadline)
+        .limit(count)
+    )
+    return [tuple(found) for found in db.execute(query)]
+
+
+def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping]:
+    """The jobs that are paused for a reason, the oldest first."""
+    query = sa.select(jobs).where(jobs.c.state == JobState.PAUSED, jobs.c.reason == reason).order_by(jobs.c.created)
+    return db.execute(query).mappings().all()
