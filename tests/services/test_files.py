@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from file_room import JOB, FileRoom
+
+from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
+from batchmill.faults import FILE_POINTS
+from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, result_id
+from batchmill.services.incoming import PIECE_BYTES
+from batchmill.states import ENDED, JobState
+
+
+@pytest.fixture
+def room(tmp_path):
+    room = FileRoom(tmp_path, file_bytes_max=4 * PIECE_BYTES)
+    yield room
+    room.close()
+
+
+@contextmanager
+def file_size_limit(size_bytes: int):
+    """The kernel refuses to let any file of this process grow beyond the limit, as a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+# In
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [PIECE_BYTES], [PIECE_BYTES - 1, 2], [7] * 1000, [300_000] * 9])
+async def test_what_is_written_is_what_is_kept(room, sizes):
+    """A file holds the bytes written, in order, however they were cut."""
+    pieces = [os.urandom(size) for size in sizes]
+    writer = await room.files.writer("one")
+    for piece in pieces:
+        await writer.write(piece)
+    record = await writer.commit(purpose="batch", filename="rows.jsonl")
+    assert room.files.path(record).read_bytes() == b"".join(pieces)
+    assert (record.bytes, record.project, record.created) == (sum(sizes), "one", room.clock.now())
+    assert await room.files.get("one", record.id) == record
+    assert room.left() == [record.id]
+
+
+async def test_nothing_is_seen_of_a_file_that_is_not_whole(room):
+    """Until it is committed a file is in no list; dropped, it leaves nothing."""
+    writer = await room.files.writer("one")
+    await writer.write(b"x" * (2 * PIECE_BYTES))
+    assert await room.files.list("one") == ([], False)
+    await writer.discard()
+    await writer.discard()
+    assert room.left() == []
+
+
+async def test_a_file_has_a_largest_size(room):
+    """A file of exactly the limit is taken; one byte more is refused as it comes and leaves nothing."""
+    assert (await room.upload(b"x" * (4 * PIECE_BYTES))).bytes == 4 * PIECE_BYTES
+    writer = await room.files.writer("one")
+    await writer.write(b"x" * (4 * PIECE_BYTES))
+    with pytest.raises(TooLarge) as caught:
+        await writer.write(b"x")
+    assert caught.value.code == "file_too_large"
+    await writer.discard()
+    assert len(room.left()) == 1
+
+
+async def test_a_full_disk_leaves_nothing(room):
+    """When the disk takes no more, the upload ends as storage_full and its bytes are gone."""
+    writer = await room.files.writer("one")
+    with file_size_limit(PIECE_BYTES), pytest.raises(StorageFull):
+        for _ in range(4):
+            await writer.write(b"x" * PIECE_BYTES)
+        await writer.commit(purpose="batch", filename="rows.jsonl")
+    await writer.discard()
+    assert room.left() == [] and await room.files.list("one") == ([], False)
+
+
+async def test_the_last_room_on_the_disk_is_not_for_uploads(tmp_path):
+    """An upload stops before it takes the room that running jobs need."""
+    room = FileRoom(tmp_path)
+    room.files.room_bytes = 2**60
+    writer = await room.files.writer("one")
+    with pytest.raises(StorageFull, match="no room"):
+        for _ in range(20):
+            await writer.write(b"x" * PIECE_BYTES)
+    await writer.discard()
+    assert room.left() == []
+    room.close()
+
+
+async def test_a_failed_record_leaves_no_bytes(room):
+    """When the record is refused in its transaction, the bytes go too."""
+
+    def refuse(db, record):
+        raise Conflict("no")
+
+    writer = await room.files.writer("one")
+    await writer.write(b"x")
+    with pytest.raises(Conflict):
+        await writer.commit(purpose="batch", filename="rows.jsonl", within=refuse)
+    await writer.discard()
+    assert room.left() == [] and await room.files.list("one") == ([], False)
+
+
+async def test_a_caller_that_goes_away_while_its_file_is_stored(room):
+    """A commit that is cancelled ends either as a whole file or as none."""
+    for turns in range(12):
+        writer = await room.files.writer("one")
+        await writer.write(b"data")
+        task = asyncio.create_task(writer.commit(purpose="batch", filename="rows.jsonl"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await writer.discard()
+    found, _ = await room.files.list("one")
+    assert room.left() == sorted(record.id for record in found)
+    assert [await room.read(record) for record in found] == [b"data"] * len(found)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x00", "\x7f", "\ud800", "x" * (FILENAME_CHARS_MAX + 1)])
+async def test_names_that_cannot_be_shown(room, name):
+    """A name that is empty, too long or holds control characters is refused."""
+    with pytest.raises(InvalidInput) as caught:
+        await room.upload(filename=name)
+    assert caught.value.code == "invalid_filename"
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a" * FILENAME_CHARS_MAX, "zwölf 🙂.jsonl"])
+async def test_names_are_for_people(room, name):
+    """Any other name is kept as it is, and no path is made of it."""
+    record = await room.upload(filename=name)
+    assert record.filename == name
+    assert room.left() == [record.id]
+
+
+# Crashes
+
+CRASHING = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:4]
+from file_room import FileRoom
+
+async def main():
+    room = FileRoom(Path(sys.argv[1]))
+    await room.files.delete("one", (await room.upload(b"first")).id)
+    print("survived")
+
+asyncio.run(main())
+"""
+
+
+def crash(data_dir, point: str) -> None:
+    """Upload a file and delete it in a process that is killed at the point."""
+    tests = os.path.dirname(os.path.dirname(__file__))
+    words = [sys.executable, "-c", CRASHING, str(data_dir), tests, os.path.join(tests, "services")]
+    environment = {**os.environ, "BATCHMILL_FAULT": f"{point}:1:{data_dir / 'fired'}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-9, ""), done.stderr
+
+
+@pytest.mark.parametrize("point", FILE_POINTS)
+async def test_killed_between_two_durable_steps(tmp_path, point):
+    """Whatever a kill leaves is no file of anybody's, and the next start sweeps it."""
+    crash(tmp_path, point)
+    room = FileRoom(tmp_path)
+    assert await room.files.list("one") == ([], False)
+    assert len(room.left()) == 1
+    await room.files.sweep()
+    assert room.left() == []
+    room.close()
+
+
+async def test_a_sweep_leaves_what_is_arriving(room):
+    """Temporaries of a killed process go; those of uploads under way, and files, stay."""
+    record = await room.upload()
+    (room.data_dir / "files" / ".incoming" / "file-old").write_text("x")
+    (room.data_dir / "files" / "file-without-a-record").write_text("x")
+    writer = await room.files.writer("one")
+    await writer.write(b"x" * PIECE_BYTES)
+    await writer.write(b"x" * PIECE_BYTES)
+    await room.files.sweep()
+    assert room.left() == sorted([f".incoming/{writer.id}", record.id])
+    await room.files.sweep()
+    second = await writer.commit(purpose="batch", filename="b")
+    assert room.left() == sorted([record.id, second.id])
+
+
+# Out
+
+
+async def test_projects_do_not_see_each_other(room):
+    """Another project's file is unknown in the same words as one that never was, whatever is asked."""
+    record = await room.upload(project="one")
+    never = "file-" + "0" * 24
+    for ask in (
+        lambda file_id: room.files.get("two", file_id),
+        lambda file_id: room.files.delete("two", file_id),
+        lambda file_id: room.files.list("two", after=file_id),
+        lambda file_id: room.files.hold("two", file_id).__aenter__(),
+    ):
+        said = []
+        for file_id in (record.id, never):
+            with pytest.raises(UnknownName) as caught:
+                await ask(file_id)
+            said.append((caught.value.code, caught.value.message.replace(file_id, "ID")))
+        assert said == [("unknown_file", "No such File object: ID")] * 2
+    assert await room.files.list("two") == ([], False)
+    assert await room.files.get("one", record.id) == record
+
+
+async def test_an_id_is_no_path(room):
+    """Nothing is looked up on the disk by what a caller calls a file."""
+    (room.data_dir / "files" / "secret").write_text("x")
+    for name in ("secret", "../batchmill.db", ".incoming", "", "x" * 10_000):
+        with pytest.raises(UnknownName) as caught:
+            await room.files.get("one", name)
+        assert len(caught.value.message) < 200
+
+
+async def test_pages(room):
+    """Pages run on from the last id of the one before, in both orders, also where files are of the same moment."""
+    records = []
+    for n in range(7):
+        records.append(await room.upload(project="one", purpose="batch" if n % 2 else "evals"))
+        await room.upload(project="two")
+        room.clock.at += n % 3
+    by_age = sorted(records, key=lambda record: (record.created, record.id))
+    for newest_first, expected in ((False, by_age), (True, by_age[::-1])):
+        found, after, more = [], None, True
+        while more:
+            page, more = await room.files.list("one", after=after, limit=3, newest_first=newest_first)
+            found += page
+            after = page[-1].id
+        assert found == expected
+    evals, more = await room.files.list("one", purpose="evals")
+    assert (evals, more) == ([record for record in by_age[::-1] if record.purpose == "evals"], False)
+    assert await room.files.list("one", limit=7) == (by_age[::-1], False)
+
+
+async def test_expired_files_are_gone(room):
+    """A file is there until the moment it expires; then nobody finds it, and a sweep removes its bytes."""
+    record = await room.upload(expires_s=3600)
+    kept = await room.upload()
+    room.clock.at += 3599
+    assert (await room.files.get("one", record.id)).expires == record.created + 3600
+    room.clock.at += 1
+    with pytest.raises(UnknownName):
+        await room.files.get("one", record.id)
+    assert await room.files.list("one") == ([kept], False)
+    assert await room.files.sweep() == 1
+    assert room.left() == [kept.id]
+
+
+async def test_batch_files_expire_by_default_where_the_server_says_so(tmp_path):
+    """The server's own time applies to uploads for batches that name none, and to nothing else."""
+    room = FileRoom(tmp_path, file_expires_s=7200)
+    expires = [
+        (await room.upload()).expires,
+        (await room.upload(expires_s=3600)).expires,
+        (await room.upload(purpose="evals")).expires,
+    ]
+    assert expires == [room.clock.now() + 7200, room.clock.now() + 3600, None]
+    room.close()
+
+
+async def test_an_open_file_outlives_its_deletion(room):
+    """Who reads a file reads it to its end, also when it is deleted meanwhile; then it cannot be opened again."""
+    record = await room.upload(b"a" * READ_BYTES + b"b")
+    file = await room.files.open(record)
+    await room.files.delete("one", record.id)
+    assert await file.read(0, 2 * READ_BYTES) == b"a" * READ_BYTES
+    assert await file.read(READ_BYTES, 5) == b"b"
+    await file.close()
+    await file.close()
+    with pytest.raises(UnknownName):
+        await room.files.open(record)
+    assert room.left() == []
+
+
+# In use
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])
+async def test_a_file_that_a_job_reads_stays(room, state):
+    """The input of a job that has not ended cannot be deleted, and does not expire under it."""
+    record = await room.upload(expires_s=3600)
+    other = await room.upload()
+    await room.put_job(state, reads=str(room.files.path(record)))
+    with pytest.raises(Conflict) as caught:
+        await room.files.delete("one", record.id)
+    assert caught.value.code == "file_in_use"
+    room.clock.at += 4000
+    assert await room.files.sweep() == 0
+    assert record.id in room.left()
+    await room.files.delete("one", other.id)
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+async def test_a_file_goes_when_its_job_has_ended(room, state):
+    """The input of a job at rest is a file like any other."""
+    record = await room.upload()
+    await room.put_job(state, reads=str(room.files.path(record)))
+    await room.files.delete("one", record.id)
+    assert room.left() == []
+
+
+async def test_a_file_that_is_held_stays(room):
+    """While a job is being made of it a file cannot be deleted; two may hold it at once."""
+    record = await room.upload()
+    async with room.files.hold("one", record.id) as held, room.files.hold("one", record.id):
+        assert held == record
+        with pytest.raises(Conflict, match="being made"):
+            await room.files.delete("one", record.id)
+    deleting = asyncio.create_task(room.files.delete("one", record.id))
+    async with room.files.hold("one", (await room.upload()).id):
+        await deleting
+    with pytest.raises(UnknownName):
+        await room.files.hold("one", record.id).__aenter__()
+
+
+async def test_a_file_is_deleted_once(room):
+    """Of two who delete a file at once, one is told that there is none."""
+    record = await room.upload()
+    done = await asyncio.gather(*(room.files.delete("one", record.id) for _ in range(2)), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in done) == ["NoneType", "UnknownName"]
+
+
+# Results
+
+
+async def test_results_are_linked_not_copied(room):
+    """A job's result files become files of its project, under ids that anybody would find, sharing their bytes."""
+    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    output, errors = await room.files.adopt_results(view)
+    assert output and errors
+    assert (output.id, errors.id) == (result_id(JOB, 0, "output"), result_id(JOB, 0, "errors"))
+    assert (output.filename, errors.filename) == (f"{JOB}_output.jsonl", f"{JOB}_errors.jsonl")
+    assert output.purpose == "batch_output" and output.expires == view.finished + 3600
+    assert await room.read(output) == b"results.jsonl 0\n"
+    assert os.path.samefile(room.files.path(output), view.output)
+    assert await room.files.adopt_results(view) == (output, errors)
+    assert await room.files.get("one", output.id) == output
+    room.reopen()
+    await room.files.sweep()
+    assert await room.files.adopt_results(view) == (output, errors)
+
+
+async def test_results_are_adopted_once(room):
+    """Many who look at an ended job at once find the same files."""
+    view = await room.ended_job()
+    found = await asyncio.gather(*(room.files.adopt_results(view) for _ in range(10)))
+    assert len({(output.id, errors.id) for output, errors in found}) == 1
+    assert len(room.left()) == 2
+
+
+async def test_a_job_without_successes_has_no_output(room):
+    """A job of which every row failed has an error file alone."""
+    output, errors = await room.files.adopt_results(await room.ended_job(rows_ok=0))
+    assert output is None and errors is not None
+    assert await room.files.adopt_results(await room.put_job(JobState.FAILED, job_id=f"job_{1:020}")) == (None, None)
+
+
+async def test_results_of_a_job_that_goes_on_are_not_adopted(room):
+    """Nothing is adopted before a job has ended, nor from one that a retry has opened again meanwhile."""
+    view = await room.ended_job(JobState.RUNNING)
+    assert await room.files.adopt_results(view) == (None, None)
+    ended = await room.ended_job()
+    await room.put_job(JobState.QUEUED, generation=1)
+    assert await room.files.adopt_results(ended) == (None, None)
+    assert room.left() == []
+
+
+async def test_a_retry_leaves_older_results_as_they_were(room):
+    """Each generation has files of its own, and those of an earlier one never change."""
+    first, _ = await room.files.adopt_results(await room.ended_job())
+    second, _ = await room.files.adopt_results(await room.ended_job(generation=1))
+    assert first.id != second.id
+    assert (await room.read(first), await room.read(second)) == (b"results.jsonl 0\n", b"results.jsonl 1\n")
+
+
+async def test_results_that_a_caller_keeps_elsewhere_stay_theirs(room, tmp_path):
+    """Only files that lie with the job become files of the project."""
+    own = tmp_path / "out.jsonl"
+    own.write_text("mine")
+    view = await room.ended_job(output=str(own), errors_output=None)
+    assert await room.files.adopt_results(view) == (None, None)
+
+
+async def test_a_deleted_result_stays_deleted(room):
+    """Deleting a result removes the job's own copy too, so that the next look at the job does not bring it back."""
+    view = await room.ended_job()
+    output, errors = await room.files.adopt_results(view)
+    await room.files.delete("one", output.id)
+    assert not os.path.exists(view.output) and os.path.exists(view.errors_output)
+    assert await room.files.adopt_results(view) == (None, errors)
+
+
+async def test_a_deleted_result_of_an_earlier_generation(room):
+    """The copy that lies with the job is removed only where it is the very file that was deleted."""
+    first, _ = await room.files.adopt_results(await room.ended_job())
+    second = await room.ended_job(generation=1)
+    await room.files.delete("one", first.id)
+    assert os.path.exists(second.output)
+    output, _ = await room.files.adopt_results(second)
+    await room.put_job(JobState.RUNNING, generation=2, output=second.output)
+    await room.files.delete("one", output.id)
+    assert os.path.exists(second.output)  # its job is not at rest: it may be reading it
+
+
+async def test_expired_results_are_swept_with_their_copies(room):
+    """A result that expires goes like one that is deleted."""
+    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    await room.files.adopt_results(view)
+    room.clock.at += 3600
+    assert await room.files.sweep() == 2
+    assert room.left() == [] and not os.path.exists(view.output)
