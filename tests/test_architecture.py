@@ -64,6 +64,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.jobs.offload_child._main": "the jobs of a child process, named on its command line",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
+    "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",
 }
 # Ratchets: what was too large when the rule came -> its size then.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from socket import socket
@@ -24,6 +25,7 @@ from batchmill.server.health import Health
 from batchmill.server.hosts import Hosts, is_loopback
 from batchmill.server.http import HttpRoot
 from batchmill.server.listening import Listener, bind, url_of
+from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileService
@@ -104,6 +106,7 @@ class _Server:
         self._listener: Listener | None = None
         self._root: HttpRoot | None = None
         self._health: Health | None = None
+        self._observers: Observers | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     async def open(self) -> Running:
@@ -115,7 +118,11 @@ class _Server:
         database = self._owner.database
         services = await self._services(database)
         self._health = Health(database, config.data_dir, clock, batchmill.__version__)
-        own = Own(self._health)
+        jobs = self._owner.jobs
+        observers = self._observers = Observers(
+            services, database=database, jobs=jobs, dispatcher=jobs.dispatcher, environ=os.environ
+        )
+        own = Own(self._health, observers.metrics.render)
         dialects = load_dialects(services)
         fallback = next(each for each in dialects if each.name == FALLBACK)
         self._root = HttpRoot(
@@ -129,7 +136,7 @@ class _Server:
         )
         own.document = openapi.document(self._root.routes.all())
         self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
-        self._listener = Listener(self._root, self._sock, drain_s=REQUESTS_DRAIN_S)
+        self._listener = Listener(observers.open(self._root), self._sock, drain_s=REQUESTS_DRAIN_S)
         await self._listener.open()
         return Running(url_of(self._sock), services)
 
@@ -163,6 +170,8 @@ class _Server:
             self._sock.close()
         if self._root is not None:
             await self._root.close()
+        if self._observers is not None:
+            await self._observers.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})

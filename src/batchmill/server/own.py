@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -18,13 +18,14 @@ METRICS = "text/plain"
 class Own:
     """`render` makes the text of /metrics; `document` is filled once every operation is known."""
 
-    def __init__(self, health: Health, render: Callable[[], bytes] | None = None) -> None:
+    def __init__(self, health: Health, render: Callable[[], Awaitable[bytes]] | None = None) -> None:
         self._health, self._render = health, render
         self.document: dict[str, object] = {}
         self._encoded = b""
 
     def operations(self) -> Sequence[Operation]:
-        found = [
+        text = Content(METRICS, {"type": "string"})
+        return [
             Operation(
                 "getHealth", "GET", "/health", "Say whether the server can take work", None, self.health,
                 reply=Report, also={503: Report},
@@ -32,12 +33,11 @@ class Own:
             Operation(
                 "getOpenApi", "GET", "/openapi.json", "Describe every operation", None, self.openapi, reply=DOCUMENT
             ),
+            Operation(
+                "getMetrics", "GET", "/metrics", "Count and measure, for Prometheus", Scope.READ, self.metrics,
+                reply=text,
+            ),
         ]  # fmt: skip
-        if self._render is not None:
-            text = Content(METRICS, {"type": "string"})
-            told = "Count and measure, for Prometheus"
-            found.append(Operation("getMetrics", "GET", "/metrics", told, Scope.READ, self.metrics, reply=text))
-        return found
 
     async def health(self, call: Call) -> Response:
         report = await self._health.report()
@@ -50,4 +50,4 @@ class Own:
 
     async def metrics(self, call: Call) -> Response:
         assert self._render is not None
-        return Response(self._render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+        return Response(await self._render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})

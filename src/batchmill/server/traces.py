@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchmill.errors import InvalidConfig
 from batchmill.ports import Clock
 
 if TYPE_CHECKING:
     from batchmill.server.tracing import Tracing
+
+Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 TRACES_PATH = "/v1/traces"
 PROTOCOL = "http/protobuf"

@@ -6,7 +6,7 @@ stands alone and is linked to it. No rows, prompts, keys or query values in attr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from opentelemetry import trace
@@ -18,6 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import batchmill
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
+from batchmill.server.traces import Application
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
@@ -27,7 +28,6 @@ UNTRACED = frozenset({"/health", "/metrics"})  # asked every few seconds, by mac
 SERVICE = "batchmill"
 
 Scope = MutableMapping[str, Any]
-Application = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class Tracing:

@@ -16,6 +16,7 @@ from batchmill.errors import StorageFull, UnknownName
 from batchmill.ports import Jobs
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileRecord, FileService
+from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
 from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
 
@@ -43,7 +44,10 @@ class JobDesk:
 
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
         """As `ports.Jobs.submit`, for the caller's project."""
-        return await self._jobs.submit(msgspec.structs.replace(order, project=caller.project))
+        order = msgspec.structs.replace(order, project=caller.project)
+        if order.origin is not None and (trace := traceparent.get()) is not None:
+            order = msgspec.structs.replace(order, origin=order.origin | {"traceparent": trace})
+        return await self._jobs.submit(order)
 
     async def answered(self, key: str) -> None:
         """As `ports.Jobs.answered`."""

@@ -1,0 +1,58 @@
+"""Those who look on: metrics, traces, and the outbox that tells endpoints. None of them is on a request's way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.ports import Jobs
+from batchmill.server.http import HttpRoot
+from batchmill.server.metrics import Metrics
+from batchmill.server.traces import Application, load_tracing
+from batchmill.services.events import Ended
+from batchmill.services.outbox import Outbox
+from batchmill.services.services import Services
+from batchmill.store.database import Database
+
+TRACES_DRAIN_S = 5.0
+
+
+class Observers:
+    """Raises: InvalidConfig when traces are wanted and cannot be made."""
+
+    def __init__(
+        self, services: Services, *, database: Database, jobs: Jobs, dispatcher: Dispatcher, environ: Mapping[str, str]
+    ) -> None:
+        self._services = services
+        self._tracing = load_tracing(services.config.server.otlp_endpoint, environ, services.clock)
+        self._outbox = Outbox(
+            database, services.clock, webhooks=services.webhooks, jobs=jobs, files=services.files, heard=self._ended
+        )
+        self.metrics = Metrics(database, dispatcher, self._outbox)
+        self._running: asyncio.Task[None] | None = None
+
+    def _ended(self, ended: Ended) -> None:
+        self.metrics.ended(ended)
+        if self._tracing is not None:
+            self._tracing.ended(ended)
+
+    def open(self, root: HttpRoot) -> Application:
+        """Begin to look on; what is to be served in the place of `root`."""
+        root.watch(self.metrics.served)
+        self._services.live.listen(self.metrics.live)
+        self._running = asyncio.create_task(self._outbox.run())
+        if self._tracing is None:
+            return root
+        root.watch(self._tracing.served)
+        self._services.live.listen(self._tracing.live)
+        return self._tracing.around(root)
+
+    async def close(self) -> None:
+        """End the deliveries that are under way: they are made again next time. Send the traces that are left."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        self._services.webhooks.close()
+        if self._tracing is not None:
+            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(self._tracing.close))}, timeout=TRACES_DRAIN_S)
