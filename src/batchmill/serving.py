@@ -12,7 +12,6 @@ from socket import socket
 
 from msgspec import Struct
 
-import batchmill
 from batchmill.app import DATABASE, Owner, prepare_data_dir, try_lock
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects
@@ -117,19 +116,20 @@ class _Server:
         assert self._owner.jobs is not None and self._owner.database is not None
         database = self._owner.database
         services = await self._services(database)
-        self._health = Health(database, config.data_dir, clock, batchmill.__version__)
         jobs = self._owner.jobs
+        self._health = Health(database, config.data_dir, clock, jobs)
         observers = self._observers = Observers(
             services, database=database, jobs=jobs, dispatcher=jobs.dispatcher, environ=os.environ
         )
-        own = Own(self._health, observers.metrics.render)
+        gate = Gate(services.keys, clock, config.server.requests_per_minute)
+        own = Own(self._health, gate, observers.metrics.render)
         dialects = load_dialects(services)
         fallback = next(each for each in dialects if each.name == FALLBACK)
         self._root = HttpRoot(
             dialects,
             fallback=fallback,
             own=own.operations(),
-            gate=Gate(services.keys, clock, config.server.requests_per_minute),
+            gate=gate,
             hosts=Hosts(config.server.host, config.server.allowed_hosts),
             clock=clock,
             body_bytes_max=config.server.body_bytes_max,
@@ -152,7 +152,7 @@ class _Server:
             uploads=UploadService(database, files, clock),
             keys=self._owner.keys,
             catalogue=self._catalogue,
-            live=LiveCalls(getattr(jobs, "live", None), self._catalogue, clock),
+            live=LiveCalls(jobs.live, self._catalogue, clock),
             webhooks=WebhookService(database, clock, config),
             config=config,
             clock=clock,

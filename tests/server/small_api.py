@@ -44,7 +44,7 @@ class HeldKeys:
     """Keys of a test: a token and whom it stands for."""
 
     def __init__(self, **callers: Caller) -> None:
-        self.callers = {token: caller for token, caller in callers.items()}
+        self.callers = callers
         self.asked = 0
 
     async def any_exist(self) -> bool:
@@ -80,7 +80,7 @@ class SmallDialect:
             Operation("cancel", "POST", f"{at}/things/{{thing_id}}/cancel", "Cancel", read, self.show_path),
             Operation("model", "GET", f"{at}/models/{{model:path}}", "Get a model", read, self.show_path),
             Operation("any", "POST", f"{at}/{{rest:path}}", "Anything else", read, self.show_path),
-            Operation("upload", "POST", f"{at}/upload", "Upload", read, self.upload, body=stream, body_bytes_max=10_000),
+            Operation("upload", "POST", f"{at}/upload", "Up", read, self.upload, body=stream, body_bytes_max=10_000),
             Operation("fail", "GET", f"{at}/fail", "Fail", read, self.fail),
             Operation("break", "GET", f"{at}/break", "Break off", read, self.break_off),
             Operation("wait", "POST", f"{at}/wait", "Wait", read, self.wait, body=Body),

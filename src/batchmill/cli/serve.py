@@ -30,6 +30,7 @@ def serve(session: Session, host: str | None, port: int | None, log_level: str) 
     Models are those of the configuration. SIGTERM or Ctrl-C ends requests and rows under way and stops; a second one
     stops at once. Jobs that were running go on with the next start.
     """
+    session.local_only("serve", "it is one")
     config = session.config()
     told = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     config = replace(config, server=replace(config.server, **told))

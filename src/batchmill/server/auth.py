@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 from typing import Protocol
 
-from batchmill.errors import Forbidden, RateLimited, Unauthenticated
+from batchmill.errors import Forbidden, RateLimited, Refused, Unauthenticated
 from batchmill.ports import Clock
 from batchmill.server.limits import Buckets
 from batchmill.types import Caller, Scope
@@ -62,6 +62,16 @@ class Gate:
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
         return caller
+
+    async def knows(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> bool:
+        """Whoever asks has a key, or needs none. For what anybody may ask, and not everybody is told in full."""
+        if await self._keys.any_exist() and token_of(headers) is None:
+            return False
+        try:
+            await self._caller(headers, address)
+        except Refused:
+            return False
+        return True
 
     async def _caller(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller:
         if not await self._keys.any_exist():

@@ -26,7 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`( - at `\$\.?(.*)`)?", re.DOTALL)
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 
 
 class Refusal(InvalidInput):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from msgspec import Struct
+from msgspec.structs import replace
 
+import batchmill
 from batchmill.errors import BatchmillError
+from batchmill.jobs.service import JobService
+from batchmill.jobs.tallies import ModelGauge
 from batchmill.ports import Clock
 from batchmill.store.database import Database
 from batchmill.store.tables import schema
@@ -19,6 +22,7 @@ from batchmill.store.tables import schema
 FRESH_S = 1.0  # an answer is given again for so long: anybody may ask, and a look costs a commit
 ANSWER_S = 5.0
 ROOM_BYTES_MIN = 64 * 1024 * 1024
+FAILED = "its engine failed; the jobs that wait for it say how"
 
 
 class Part(Struct, frozen=True):
@@ -33,14 +37,12 @@ class Report(Struct, frozen=True):
     status: str  # ok, failing, stopping
     version: str
     parts: list[Part]
+    models: list[Part] = []  # those with workers; told to who has a key, or needs none
 
 
 class Health:
-    """`watched` are further parts: each call gives some, and must not wait."""
-
-    def __init__(self, database: Database, data_dir: Path, clock: Clock, version: str) -> None:
-        self._database, self._data_dir, self._clock, self._version = database, data_dir, clock, version
-        self.watched: list[Callable[[], list[Part]]] = []
+    def __init__(self, database: Database, data_dir: Path, clock: Clock, jobs: JobService) -> None:
+        self._database, self._data_dir, self._clock, self._jobs = database, data_dir, clock, jobs
         self.is_stopping = False
         self._looking = asyncio.Lock()
         self._report: tuple[float, Report] | None = None
@@ -51,14 +53,12 @@ class Health:
             if self._report is None or now - self._report[0] >= FRESH_S:
                 self._report = (now, await self._look())
         report = self._report[1]
-        return Report("stopping", report.version, report.parts) if self.is_stopping else report
+        return replace(report, status="stopping") if self.is_stopping else report
 
     async def _look(self) -> Report:
-        parts = [await self._see_database(), self._see_disk()]
-        for watched in self.watched:
-            parts += watched()
+        parts = [await self._see_database(), self._see_disk(), *self._see_jobs()]
         is_ok = all(part.ok for part in parts)
-        return Report("ok" if is_ok else "failing", self._version, parts)
+        return Report("ok" if is_ok else "failing", batchmill.__version__, parts, self._see_models())
 
     async def _see_database(self) -> Part:
         try:
@@ -78,6 +78,25 @@ class Health:
         except OSError:
             return Part("disk", False, "the data directory cannot be read")
         return Part("disk", free >= ROOM_BYTES_MIN, f"{free // 2**20:,} MiB are free")
+
+    def _see_jobs(self) -> list[Part]:
+        """What gives out rows, and what counts them."""
+        alive, counts = self._jobs.dispatcher.is_alive, self._jobs.counts
+        return [
+            Part("dispatcher", alive, "" if alive else "it has stopped: restart the server"),
+            Part("ledger", counts, "" if counts else "commits are counted no more: restart the server"),
+        ]
+
+    def _see_models(self) -> list[Part]:
+        """The workers of every model that has some. One that failed does not keep the others from work."""
+        return [
+            Part(each.name, not each.failure, FAILED if each.failure else each.note or _ready(each))
+            for each in self._jobs.dispatcher.gauges()
+        ]
+
+
+def _ready(model: ModelGauge) -> str:
+    return f"{model.ready} of {model.workers} workers are ready"
 
 
 def _touch(db: sa.Connection) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 
+from batchmill.server.auth import Gate
 from batchmill.server.health import Health, Report
+from batchmill.server.metrics import CONTENT_TYPE
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.types import Scope
 
@@ -18,8 +21,8 @@ METRICS = "text/plain"
 class Own:
     """`render` makes the text of /metrics; `document` is filled once every operation is known."""
 
-    def __init__(self, health: Health, render: Callable[[], Awaitable[bytes]] | None = None) -> None:
-        self._health, self._render = health, render
+    def __init__(self, health: Health, gate: Gate, render: Callable[[], Awaitable[bytes]]) -> None:
+        self._health, self._gate, self._render = health, gate, render
         self.document: dict[str, object] = {}
         self._encoded = b""
 
@@ -41,6 +44,9 @@ class Own:
 
     async def health(self, call: Call) -> Response:
         report = await self._health.report()
+        scope = call.request.scope
+        if not await self._gate.knows(scope["headers"], (scope.get("client") or ("",))[0]):
+            report = replace(report, models=[])
         return json_reply(report, 200 if report.status == "ok" else 503)
 
     async def openapi(self, call: Call) -> Response:
@@ -49,5 +55,4 @@ class Own:
         return Response(self._encoded, media_type="application/json")
 
     async def metrics(self, call: Call) -> Response:
-        assert self._render is not None
-        return Response(await self._render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+        return Response(await self._render(), headers={"content-type": CONTENT_TYPE})

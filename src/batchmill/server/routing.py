@@ -35,6 +35,11 @@ class _Template(Struct, frozen=True):
     rank: tuple[int, ...]  # of each segment: 0 literal, 1 a parameter, 2 the rest of the path
     methods: dict[str, Route]
 
+    @property
+    def is_catch_all(self) -> bool:
+        """It takes whatever nobody else has: with another method there is nothing there."""
+        return self.rank == (0, 2)
+
 
 class Routes:
     """Raises: ValueError when two operations claim one method of one path."""
@@ -62,6 +67,8 @@ class Routes:
             return Found(self._owners.get(_first(path), self._fallback))
         methods = template.methods
         route = methods.get(method) or (methods.get("GET") if method == "HEAD" else None)
+        if route is None and template.is_catch_all:
+            return Found(self._owners.get(_first(path), self._fallback))
         if route is None:
             return Found(next(iter(methods.values())).dialect, methods=tuple(sorted(methods)))
         return Found(route.dialect, route, parameters)
