@@ -164,13 +164,20 @@ class Config(Struct, frozen=True):
 
 
 def load(
-    *, environ: Mapping[str, str], cwd: Path, data_dir: str | None = None, config_file: str | None = None
+    *,
+    environ: Mapping[str, str],
+    cwd: Path,
+    data_dir: str | None = None,
+    config_file: str | None = None,
+    reads_file: bool = True,
 ) -> Config:
     """The configuration of a command started in `cwd`; `data_dir` and `config_file` are its flags.
 
+    Args: reads_file: False for a command that works at a server, whose configuration is the server's own.
+
     Raises: InvalidConfig, naming the file, the key and the way out.
     """
-    path = _config_path(config_file or environ.get("BATCHMILL_CONFIG"), cwd)
+    path = _config_path(config_file or environ.get("BATCHMILL_CONFIG"), cwd) if reads_file else None
     read = _File() if path is None else _read(path)
     base = cwd if path is None else path.parent
     chosen = data_dir or environ.get("BATCHMILL_DATA_DIR")

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from batchmill.cli.local import LocalApp
 from batchmill.cli.main import cli
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidTransition, UnknownName
@@ -85,8 +86,8 @@ class MemoryJobs:
         return replace(self.report, job=self._views(job_id)[-1].id, adopted=3)
 
 
-class MemoryApp:
-    """What the command line calls of `batchmill.app`, over MemoryJobs."""
+class MemoryApp(LocalApp):
+    """What commands call, over MemoryJobs; results are files on this machine."""
 
     def __init__(self):
         self.jobs = MemoryJobs()

@@ -143,4 +143,4 @@ def details(view: JobView) -> list[str]:
 
 
 _PHASES = (JobState.VALIDATING, JobState.PLANNING, JobState.FINALIZING)
-_AT_REST = (JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED)
+_AT_REST = (JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED)

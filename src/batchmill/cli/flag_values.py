@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, NoReturn
+
+import click
 
 from batchmill.datasets.text_rules import is_too_deep
 from batchmill.errors import InvalidInput
 
+SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
 
 
@@ -68,3 +75,22 @@ def _refuse_number(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _refuse_number(text)
+
+
+class Moment(click.ParamType):
+    """A time to come: a span from now (90m, 12h, 2d), or an ISO 8601 date and time, local where it names no zone."""
+
+    name = "moment"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        now = time.time()
+        match = SPAN.fullmatch(str(value))
+        if match is not None:
+            return now + int(match[1]) * SECONDS[match[2]]
+        try:
+            moment = datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
+        if moment <= now:
+            self.fail(f"{value} has passed", param, ctx)
+        return moment

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from msgspec import Struct
 
 from batchmill.cli.displays import Display
-from batchmill.cli.interrupts import Interrupts
+from batchmill.cli.session import Session
 from batchmill.errors import InvalidTransition
 from batchmill.ports import Jobs
 from batchmill.types import JobView
@@ -21,26 +23,63 @@ class Followed(Struct, frozen=True):
     was_interrupted: bool = False
 
 
-async def follow(
-    jobs: Jobs, job_id: str, display: Display, *, interrupts: Interrupts, is_shared: bool = False
-) -> Followed:
+async def follow(jobs: Jobs, job_id: str, display: Display, *, session: Session, is_shared: bool = False) -> Followed:
     """Show a job until it is paused or has ended.
 
-    The first Ctrl-C (SIGTERM, SIGHUP) pauses it and waits; the second cancels this task, which stops at once.
+    The first Ctrl-C (SIGTERM, SIGHUP) pauses it and waits; the second cancels this task, which stops at once. A job at
+    a server is only left: it goes on there.
 
     Args: is_shared: another process runs the job, and the person has to know whom a pause concerns.
     """
-    pause = _Pause(jobs, job_id, display, is_shared=is_shared)
+    interrupts = session.interrupts
+    first = _Pause(jobs, job_id, display, is_shared=is_shared) if session.server_url is None else _Leave(display)
     view = None
-    with interrupts.first_does(pause.begin, lambda: display.say("stopping at once")):
+    with interrupts.first_does(first.begin, lambda: display.say("stopping at once")):
         try:
-            async for view in jobs.watch(job_id):
-                display.update(view)
-            await pause.settle()
+            async with contextlib.aclosing(first.watched(jobs.watch(job_id))) as views:
+                async for view in views:
+                    display.update(view)
+            await first.settle()
         finally:
-            await pause.abandon()
+            await first.abandon()
     assert view is not None, "watch() yields at least one view"
     return Followed(view, interrupts.count > 0)
+
+
+class _Leave:
+    """Ctrl-C where the job runs at a server: nobody looks any more, and nothing else changes."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._left = asyncio.Event()
+
+    def begin(self) -> None:
+        self._display.say("leaving: the job goes on at the server")
+        self._left.set()
+
+    async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
+        """The views until somebody leaves; the first one in any case."""
+        leaving = asyncio.ensure_future(self._left.wait())
+        following: asyncio.Future[JobView | None] | None = None
+        is_first = True
+        try:
+            while is_first or not leaving.done():
+                following = asyncio.ensure_future(anext(views, None))
+                await asyncio.wait({following} if is_first else {following, leaving}, return_when=FIRST_COMPLETED)
+                if not following.done() or (view := following.result()) is None:
+                    return
+                is_first = False
+                yield view
+        finally:
+            for task in filter(None, (leaving, following)):
+                task.cancel()
+            await asyncio.gather(*filter(None, (leaving, following)), return_exceptions=True)
+
+    async def settle(self) -> None:
+        """There is nothing to wait for."""
+
+    async def abandon(self) -> None:
+        """There is nothing to end."""
 
 
 class _Pause:
@@ -58,6 +97,11 @@ class _Pause:
 
     async def _ask(self) -> JobView:
         return await self._jobs.pause(self._job_id)
+
+    async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
+        """All of them: the pause shows in the last."""
+        async for view in views:
+            yield view
 
     async def settle(self) -> None:
         """Let the pause that was asked for end; a job that ended first needs none."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import BinaryIO
 
 import click
 
@@ -14,7 +13,7 @@ from batchmill.cli.following import follow
 from batchmill.cli.order_options import written_by
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.run import attend
-from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
+from batchmill.cli.session import EXIT_OK, ResultFile, Session, global_options, job_argument
 from batchmill.cli.summary import lines, pause_lines, show_problems
 from batchmill.cli.text import clean, count, moment, money, table
 from batchmill.config import Config
@@ -22,8 +21,6 @@ from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.ports import Jobs
 from batchmill.states import JobState
 from batchmill.types import JobView, Submitted
-
-COPY_BYTES = 1024 * 1024
 
 
 @click.command()
@@ -114,15 +111,17 @@ async def _results(session: Session, job_id: str, output: str | None, *, partial
     if session.as_json:
         session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
         return
-    path = _result_path(view, errors=errors)
-    with _opened(path) as file:
+    _refuse_early(view, errors=errors)
+    async with session.app.results(config, view, errors=errors) as found:
         if output is not None:
             with written_whole(output, _files_of(view)) as out:
-                shutil.copyfileobj(file, out, COPY_BYTES)
+                async for piece in found.pieces:
+                    out.write(piece)
         elif sys.stdout.isatty():
-            _print_file(session, path, file)
+            await _print_file(session, found)
         else:
-            shutil.copyfileobj(file, sys.stdout.buffer, COPY_BYTES)
+            async for piece in found.pieces:
+                sys.stdout.buffer.write(piece)
 
 
 async def _write_partial(session: Session, config: Config, view: JobView, output: str | None) -> None:
@@ -137,35 +136,34 @@ async def _write_partial(session: Session, config: Config, view: JobView, output
 
 def _files_of(view: JobView) -> list[str]:
     """What the job reads and writes, the files that it is only going to make included."""
-    return [*view.input, *([] if view.output is None else written_by(view.output))]
+    is_path = view.output is not None and os.path.isabs(view.output)  # a server names its files by their ids
+    return [*view.input, *(written_by(view.output) if is_path else [])]
 
 
-def _opened(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise InvalidInput(f"the results in {path} cannot be read: {error.strerror}", code="no_file") from None
-
-
-def _result_path(view: JobView, *, errors: bool) -> str:
-    path = view.errors_output if errors else view.output
-    if view.state not in (JobState.COMPLETED, JobState.CANCELLED):
+def _refuse_early(view: JobView, *, errors: bool) -> None:
+    """Raises: InvalidTransition before the job has ended, InvalidInput where it left no such file."""
+    if view.state not in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         raise InvalidTransition(
             f"the job {view.id} is {view.state}, {count(done(view))} of {count(view.rows)} rows are done: "
             "--partial prints those"
         )
-    if path is None:
+    is_there = view.errors_output if errors else view.output or view.errors_output
+    if is_there is None:
         raise InvalidInput(f"the job {view.id} has no {'error' if errors else 'result'} file", code="no_file")
-    return path
 
 
-def _print_file(session: Session, path: str, file: BinaryIO) -> None:
-    """Results on a terminal: text, line by line, without what could steer it; other formats by their path."""
-    if not path.endswith((".jsonl", ".csv")):
-        session.print(path)
+async def _print_file(session: Session, found: ResultFile) -> None:
+    """Results on a terminal: text, line by line, without what could steer it; other formats by their name."""
+    if not found.name.endswith((".jsonl", ".csv")):
+        session.print(found.name)
         return
-    for line in file:
-        session.print(clean(line.decode(errors="replace"), chars_max=len(line)))
+    rest = b""
+    async for piece in found.pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            session.print(clean(line.decode(errors="replace"), chars_max=len(line)))
+    if rest:
+        session.print(clean(rest.decode(errors="replace"), chars_max=len(rest)))
 
 
 @click.command()
@@ -210,7 +208,7 @@ async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[
         asked = await ask(opened)
         display = display_for(session)
         try:
-            view = (await follow(opened, asked.id, display, interrupts=session.interrupts)).view
+            view = (await follow(opened, asked.id, display, session=session)).view
         finally:
             display.close()
     if session.as_json:

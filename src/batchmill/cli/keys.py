@@ -7,7 +7,6 @@ import time
 
 import click
 
-from batchmill.app import open_keys
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
 from batchmill.services.keys import KeyRecord
@@ -40,7 +39,7 @@ def keys() -> None:
 
 @keys.command()
 @click.option("--name", required=True, callback=_text, metavar="TEXT", help="What the key is for.")
-@click.option("--project", default="default", show_default=True, callback=_text, help="Whose files and jobs it sees.")
+@click.option("--project", callback=_text, help="Whose files and jobs it sees [default; at a server: your key's own].")
 @click.option(
     "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
     help="read: look; submit: upload, run, call models; admin: keys and webhooks of its project too.",
@@ -51,16 +50,16 @@ def keys() -> None:
 @global_options
 @click.pass_obj
 def create(
-    session: Session, name: str, project: str, scope: str, *, models: tuple[str, ...], expires: float | None,
+    session: Session, name: str, project: str | None, scope: str, *, models: tuple[str, ...], expires: float | None,
     rpm: int | None,
 ) -> int:  # fmt: skip
     """Make a key. It is shown this once: only a digest of it is kept."""
 
     async def make() -> None:
-        async with open_keys(session.config()) as opened:
+        async with session.app.open_keys(session.config()) as opened:
             made = await opened.create(
                 name=name,
-                project=project,
+                project=project or ("default" if session.server_url is None else None),
                 scope=Scope(scope),
                 models=frozenset(models) or None,
                 requests_per_minute=rpm,
@@ -70,7 +69,7 @@ def create(
             session.emit("key", key=made.key, record=made.record)
         else:
             session.print(made.key)
-            session.say(f"key {made.record.id} of the project {clean(project)}; it is not shown again")
+            session.say(f"key {made.record.id} of the project {clean(made.record.project)}; it is not shown again")
 
     return session.run(make())
 
@@ -83,7 +82,7 @@ def list_keys(session: Session, project: str | None) -> int:
     """List the keys, the newest first; revoked ones too."""
 
     async def show() -> None:
-        async with open_keys(session.config()) as opened:
+        async with session.app.open_keys(session.config()) as opened:
             records = await opened.list(project)
         if session.as_json:
             for record in records:
@@ -123,7 +122,7 @@ def revoke(session: Session, key_id: str) -> int:
     """End a key, at once and for good."""
 
     async def end() -> None:
-        async with open_keys(session.config()) as opened:
+        async with session.app.open_keys(session.config()) as opened:
             record = await opened.revoke(key_id, None)
         if session.as_json:
             session.emit("key", record=record)

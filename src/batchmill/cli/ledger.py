@@ -29,6 +29,7 @@ def verify(session: Session, job_id: str) -> int:
 @click.pass_obj
 def rebuild(session: Session, job_id: str) -> int:
     """Make the ledger anew from the job's description and its segments."""
+    session.local_only("ledger rebuild", "who looks after the server runs it there, in its data directory")
     return session.run(_rebuild(session, job_id))
 
 

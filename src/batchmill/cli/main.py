@@ -22,12 +22,15 @@ COMMANDS = {
     "jobs": ("batchmill.cli.jobs:jobs", "List the jobs."),
     "show": ("batchmill.cli.jobs:show", "Show a job."),
     "results": ("batchmill.cli.jobs:results", "Print a job's results, with --partial while it runs."),
+    "explain": ("batchmill.cli.tuning:explain", "Explain why a job waits, or goes no faster."),
+    "amend": ("batchmill.cli.tuning:amend", "Change a job's priority, deadline or budget."),
     "cancel": ("batchmill.cli.jobs:cancel", "Cancel a job; finished rows are kept."),
     "pause": ("batchmill.cli.jobs:pause", "Pause a job."),
     "resume": ("batchmill.cli.jobs:resume", "Go on with a paused job."),
     "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
     "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),
     "keys": ("batchmill.cli.keys:keys", "Make, list and revoke the keys of a server."),
+    "models": ("batchmill.cli.models:models", "List the models that rows can be sent to."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),
 }
 

@@ -16,7 +16,7 @@ from batchmill.config import Config
 from batchmill.datasets import sources
 from batchmill.errors import InvalidInput
 from batchmill.jobs.results import errors_path
-from batchmill.models.registry import ModelFlags, checked_budget, resolve
+from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -41,7 +41,6 @@ ORDER_OPTIONS = (
     click.option("--copy", is_flag=True, help="Keep a copy of the input with the job."),
     click.option("--adapter", "adapters", metavar="NAME=PATH", multiple=True, help="A LoRA adapter for rows to name."),
     click.option("--base-url", metavar="URL", help="The address of an OpenAI-compatible service."),
-    click.option("--api-key-env", metavar="NAME", help="The environment variable that holds its key."),
     click.option("--engine-arg", "engine_args", metavar="KEY=VALUE", multiple=True, help="A flag of the engine."),
     click.option("--python", metavar="FILE", help="The interpreter of the environment the engine lives in."),
     click.option("--workers", "--replicas", "workers", type=COUNT, help="Processes; copies of an engine server."),
@@ -62,7 +61,8 @@ def order_options(command: C) -> C:
 
 def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
     """The order that the options of a command line make. Raises: InvalidInput."""
-    models = _models(session, config, options)
+    is_local = session.server_url is None
+    models = _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
     if output is not None:
         output = os.path.abspath(session.cwd / Path(output).expanduser())
@@ -82,9 +82,12 @@ def build_order(session: Session, config: Config, options: dict[str, Any]) -> Jo
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
-            budget=checked_budget(options.get("budget"), models),
+            budget=checked_budget(options.get("budget"), models) if is_local else options.get("budget"),
+            priority=options.get("priority", 0),
+            deadline=options.get("deadline"),
         ),
         output=output,
+        labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),
         overwrite=options.get("overwrite", False),
     )
@@ -108,7 +111,7 @@ def _refuse_half_text(order: JobOrder) -> None:
 
 
 def _models(session: Session, config: Config, options: dict[str, Any]) -> list[ModelSpec]:
-    key = options["api_key_env"]
+    key = session.api_key_env
     args = {name: scalar(value) for name, value in pairs(options["engine_args"], "--engine-arg", bare="true").items()}
     flags = ModelFlags(
         adapters=pairs(options["adapters"], "--adapter"),
@@ -130,3 +133,30 @@ def _models(session: Session, config: Config, options: dict[str, Any]) -> list[M
         if model.name in [other.name for other in models[:at]]:
             raise InvalidInput(f"two models are called {model.name!r}: name them in the configuration")
     return models
+
+
+# Flags that describe a model, or that say something about this machine: a server has its models, and its own disk.
+OF_THIS_MACHINE = {
+    "adapters": "--adapter", "base_url": "--base-url", "engine_args": "--engine-arg", "python": "--python",
+    "workers": "--workers", "rpm": "--rpm", "tpm": "--tpm", "in_flight": "--in-flight", "timeout": "--timeout",
+    "copy": "--copy",
+}  # fmt: skip
+
+
+def named_models(session: Session, options: dict[str, Any]) -> list[ModelSpec]:
+    """Models of a server, by name alone. Raises: InvalidInput for what only a configuration may say."""
+    for name, flag in OF_THIS_MACHINE.items():
+        if options[name]:
+            raise InvalidInput(f"{flag} has no meaning at a server: {session.server_url} says it in its configuration")
+    if options.get("restart"):
+        raise InvalidInput("--restart has no meaning at a server: each `run` there is a job of its own")
+    names = options["models"]
+    for at, name in enumerate(names):
+        kind, colon, _ = name.partition(":")
+        if colon and (kind in KINDS or kind.endswith(".py")):
+            raise InvalidInput(
+                f"{name!r} defines a model in place, and a server runs only its own: `batchmill models` lists them"
+            )
+        if name in names[:at]:
+            raise InvalidInput(f"the model {name!r} is named twice")
+    return [ModelSpec(name=name, engine="", source=name) for name in names]

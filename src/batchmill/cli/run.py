@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from batchmill.cli.displays import Display, display_for, done
+from batchmill.cli.flag_values import Moment
 from batchmill.cli.following import follow
 from batchmill.cli.order_options import MORE_THAN_NOTHING, build_order, order_options
 from batchmill.cli.session import Session
@@ -15,11 +16,19 @@ from batchmill.cli.text import clean, count
 from batchmill.config import Config
 from batchmill.ports import Jobs
 from batchmill.types import JobOrder, Submitted
+from batchmill.wire.native import PRIORITY_MAX
+
+PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 
 
 @click.command()
 @order_options
 @click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause when so much is spent.")
+@click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs of a higher one go first.")
+@click.option(
+    "--deadline", type=Moment(), metavar="WHEN", help="End then, with what is finished: 12h, 2026-12-31T18:00."
+)
+@click.option("--label", "labels", metavar="KEY=VALUE", multiple=True, help="Your own words about the job.")
 @click.option("--restart", is_flag=True, help="Start over although an unfinished job exists.")
 @click.option("--overwrite", is_flag=True, help="Run again although the job is finished, over its results.")
 @click.pass_obj
@@ -45,7 +54,7 @@ async def attend(session: Session, jobs: Jobs, submitted: Submitted) -> int:
     try:
         await _announce(session, jobs, submitted, display)
         is_shared = submitted.how == "joined"
-        followed = await follow(jobs, submitted.id, display, interrupts=session.interrupts, is_shared=is_shared)
+        followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
     finally:
         display.close()
     return show_end(session, followed.view, was_interrupted=followed.was_interrupted)

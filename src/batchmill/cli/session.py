@@ -8,13 +8,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import click
+from msgspec import Struct
 
 from batchmill import config
 from batchmill.cli.interrupts import Interrupts
@@ -22,25 +23,35 @@ from batchmill.cli.text import clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused
 from batchmill.ports import Jobs
-from batchmill.types import JobOrder
+from batchmill.types import JobOrder, JobView
+from batchmill.wire.native import ModelInfo
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXIT_PIPE = 141  # as a shell shows a process that SIGPIPE ended
-APP = "batchmill.app"
+LOCAL, REMOTE = "batchmill.cli.local", "batchmill.cli.remote"  # modules that have an `app`
+SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
 
 C = TypeVar("C", bound=Callable[..., Any])
 Progress = Callable[[float], None]
+GLOBAL = ("verbose", "as_json", "config_file", "data_dir", "server", "api_key_env")
 
 
 class OutputClosed(Exception):
     """Whoever read our output has gone."""
 
 
+class ResultFile(Struct, frozen=True):
+    """A result file that is being read: what it is called, and its bytes in pieces."""
+
+    name: str
+    pieces: AsyncIterator[bytes]
+
+
 class App(Protocol):
-    """What the command line calls of `batchmill.app`."""
+    """What commands call: the same whether jobs run on this machine or at a server."""
 
     def open_jobs(self, config: Config) -> AbstractAsyncContextManager[Jobs]: ...
 
@@ -58,6 +69,14 @@ class App(Protocol):
     def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> Awaitable[int]:
         """Write the lines of every row that has its outcome, in row order; return how many."""
 
+    def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultFile]:
+        """The result file, or the error file, of a job that has ended."""
+
+    def models(self, config: Config) -> Awaitable[list[ModelInfo]]: ...
+
+    def open_keys(self, config: Config) -> AbstractAsyncContextManager[Any]:
+        """Keys, with the verbs of `services.keys.KeyService`."""
+
 
 class Session:
     """One call of the command line. Tests hand in an App of their own."""
@@ -66,6 +85,8 @@ class Session:
         self._app = app
         self.data_dir: str | None = None
         self.config_file: str | None = None
+        self.server: str | None = None
+        self.api_key_env: str | None = None
         self.as_json = False
         self.verbose = False
         self.args: list[str] = []  # as they were typed
@@ -73,16 +94,45 @@ class Session:
 
     @property
     def app(self) -> App:
-        return self._app if self._app is not None else import_module(APP)  # type: ignore[return-value]
+        if self._app is None:
+            self._app = import_module(LOCAL if self.server_url is None else REMOTE).app(self)
+        return self._app
+
+    @property
+    def server_url(self) -> str | None:
+        """The server that commands work at; None: they work on this machine."""
+        return (os.environ.get(SERVER) if self.server is None else self.server) or None
+
+    def api_key(self) -> str | None:
+        """The key for that server. Raises: InvalidInput when the variable that was named is not set."""
+        if self.api_key_env is None:
+            return os.environ.get(API_KEY)
+        if not (key := os.environ.get(self.api_key_env)):
+            raise InvalidInput(f"the environment variable {self.api_key_env} of --api-key-env is not set")
+        return key
+
+    def local_only(self, command: str, why: str) -> None:
+        """Refuse --server, and stay on this machine whatever the environment says. Raises: InvalidInput."""
+        if self.server:
+            raise InvalidInput(f"`batchmill {command}` has no --server: {why}")
+        self.server = ""
 
     @property
     def cwd(self) -> Path:
         return Path.cwd()
 
     def config(self) -> Config:
-        """Raises: InvalidConfig."""
+        """Raises: InvalidConfig; InvalidInput for a flag that says nothing to a server."""
+        if self.server_url is not None:
+            for flag, value in (("--data-dir", self.data_dir), ("--config", self.config_file)):
+                if value is not None:
+                    raise InvalidInput(
+                        f"the server {self.server_url} has its own: leave {flag} out, or work on this machine with "
+                        '--server ""'
+                    )
         found = config.load(
-            environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file
+            environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file,
+            reads_file=self.server_url is None,
         )  # fmt: skip
         refuse_half_text(str(found.data_dir))
         return found
@@ -201,9 +251,16 @@ def global_options(command: C) -> C:
         click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output."),
         click.option("--config", "config_file", metavar="FILE", help="The configuration file [batchmill.toml]."),
         click.option("--data-dir", metavar="DIR", help="Where jobs are kept."),
+        click.option(
+            "--api-key-env",
+            metavar="NAME",
+            help="The environment variable that holds the key for --server "
+            f"[{API_KEY}], or for the service at --base-url.",
+        ),
+        click.option("--server", metavar="URL", help=f"Work at this server [{SERVER}]."),
     ):
         command = option(command)
     for param in getattr(command, "params", getattr(command, "__click_params__", [])):
-        if param.name in ("verbose", "as_json", "config_file", "data_dir"):
+        if param.name in GLOBAL:
             param.callback, param.expose_value = _remember, False
     return command

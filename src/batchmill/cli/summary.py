@@ -45,7 +45,7 @@ def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
     match view.state:
         case JobState.COMPLETED:
             return EXIT_ROWS_FAILED if view.rows_failed else EXIT_OK
-        case JobState.CANCELLED:
+        case JobState.CANCELLED | JobState.EXPIRED:
             return EXIT_ROWS_FAILED
         case JobState.FAILED:
             return EXIT_USAGE  # a job fails for what it was given, and for nothing else
@@ -66,8 +66,8 @@ def show_end(session: Session, view: JobView, *, was_interrupted: bool = False) 
         show_problems(session, view.problems, view.problems_total)
     for line in lines(view):
         session.print(line)
-    if view.state not in (JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED):
-        for line in pause_lines(view):
+    if not JobState(view.state).is_at_rest:
+        for line in pause_lines(view) if view.state == JobState.PAUSED else leave_lines(view):
             session.say(line)
     return code
 
@@ -100,7 +100,7 @@ def lines(view: JobView) -> list[str]:
         found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
     if view.cost is not None:
         found.append(_line("cost", money(view.cost)))
-    if view.state in (JobState.COMPLETED, JobState.CANCELLED):
+    if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         found += [_line("results", clean(view.output, 4096))] if view.output else []
         found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
     return found
@@ -127,6 +127,14 @@ def pause_lines(view: JobView) -> list[str]:
     if not told.startswith(why):  # many a message begins with the reason itself
         told = f"{why}: {told}" if told else why
     return [f"batchmill: {told}", f"to go on: {then.format(id=view.id)}"]
+
+
+def leave_lines(view: JobView) -> list[str]:
+    """How a job that goes on at a server is come back to."""
+    return [
+        f"to follow it: batchmill resume {view.id}",
+        f"to end it: batchmill cancel {view.id}; its results: batchmill results {view.id}",
+    ]
 
 
 def show_problems(session: Session, problems: list[Problem], total: int) -> None:

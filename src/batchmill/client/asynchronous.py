@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import httpx
 
 from batchmill.client import calls, connection, procedures
-from batchmill.client.messages import PIECE_BYTES, Broken, Reply, Request, Send, SendFile, Sleep, Steps
+from batchmill.client.messages import PIECE_BYTES, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
 from batchmill.client.writing import is_past, part_of
@@ -72,11 +72,11 @@ class AsyncClient:
 
         Raises: InvalidInput for what cannot be run as it is.
         """
-        return AsyncJob(self, (await self._run(procedures.submit(inputs, work))).job)
+        return AsyncJob(self, (await self.run(procedures.submit(inputs, work))).job)
 
     async def job(self, job_id: str) -> AsyncJob:
         """A job that exists. Raises: UnknownName."""
-        return AsyncJob(self, await self._run(procedures.ask(calls.show(job_id))))
+        return AsyncJob(self, await self.call(calls.show(job_id)))
 
     def jobs(self, *, state: str | None = None, label: str | None = None) -> AsyncIterator[JobView]:
         """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"."""
@@ -86,21 +86,21 @@ class AsyncClient:
 
     async def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
         """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""
-        return await self._run(procedures.preview(calls.validate, inputs, work))
+        return await self.run(procedures.preview(calls.validate, inputs, work))
 
     async def plan(self, inputs: Source | Iterable[Source], **work: Any) -> Planned:
         """Explain the order in which rows would run."""
-        return await self._run(procedures.preview(calls.plan, inputs, work))
+        return await self.run(procedures.preview(calls.plan, inputs, work))
 
     async def estimate(self, inputs: Source | Iterable[Source], **work: Any) -> Estimated:
         """Estimate tokens, cost and time before anything is spent."""
-        return await self._run(procedures.preview(calls.estimate, inputs, work))
+        return await self.run(procedures.preview(calls.estimate, inputs, work))
 
     # -- models, files, keys ------------------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelInfo]:
         """The models that this key may use, with their adapters."""
-        return (await self._run(procedures.ask(calls.models()))).models
+        return (await self.call(calls.models())).models
 
     async def upload(
         self,
@@ -115,37 +115,41 @@ class AsyncClient:
             filename: what it is called; its end (.jsonl, .csv, .parquet, with .gz or .zst) tells what it holds.
             expires_s: seconds from now after which the server removes it; None: what the server does by itself.
         """
-        return await self._run(procedures.upload(source, filename=filename, expires_s=expires_s))
+        return await self.run(procedures.upload(source, filename=filename, expires_s=expires_s))
 
     def files(self) -> AsyncIterator[FileInfo]:
         """Files, the newest first."""
         return self._all(Pages(lambda after: calls.files(limit=None, after=after), lambda page: page.files))
 
     async def file(self, file_id: str) -> FileInfo:
-        return await self._run(procedures.ask(calls.file(file_id)))
+        return await self.call(calls.file(file_id))
 
     async def delete_file(self, file_id: str) -> None:
         """Raises: Conflict (`file_in_use`) while an unfinished job reads it."""
-        await self._run(procedures.ask(calls.delete_file(file_id)))
+        await self.call(calls.delete_file(file_id))
 
     def read_file(self, file_id: str) -> AsyncIterator[bytes]:
         """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
-        return self._stream(Bytes(calls.content(file_id)))
+        return self.read(Bytes(calls.content(file_id)))
 
     async def create_key(self, key: NewKey) -> MadeKey:
         """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
-        return await self._run(procedures.ask(calls.create_key(key)))
+        return await self.call(calls.create_key(key))
 
     async def keys(self) -> list[KeyInfo]:
-        return (await self._run(procedures.ask(calls.keys()))).keys
+        return (await self.call(calls.keys())).keys
 
     async def revoke_key(self, key_id: str) -> KeyInfo:
         """End a key, at once."""
-        return await self._run(procedures.ask(calls.revoke_key(key_id)))
+        return await self.call(calls.revoke_key(key_id))
 
     # -- the steps of the core ----------------------------------------------------------------------------------------
 
-    async def _run(self, steps: Steps[T]) -> T:
+    async def call(self, what: Ask[T]) -> T:
+        """Ask for one thing of `batchmill.client.calls`."""
+        return await self.run(procedures.ask(what))
+
+    async def run(self, steps: Steps[T]) -> T:
         """Take the steps of a procedure; returns its value."""
         answer: Reply | None = None
         failure: Broken | None = None
@@ -182,10 +186,10 @@ class AsyncClient:
 
     async def _all(self, pages: Pages[T]) -> AsyncIterator[T]:
         while not pages.is_over:
-            for item in await self._run(pages.next()):
+            for item in await self.run(pages.next()):
                 yield item
 
-    async def _stream(self, stream: Stream[T]) -> AsyncIterator[T]:
+    async def read(self, stream: Stream[T]) -> AsyncIterator[T]:
         """What a stream reads, over as many connections as it takes."""
         while not stream.is_over:
             try:
@@ -240,12 +244,12 @@ class AsyncJob:
 
     async def refresh(self) -> JobView:
         """Ask how the job is."""
-        self.view = await self._client._run(procedures.ask(calls.show(self.id)))
+        self.view = await self._client.call(calls.show(self.id))
         return self.view
 
     async def watch(self, interval_s: float = 1.0) -> AsyncIterator[JobView]:
         """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
-        async with aclosing(self._client._stream(Views(self.id, interval_s))) as views:
+        async with aclosing(self._client.read(Views(self.id, interval_s))) as views:
             async for view in views:
                 self.view = view
                 yield view
@@ -264,21 +268,21 @@ class AsyncJob:
 
     def results(self) -> AsyncIterator[dict[str, Any]]:
         """The lines of the result file of a job that has ended, as objects."""
-        return self._client._stream(Lines(Bytes(calls.results(self.id))))
+        return self._client.read(Lines(Bytes(calls.results(self.id))))
 
     def errors(self) -> AsyncIterator[dict[str, Any]]:
         """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
-        return self._client._stream(Lines(Bytes(calls.errors(self.id))))
+        return self._client.read(Lines(Bytes(calls.errors(self.id))))
 
     def partial(self) -> AsyncIterator[dict[str, Any]]:
         """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client._stream(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
 
     async def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
         """Write the result (or error) file to `path`, which gets its name once it is whole."""
         stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
         with part_of(path) as file:
-            async with aclosing(self._client._stream(stream)) as pieces:
+            async with aclosing(self._client.read(stream)) as pieces:
                 async for piece in pieces:
                     await asyncio.to_thread(file.write, piece)
 
@@ -302,17 +306,17 @@ class AsyncJob:
     ) -> JobView:
         """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
         change = Change(priority, deadline, budget)
-        self.view = await self._client._run(procedures.ask(calls.amend(self.id, change)))
+        self.view = await self._client.call(calls.amend(self.id, change))
         return self.view
 
     async def explain(self) -> Wait:
         """Why the job waits, or goes no faster."""
-        return await self._client._run(procedures.ask(calls.explain(self.id)))
+        return await self._client.call(calls.explain(self.id))
 
     async def verify(self) -> LedgerReport:
         """Audit the record of which rows are done; needs an admin's key."""
-        return await self._client._run(procedures.ask(calls.verify(self.id)))
+        return await self._client.call(calls.verify(self.id))
 
     async def _steer(self, verb: calls.Steering) -> JobView:
-        self.view = await self._client._run(procedures.ask(calls.steer(self.id, verb)))
+        self.view = await self._client.call(calls.steer(self.id, verb))
         return self.view

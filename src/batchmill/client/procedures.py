@@ -125,7 +125,7 @@ def _uploaded(inputs: Source | Iterable[Source], fresh: list[str]) -> Steps[list
     return ids
 
 
-def _discard(file_ids: list[str]) -> Steps[None]:
+def discard(file_ids: list[str]) -> Steps[None]:
     """Leave nothing behind of what failed; why it failed is what the caller hears."""
     for file_id in file_ids:
         with contextlib.suppress(BatchmillError):
@@ -145,7 +145,7 @@ def submit(inputs: Source | Iterable[Source], options: dict[str, Any]) -> Steps[
     except BatchmillError as error:
         # Whether it was taken is not known where no reply came: then its files may be a job's already.
         if error.code != "unreachable":
-            yield from _discard(fresh)
+            yield from discard(fresh)
         raise
 
 
@@ -157,9 +157,9 @@ def preview(call: Callable[[Work], Ask[T]], inputs: Source | Iterable[Source], o
         work = described(Work, (yield from _uploaded(inputs, fresh)), options)
         found = yield from ask(call(work))
     except BatchmillError:
-        yield from _discard(fresh)
+        yield from discard(fresh)
         raise
-    yield from _discard(fresh)
+    yield from discard(fresh)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import httpx
 
 from batchmill.client import calls, connection, procedures
-from batchmill.client.messages import PIECE_BYTES, Broken, Reply, Request, Send, SendFile, Sleep, Steps
+from batchmill.client.messages import PIECE_BYTES, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
 from batchmill.client.writing import is_past, part_of
@@ -70,11 +70,11 @@ class Client:
 
         Raises: InvalidInput for what cannot be run as it is.
         """
-        return Job(self, self._run(procedures.submit(inputs, work)).job)
+        return Job(self, self.run(procedures.submit(inputs, work)).job)
 
     def job(self, job_id: str) -> Job:
         """A job that exists. Raises: UnknownName."""
-        return Job(self, self._run(procedures.ask(calls.show(job_id))))
+        return Job(self, self.call(calls.show(job_id)))
 
     def jobs(self, *, state: str | None = None, label: str | None = None) -> Iterator[JobView]:
         """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"."""
@@ -84,21 +84,21 @@ class Client:
 
     def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
         """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""
-        return self._run(procedures.preview(calls.validate, inputs, work))
+        return self.run(procedures.preview(calls.validate, inputs, work))
 
     def plan(self, inputs: Source | Iterable[Source], **work: Any) -> Planned:
         """Explain the order in which rows would run."""
-        return self._run(procedures.preview(calls.plan, inputs, work))
+        return self.run(procedures.preview(calls.plan, inputs, work))
 
     def estimate(self, inputs: Source | Iterable[Source], **work: Any) -> Estimated:
         """Estimate tokens, cost and time before anything is spent."""
-        return self._run(procedures.preview(calls.estimate, inputs, work))
+        return self.run(procedures.preview(calls.estimate, inputs, work))
 
     # -- models, files, keys ------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelInfo]:
         """The models that this key may use, with their adapters."""
-        return self._run(procedures.ask(calls.models())).models
+        return self.call(calls.models()).models
 
     def upload(
         self,
@@ -113,37 +113,41 @@ class Client:
             filename: what it is called; its end (.jsonl, .csv, .parquet, with .gz or .zst) tells what it holds.
             expires_s: seconds from now after which the server removes it; None: what the server does by itself.
         """
-        return self._run(procedures.upload(source, filename=filename, expires_s=expires_s))
+        return self.run(procedures.upload(source, filename=filename, expires_s=expires_s))
 
     def files(self) -> Iterator[FileInfo]:
         """Files, the newest first."""
         return self._all(Pages(lambda after: calls.files(limit=None, after=after), lambda page: page.files))
 
     def file(self, file_id: str) -> FileInfo:
-        return self._run(procedures.ask(calls.file(file_id)))
+        return self.call(calls.file(file_id))
 
     def delete_file(self, file_id: str) -> None:
         """Raises: Conflict (`file_in_use`) while an unfinished job reads it."""
-        self._run(procedures.ask(calls.delete_file(file_id)))
+        self.call(calls.delete_file(file_id))
 
     def read_file(self, file_id: str) -> Iterator[bytes]:
         """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
-        return self._stream(Bytes(calls.content(file_id)))
+        return self.read(Bytes(calls.content(file_id)))
 
     def create_key(self, key: NewKey) -> MadeKey:
         """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
-        return self._run(procedures.ask(calls.create_key(key)))
+        return self.call(calls.create_key(key))
 
     def keys(self) -> list[KeyInfo]:
-        return self._run(procedures.ask(calls.keys())).keys
+        return self.call(calls.keys()).keys
 
     def revoke_key(self, key_id: str) -> KeyInfo:
         """End a key, at once."""
-        return self._run(procedures.ask(calls.revoke_key(key_id)))
+        return self.call(calls.revoke_key(key_id))
 
     # -- the steps of the core ----------------------------------------------------------------------------------------
 
-    def _run(self, steps: Steps[T]) -> T:
+    def call(self, what: Ask[T]) -> T:
+        """Ask for one thing of `batchmill.client.calls`."""
+        return self.run(procedures.ask(what))
+
+    def run(self, steps: Steps[T]) -> T:
         """Take the steps of a procedure; returns its value."""
         answer: Reply | None = None
         failure: Broken | None = None
@@ -180,9 +184,9 @@ class Client:
 
     def _all(self, pages: Pages[T]) -> Iterator[T]:
         while not pages.is_over:
-            yield from self._run(pages.next())
+            yield from self.run(pages.next())
 
-    def _stream(self, stream: Stream[T]) -> Iterator[T]:
+    def read(self, stream: Stream[T]) -> Iterator[T]:
         """What a stream reads, over as many connections as it takes."""
         while not stream.is_over:
             try:
@@ -227,12 +231,12 @@ class Job:
 
     def refresh(self) -> JobView:
         """Ask how the job is."""
-        self.view = self._client._run(procedures.ask(calls.show(self.id)))
+        self.view = self._client.call(calls.show(self.id))
         return self.view
 
     def watch(self, interval_s: float = 1.0) -> Iterator[JobView]:
         """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
-        for view in self._client._stream(Views(self.id, interval_s)):
+        for view in self._client.read(Views(self.id, interval_s)):
             self.view = view
             yield view
 
@@ -249,21 +253,21 @@ class Job:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The lines of the result file of a job that has ended, as objects."""
-        return self._client._stream(Lines(Bytes(calls.results(self.id))))
+        return self._client.read(Lines(Bytes(calls.results(self.id))))
 
     def errors(self) -> Iterator[dict[str, Any]]:
         """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
-        return self._client._stream(Lines(Bytes(calls.errors(self.id))))
+        return self._client.read(Lines(Bytes(calls.errors(self.id))))
 
     def partial(self) -> Iterator[dict[str, Any]]:
         """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client._stream(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
 
     def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
         """Write the result (or error) file to `path`, which gets its name once it is whole."""
         stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
         with part_of(path) as file:
-            for piece in self._client._stream(stream):
+            for piece in self._client.read(stream):
                 file.write(piece)
 
     def pause(self) -> JobView:
@@ -286,17 +290,17 @@ class Job:
     ) -> JobView:
         """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
         change = Change(priority, deadline, budget)
-        self.view = self._client._run(procedures.ask(calls.amend(self.id, change)))
+        self.view = self._client.call(calls.amend(self.id, change))
         return self.view
 
     def explain(self) -> Wait:
         """Why the job waits, or goes no faster."""
-        return self._client._run(procedures.ask(calls.explain(self.id)))
+        return self._client.call(calls.explain(self.id))
 
     def verify(self) -> LedgerReport:
         """Audit the record of which rows are done; needs an admin's key."""
-        return self._client._run(procedures.ask(calls.verify(self.id)))
+        return self._client.call(calls.verify(self.id))
 
     def _steer(self, verb: calls.Steering) -> JobView:
-        self.view = self._client._run(procedures.ask(calls.steer(self.id, verb)))
+        self.view = self._client.call(calls.steer(self.id, verb))
         return self.view

@@ -149,7 +149,7 @@ class MadeKey(Struct, frozen=True):
     """A new key, on the one occasion on which it is shown."""
 
     key: str
-    info: KeyInfo
+    record: KeyInfo
 
 
 class KeyList(Struct, frozen=True):

@@ -1,0 +1,51 @@
+"""Commands that work on this machine: `batchmill.app` as an `App`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import BinaryIO
+
+from batchmill import app as root
+from batchmill.cli.session import App, ResultFile, Session
+from batchmill.config import Config
+from batchmill.errors import InvalidInput
+from batchmill.services.catalogue import Catalogue
+from batchmill.types import JobView
+from batchmill.wire.native import ModelInfo
+
+PIECE_BYTES = 1024 * 1024
+
+
+class LocalApp:
+    open_jobs = staticmethod(root.open_jobs)
+    open_keys = staticmethod(root.open_keys)
+    preview_validate = staticmethod(root.preview_validate)
+    preview_plan = staticmethod(root.preview_plan)
+    preview_estimate = staticmethod(root.preview_estimate)
+    partial_results = staticmethod(root.partial_results)
+
+    @contextlib.asynccontextmanager
+    async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:
+        path = view.errors_output if errors else view.output
+        assert path is not None, "the command looks first"
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise InvalidInput(f"the results in {path} cannot be read: {error.strerror}", code="no_file") from None
+        with file:
+            yield ResultFile(path, _pieces(file))
+
+    async def models(self, config: Config) -> list[ModelInfo]:
+        catalogue = await asyncio.to_thread(Catalogue, config, config.base)
+        return [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def app(session: Session) -> App:
+    return LocalApp()
