@@ -9,6 +9,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
+from batchmill.engines.ahead import Ahead
 from batchmill.engines.dispatch import DRAIN_S, Dispatch, Send
 from batchmill.engines.outgoing import Call, Composer
 from batchmill.engines.pacing import Pacer
@@ -24,7 +25,7 @@ FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
 def dispatch(send: Send, clock: HeldClock, in_flight: int = 64) -> Dispatch:
     composer = Composer(ModelSpec(name="m", engine="http", source="m", base_url="http://x"), None)
     pacer = Pacer(Limits(), clock.monotonic(), jitter=lambda: 0.5, ceiling=in_flight)
-    return Dispatch(composer.call, send, pacer, attempts_max=5, clock=clock)
+    return Dispatch(composer.call, send, pacer, ahead=Ahead(pacer, clock), attempts_max=5, clock=clock)
 
 
 def answered(call: Call) -> Outcome:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 import msgspec
 
+from batchmill.engines.ahead import Ahead, nothing
 from batchmill.engines.outgoing import Call
 from batchmill.engines.pacing import Pacer
 from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, Kind, RetryBudget
@@ -35,10 +36,13 @@ class Dispatch:
     when more calls are to be in flight than before. Rows that wait for their retry hold no place in flight.
     """
 
-    def __init__(self, prepare: Prepare, send: Send, pacer: Pacer, *, attempts_max: int, clock: Clock) -> None:
+    def __init__(
+        self, prepare: Prepare, send: Send, pacer: Pacer, *, ahead: Ahead, attempts_max: int, clock: Clock
+    ) -> None:
         self._prepare = prepare
         self._send = send
         self._pacer = pacer
+        self._ahead = ahead
         self._attempts_max = attempts_max
         self._clock = clock
         self._budget = RetryBudget()
@@ -56,6 +60,7 @@ class Dispatch:
         """As `ports.Engine.run`."""
         try:
             async with asyncio.TaskGroup() as self._group:
+                self._ahead.resume = self._pump
                 self._feeder = self._spawn(self._take(feed))
                 self._spawn(self._deliver(sink))
                 await self._ended.wait()
@@ -64,7 +69,8 @@ class Dispatch:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._pacer.idle()
+            self._ahead.resume = nothing
+            self._pacer.idle(self._ahead.in_flight)
             self._flush(sink)
         if self._stopped is not None:
             raise self._stopped
@@ -113,7 +119,7 @@ class Dispatch:
 
     def _next(self) -> Call | None:
         """The call that goes now, counted as sent; None when none may."""
-        if not self._queue or self._stopped is not None:
+        if self._ahead.is_wanted() or not self._queue or self._stopped is not None:
             return None
         call = self._queue[0]
         now = self._clock.monotonic()
@@ -150,7 +156,7 @@ class Dispatch:
                 self._handle(call, result, now)
             call = self._next()
             self._pump()
-        if self._stopped is not None and self._pacer.window.in_flight == 0:
+        if self._stopped is not None and self._pacer.window.in_flight == self._ahead.in_flight:
             self._ended.set()
 
     # what came back

@@ -10,24 +10,26 @@ import asyncio
 import io
 import random
 import resource
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import aiohttp
 from aiohttp import hdrs
 
 import batchmill
+from batchmill.engines.ahead import Ahead
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.deadlines import Deadlines
 from batchmill.engines.dispatch import Dispatch
-from batchmill.engines.outgoing import Call, Composer, check_header
+from batchmill.engines.http_live import LiveWay, NoReply, Wire
+from batchmill.engines.outgoing import Call, Composer, LiveCall, check_header
 from batchmill.engines.pacing import IN_FLIGHT_CEILING, Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
 from batchmill.engines.retry import Fault, Kind, is_result, judge
 from batchmill.errors import ModelFailed
 from batchmill.models import secrets
 from batchmill.ports import Clock, Feed, Sink
-from batchmill.types import EngineStats, ModelSpec, Outcome, RowError
+from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, RowError
 
 IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
 KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
@@ -65,6 +67,9 @@ class HttpEngine:
         self._pacer = Pacer(
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, _allow_files(ceiling))
         )
+        self._ahead = Ahead(self._pacer, self._clock)
+        wire = Wire(self._begin_live, self._read_live, self._secrets)
+        self._live = LiveWay(wire, self._composer, self._pacer, self._ahead, self._clock)
 
     async def start(self) -> None:
         """Read the credentials and open the pool of connections; the service itself is not called yet.
@@ -85,18 +90,28 @@ class HttpEngine:
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         dispatch = Dispatch(
-            self._composer.call, self._send, self._pacer, attempts_max=self._limits.attempts_max, clock=self._clock
+            self._composer.call,
+            self._send,
+            self._pacer,
+            ahead=self._ahead,
+            attempts_max=self._limits.attempts_max,
+            clock=self._clock,
         )
         await dispatch.run(feed, sink)
 
+    def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        return self._live.predict(request)
+
     async def stop(self) -> None:
+        await self._ahead.stop()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     def stats(self) -> EngineStats:
         window = self._pacer.window
-        return EngineStats(window.in_flight, window.limit, self._pacer.note(self._clock.monotonic()))
+        live, note = self._ahead.in_flight, self._pacer.note(self._clock.monotonic())
+        return EngineStats(window.in_flight - live, window.limit, note, live)
 
     def _refuse_unknown(self, arguments: dict[str, str | int | float | bool | None]) -> None:
         known = "header.NAME, idempotency_header and idle_timeout_s"
@@ -186,6 +201,24 @@ class HttpEngine:
                 pieces.append(piece)
                 idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
         return b"".join(pieces)
+
+    async def _begin_live(self, call: LiveCall) -> aiohttp.ClientResponse:
+        """Send a live call; its reply's head. Raises: NoReply."""
+        assert self._session is not None, "start() comes first"
+        data = call.body if len(call.body) <= BODY_COPY_MAX else io.BytesIO(call.body)
+        try:
+            async with asyncio.timeout(self._limits.attempt_timeout_s):
+                return await self._session.post(call.url, data=data, headers=call.headers, allow_redirects=False)
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error)) from None
+
+    async def _read_live(self, response: aiohttp.ClientResponse) -> bytes:
+        """The next piece of a live reply; empty at its end. Raises: NoReply."""
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                return await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error)) from None
 
     def _translate(self, error: aiohttp.ClientError | OSError) -> Fault:
         where = self._composer.address

@@ -12,7 +12,7 @@ from msgspec import Struct
 from yarl import URL
 
 from batchmill.errors import InvalidRow, ModelFailed
-from batchmill.types import ModelSpec, Row
+from batchmill.types import LiveRequest, ModelSpec, Row
 from batchmill.wire.forms import with_model
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -21,6 +21,10 @@ ADDRESSES_MAX = 64
 _PATH = re.compile(r"/v1/[A-Za-z0-9._~/%-]{1,500}")
 _TARGET = re.compile(r"[!-~]{0,1000}")
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
+
+
+# Packed, the pieces of a stream would come late.
+_STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 
 
 class Call:
@@ -38,6 +42,19 @@ class Call:
         self.sent_at = 0.0  # monotonic time of the last one
         self.task: asyncio.Task[None] | None = None  # the one that makes the call now
         self.charged = 0.0  # tokens that the last one was reckoned at
+
+
+class LiveCall:
+    """One live request on its way to a service."""
+
+    __slots__ = ("body", "charged", "headers", "sent_at", "url")
+
+    def __init__(self, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
+        self.url = url
+        self.body = body
+        self.headers = headers  # besides those of every call
+        self.sent_at = 0.0  # monotonic
+        self.charged = 0.0  # tokens that it was reckoned at
 
 
 class _Head(Struct, gc=False):
@@ -80,10 +97,8 @@ class Composer:
         Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
         """
         request = row.form.request(row)
-        body = request.body
-        fields = _head.decode(body)
-        if not fields.model or (fields.model == self._own_name and fields.model != self._source):
-            body = with_model(body, self._source)
+        fields = _head.decode(request.body)
+        body = self._addressed(request.body, fields)
         if fields.stream:
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
         url = self._urls.get(request.url) or self._join(request.url)
@@ -92,6 +107,18 @@ class Composer:
             return Call(row, url, body, None)
         digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
         return Call(row, url, body, {self._key_name: digest})
+
+    def live(self, request: LiveRequest) -> LiveCall:
+        """The call a live request asks for. Raises as `call` does."""
+        url = self._urls.get(request.url) or self._join(request.url)
+        body = self._addressed(request.body, _head.decode(request.body))
+        return LiveCall(url, body, dict(_STREAMED) if request.stream else None)
+
+    def _addressed(self, body: bytes, fields: _Head) -> bytes:
+        """The body, naming the model as the service does."""
+        if not fields.model or (fields.model == self._own_name and fields.model != self._source):
+            return with_model(body, self._source)
+        return body
 
     def _join(self, path: str) -> URL:
         """The address of `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces

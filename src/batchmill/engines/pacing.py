@@ -283,9 +283,9 @@ class Pacer:
         """Seconds until a row whose calls have failed `attempts` times is tried again."""
         return backoff_s(attempts, self._jitter)
 
-    def idle(self) -> None:
-        """Whatever was in flight has been given up."""
-        self.window.in_flight = 0
+    def idle(self, live: int = 0) -> None:
+        """Whatever was in flight has been given up, but for so many live calls."""
+        self.window.in_flight = live
 
     def note(self, now: float) -> str:
         """Why nothing goes, for people; empty when calls go out."""

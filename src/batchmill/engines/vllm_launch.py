@@ -24,6 +24,8 @@ Flag = str | int | float | bool | None
 
 PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
+SIDE = Path(__file__).parent / "vllm_side"  # what of ours runs inside vLLM
+SCHEDULER = "batchmill_yield.create"
 MODULE = "vllm.entrypoints.openai.api_server"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has room for
 LORA_RANK_DEFAULT = 16
@@ -97,6 +99,7 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
     )
     ours: dict[str, Flag] = {"enable-prompt-tokens-details": True, "disable-uvicorn-access-log": True}
     ours[POLICY_FLAG] = "priority"  # live requests go ahead of rows
+    ours["scheduler-cls"] = SCHEDULER
     if not machine.gpus:
         ours["max-num-seqs"] = CPU_SEQS
         if not {"compilation-config", "O", "optimization-level"} & flags.keys():
@@ -212,6 +215,7 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
     # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
     chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
     chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIDE), env.get("PYTHONPATH")]))
     if not machine.gpus:
         gib = machine.memory_free_bytes // (4 * 1024**3)
         chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
