@@ -118,7 +118,7 @@ class Metrics:
         yield measured(
             "webhook_events_waiting", "Events that no endpoint has taken yet.", [], {(): self._events_waiting}
         )
-        yield from _models(self._dispatcher.gauges())
+        yield from models(self._dispatcher.gauges())
 
 
 class _Now(Collector):
@@ -134,7 +134,7 @@ class _Now(Collector):
         return self._metrics.collect()
 
 
-def _models(gauges: Sequence[ModelGauge]) -> Iterable[Family]:
+def models(gauges: Sequence[ModelGauge]) -> Iterable[Family]:
     """One family a measure. A model whose code was edited has two pools for a while: they count as one."""
     for name, told, read in MODEL_GAUGES:
         sums: Counter[tuple[str, ...]] = Counter()

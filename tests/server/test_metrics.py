@@ -1,0 +1,155 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from services.webhook_support import EndedJobs
+
+from batchmill.jobs.tallies import ModelGauge
+from batchmill.server.access_log import Served
+from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS
+from batchmill.server.metrics import Metrics, models
+from batchmill.services.events import Ended
+from batchmill.services.live_calls import LiveCall
+from batchmill.services.outbox import Outbox
+from batchmill.states import JobState
+from batchmill.types import Commit, Lease, SegmentRef, Usage
+
+
+@pytest.fixture
+async def jobs(tmp_path: Path) -> AsyncIterator[EndedJobs]:
+    async with EndedJobs(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def outbox(jobs: EndedJobs) -> Outbox:
+    return jobs.outbox()
+
+
+@pytest.fixture
+def metrics(jobs: EndedJobs, outbox: Outbox) -> Metrics:
+    return Metrics(jobs.database, jobs.jobs.dispatcher, outbox)
+
+
+async def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """(name, label value …) -> value, of a page that a Prometheus parser has read."""
+    page = (await metrics.render()).decode()
+    found = {}
+    for family in text_string_to_metric_families(page):
+        assert family.documentation.endswith("."), family.name
+        for sample in family.samples:
+            key = (sample.name, *(value for _, value in sorted(sample.labels.items())))
+            assert key not in found, f"{key} stands there twice"
+            found[key] = sample.value
+    return found
+
+
+def commit(ok: int, failed: int, usage: Usage, **errors: int) -> Commit:
+    return Commit(Lease("job", 0, 0, 1), 0, SegmentRef("s", 0, 1), b"", ok, failed, usage, errors)
+
+
+async def test_rows_tokens_and_errors_are_counted(jobs: EndedJobs, metrics: Metrics):
+    """Rows by project, model and result; tokens by kind; failed rows by code."""
+    tallies = jobs.jobs.dispatcher.tallies
+    tallies.count("p", "m", commit(3, 2, Usage(10, 4, 6), boom=2))
+    tallies.count("p", "m", commit(1, 0, Usage(1, 0, 1)))
+    tallies.count("other", "m", commit(1, 0, Usage()))
+    found = await samples(metrics)
+    assert found["batchmill_rows_total", "m", "p", "ok"] == 4
+    assert found["batchmill_rows_total", "m", "p", "failed"] == 2
+    assert found["batchmill_rows_total", "m", "other", "ok"] == 1
+    told = {kind: found["batchmill_tokens_total", kind, "m", "p"] for kind in ("input", "cached", "output")}
+    assert told == {"input": 11, "cached": 4, "output": 7}
+    assert found["batchmill_row_errors_total", "boom", "m", "p"] == 2
+
+
+async def test_requests_are_counted_by_route(metrics: Metrics):
+    """HTTP requests are counted by method, route and status; what has no route or is no method shares one label."""
+    metrics.served(Served("r", "GET", "/v1/files/{file_id}", 200, seconds=0.02, project="p", key="k"))
+    for method in ("GET", "BREW", "TEA"):
+        metrics.served(Served("r", method, "", 404, seconds=0.001))
+    found = await samples(metrics)
+    assert found["batchmill_http_requests_total", "GET", "/v1/files/{file_id}", "200"] == 1
+    assert found["batchmill_http_requests_total", "GET", "none", "404"] == 1
+    assert found["batchmill_http_requests_total", "other", "none", "404"] == 2
+    assert found["batchmill_http_request_duration_seconds_sum", "GET", "/v1/files/{file_id}"] == 0.02
+    assert found["batchmill_http_request_duration_seconds_bucket", "0.01", "GET", "/v1/files/{file_id}"] == 0
+    assert found["batchmill_http_request_duration_seconds_bucket", "0.025", "GET", "/v1/files/{file_id}"] == 1
+
+
+async def test_live_requests_are_counted_and_timed(metrics: Metrics):
+    """Live requests are counted by model and status, with their tokens and how long they took."""
+    metrics.live(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
+    metrics.live(LiveCall("m", "/v1/chat/completions", 0, 1.0, "p", error="model_failed"))
+    found = await samples(metrics)
+    assert found["batchmill_live_requests_total", "m", "200"] == 1
+    assert found["batchmill_live_requests_total", "m", "none"] == 1
+    assert found["batchmill_live_request_duration_seconds_count", "m"] == 2
+    assert found["batchmill_live_tokens_total", "output", "m", "p"] == 3
+
+
+async def test_jobs_are_counted_by_state(jobs: EndedJobs, metrics: Metrics):
+    """Jobs that have not come to rest are measured by state, those that have are counted."""
+    await jobs.end(1)
+    running = await jobs.end(2)
+    await jobs.database.call(jobs.ledger.note, running, state=JobState.RUNNING)
+    metrics.ended(Ended("job_1", 0, "cancelled", 1.0, 2.0, "p"))
+    found = await samples(metrics)
+    assert found["batchmill_jobs", "running"] == 1
+    assert ("batchmill_jobs", "cancelled") not in found
+    assert found["batchmill_jobs_ended_total", "p", "cancelled"] == 1
+
+
+async def test_webhooks_are_counted(jobs: EndedJobs, metrics: Metrics, outbox: Outbox):
+    """Deliveries are counted by what came of them, and events that wait are measured."""
+    await jobs.register("https://192.0.2.1.example/")
+    await jobs.end(1)
+    outbox.counts["delivered"] += 2
+    async with jobs.running() as other:
+        await other.turn()
+    found = await samples(metrics)
+    assert found["batchmill_webhook_deliveries_total", "delivered"] == 2
+    assert found["batchmill_webhook_deliveries_total", "given_up"] == 0
+    assert found["batchmill_webhook_events_waiting",] == 1
+
+
+def test_models_are_measured():
+    """Every gauge of a model is there; two pools of one name are one model: counts add up, shares are their mean."""
+    told = {
+        "workers": 2, "ready": 1, "in_flight": 30, "limit": 64, "live": 3, "live_waiting": 4, "kv_usage": 0.5,
+        "note": "", "failure": "", "jobs": 5, "jobs_waiting": 1, "rows_waiting": 1000,
+    }  # fmt: skip
+    gauges = [ModelGauge("m", cached_share=0.25, **told), ModelGauge("m", cached_share=None, **told)]
+    families = {family.name: family for family in models(gauges)}
+    assert len(families) == len(MODEL_GAUGES) + len(MODEL_RATIOS)
+    values = {name: family.samples[0].value for name, family in families.items()}
+    assert values["batchmill_model_rows_in_flight"] == 60
+    assert values["batchmill_model_rows_in_flight_limit"] == 128
+    assert values["batchmill_model_rows_waiting"] == 2000
+    assert values["batchmill_model_kv_cache_usage_ratio"] == 0.5
+    assert values["batchmill_model_prefix_cache_hit_ratio"] == 0.25
+
+
+async def test_a_page_holds_nothing_private(metrics: Metrics):
+    """Keys, request ids and error texts of requests are in no label."""
+    metrics.served(Served("req_secret", "GET", "/v1/files", 200, project="p", key="k-secret", code="c-secret"))
+    page = await metrics.render()
+    assert b"secret" not in page
+    assert b"batchmill_build_info" in page and b"process_resident_memory_bytes" in page
+
+
+async def test_counters_never_go_back(jobs: EndedJobs, metrics: Metrics):
+    """Every counter of a later page is at least what it was."""
+    tallies = jobs.jobs.dispatcher.tallies
+    tallies.count("p", "m", commit(3, 2, Usage(10, 4, 6), boom=2))
+    metrics.live(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
+    before = await samples(metrics)
+    tallies.count("p", "m", commit(1, 0, Usage(1, 1, 1)))
+    after = await samples(metrics)
+    totals = [key for key in before if key[0].endswith(("_total", "_count", "_bucket", "_sum"))]
+    assert totals and all(after[key] >= before[key] for key in totals)
