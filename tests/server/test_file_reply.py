@@ -1,8 +1,83 @@
+"""Ranges, and names to save under."""
+
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from batchmill.server.file_reply import NOTHING, Span, disposition, span_of
+import pytest
+from services.file_room import FileRoom
+from starlette.requests import Request
+
+from batchmill.server.file_reply import NOTHING, FileReply, Span, disposition, span_of
+from batchmill.services.files import READ_BYTES
+
+
+class Client:
+    """The other end of a reply: takes a message when it is told to, and may leave."""
+
+    def __init__(self) -> None:
+        self.room, self.left = asyncio.Semaphore(0), asyncio.Event()
+        self.taken: list[dict] = []
+        self.offered = 0
+
+    async def send(self, message: dict) -> None:
+        self.offered += 1
+        if not self.left.is_set():
+            await self.room.acquire()
+        self.taken.append(message)
+
+    async def receive(self) -> dict:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+@pytest.fixture
+async def replying(tmp_path):
+    """A reply of ten pieces on its way to a client, and its file."""
+    room, client = FileRoom(tmp_path), Client()
+    file = await room.files.open(await room.upload(b"x" * (10 * READ_BYTES)))
+    scope = {"type": "http", "method": "GET", "headers": []}
+    reply = FileReply(Request(scope), file, filename="rows.jsonl")
+    task = asyncio.create_task(reply(scope, client.receive, client.send))
+    yield client, task, file
+    assert task.done()
+    room.close()
+
+
+async def until(look) -> None:
+    async with asyncio.timeout(30):
+        while not look():
+            await asyncio.sleep(0)
+
+
+async def test_a_reader_that_stands_still(replying):
+    """Nothing is read ahead for a client that takes nothing: one piece is held, and the rest waits on the disk."""
+    client, task, _ = replying
+    client.room.release()
+    for piece in range(1, 4):
+        await until(lambda piece=piece: client.offered == piece + 1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert client.offered == piece + 1 and not task.done()
+        client.room.release()
+    for _ in range(20):
+        client.room.release()
+    await task
+    assert sum(len(message.get("body", b"")) for message in client.taken) == 10 * READ_BYTES
+    assert client.taken[-1]["more_body"] is False
+
+
+async def test_a_reader_that_leaves(replying):
+    """When the client has left, reading ends and the file is closed, although sending to nobody goes on to succeed."""
+    client, task, file = replying
+    client.room.release()
+    await until(lambda: client.offered == 2)
+    client.left.set()
+    client.room.release()
+    await task
+    assert client.offered <= 3
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        await file.read(0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""Forms that arrive piece by piece."""
+
 from __future__ import annotations
 
 import random

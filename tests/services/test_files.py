@@ -1,3 +1,5 @@
+"""Files of projects, from their first byte to their removal."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Files that arrive in parts."""
+
 from __future__ import annotations
 
 import asyncio
