@@ -62,8 +62,8 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> BatchmillE
     if kind is errors.RateLimited:
         error: BatchmillError = errors.RateLimited(detail.message, retry_after_s=retry_after_s(headers) or 1.0)
     else:
-        error = kind(detail.message, code=detail.code)
-    error.blame, error.retryable = detail.blame, detail.retryable
+        error = kind(detail.message)
+    error.code, error.blame, error.retryable = detail.code, detail.blame, detail.retryable
     error.request_id = detail.request_id or headers.get("x-request-id")
     return error
 
