@@ -287,6 +287,7 @@ class Once(Struct, frozen=True):
     fingerprint: str  # sha256 of what was asked, as hexadecimal digits
     blind: bool = False
     again_s: float | None = None  # seconds since the first one was taken
+    arrived: float | None = None  # seconds since the epoch; who sent it had no reply that was delivered later
 
 
 class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,8 +18,9 @@ SHOWN_CHARS = 4000  # of a log, in a failure
 class RunningServer:
     """Serves `folder/batchmill.toml` with its data in `folder/data`. What it logs is in `folder/log`."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.folder, self._flags = folder, flags
+        self.env = env or {}
         self.url = ""
         self.starts = 0
         self._process: subprocess.Popen[str] | None = None
@@ -41,7 +42,7 @@ class RunningServer:
         with (self.folder / "log").open("a") as log:
             self._process = subprocess.Popen(
                 words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-                start_new_session=True,
+                start_new_session=True, env={**os.environ, **self.env},
             )  # fmt: skip
         process = self._process
         assert process.stdout is not None
@@ -54,11 +55,20 @@ class RunningServer:
         return self
 
     def kill(self) -> None:
-        """End it, and every process below it that does not see to it itself, as a power cut would."""
+        """End it at once: its workers find out by themselves."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended by itself."""
         assert self._process is not None and self._process.stdout is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(STOP_S)
+        code = self._process.wait(STOP_S)
         self._process.stdout.close()
+        return code
 
     def stop(self) -> int:
         """Ask it to end, as a service manager does; its exit code."""

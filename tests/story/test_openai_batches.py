@@ -42,7 +42,7 @@ def test_from_a_file_to_its_results(client):
     assert done.status == "completed" and done.request_counts
     assert done.request_counts.model_dump() == {"total": 50, "completed": 50, "failed": 0}
     assert done.metadata == {"run": "nightly"} and done.errors is None and done.error_file_id is None
-    assert done.expires_at == done.created_at + 86400
+    assert done.expires_at and 86399 <= done.expires_at - done.created_at <= 86400
     times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
     assert None not in times and times == sorted(times) and before <= times[0]
     assert (done.failed_at, done.expired_at, done.cancelling_at, done.cancelled_at) == (None,) * 4
@@ -79,7 +79,8 @@ async def test_from_a_file_to_its_results_without_blocking(server):
 def test_any_window_of_whole_hours(client, window):
     """A completion window of any number of hours up to a year is a deadline."""
     batch = submit(client, [row("a", "x")], completion_window=window)
-    assert batch.expires_at == batch.created_at + int(window[:-1]) * 3600
+    seconds = int(window[:-1]) * 3600
+    assert batch.expires_at and seconds - 1 <= batch.expires_at - batch.created_at <= seconds
     assert ended(client, batch).status == "completed"
 
 
@@ -144,12 +145,8 @@ def test_what_validation_refuses_has_line_numbers(client):
     assert all(each.code and each.message for each in done.errors.data)
     assert "nobody" in (done.errors.data[2].message or "")
     assert (done.output_file_id, done.error_file_id) == (None, None)
-    [listed] = [each for each in client.batches.list(limit=100) if each.id == batch_of(done)]
+    [listed] = [each for each in client.batches.list(limit=100) if each.id == done.id]
     assert listed.errors == done.errors
-
-
-def batch_of(batch) -> str:
-    return batch.id
 
 
 def test_an_engine_that_cannot_start_fails_the_batch(client):
@@ -190,7 +187,7 @@ def test_expiry_keeps_what_is_finished(client, server):
     batch = submit(client, rows)
     until(lambda: client.batches.retrieve(batch.id), lambda found: found.request_counts.completed == 5)
     job = f"{server.url}/batchmill/v1/jobs/{batch.id.replace('batch_', 'job_')}"
-    assert httpx.patch(job, json={"deadline": time.time() + 0.2}).status_code == 200
+    assert httpx.patch(job, json={"deadline": time.time() + 2}).status_code == 200
     until(lambda: client.batches.retrieve(batch.id), lambda found: found.status != "in_progress")
     (server.folder / "gate-expire").touch()
     done = ended(client, batch)

@@ -158,6 +158,8 @@ def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
             values.setdefault(name, []).append(value)
         elif name in values:
             raise Refusal(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
+        elif value.lower() == "null":  # which msgspec would take for nothing
+            raise Refusal(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
         else:
             values[name] = value
     return None if wanted is None else _converted(values, wanted)

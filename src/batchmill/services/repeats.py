@@ -19,12 +19,21 @@ AGAIN_S = 900.0  # a client that says "I have asked before" means an order it se
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
 
 
-def once_for(caller: Caller, route: str, raw_body: bytes, idempotency_key: str | None, retry_count: int) -> Once:
+def once_for(
+    caller: Caller,
+    route: str,
+    raw_body: bytes,
+    idempotency_key: str | None,
+    retry_count: int,
+    *,
+    arrived: float | None = None,
+) -> Once:
     """The name under which this order would be known again.
 
     Args:
         route: method and path template; the same key on two routes is two orders.
         retry_count: how often the client says it has sent this before (`x-stainless-retry-count`).
+        arrived: when it came, in seconds since the epoch.
 
     Raises: InvalidInput for a key that is empty, too long or not printable.
     """
@@ -33,7 +42,7 @@ def once_for(caller: Caller, route: str, raw_body: bytes, idempotency_key: str |
     if idempotency_key is not None:
         return Once(_name("key", [*who, _checked(idempotency_key)]), fingerprint)
     again_s = AGAIN_S if retry_count > 0 else None
-    return Once(_name("blind", [*who, fingerprint]), fingerprint, blind=True, again_s=again_s)
+    return Once(_name("blind", [*who, fingerprint]), fingerprint, blind=True, again_s=again_s, arrived=arrived)
 
 
 def retry_count_of(header: str | None) -> int:

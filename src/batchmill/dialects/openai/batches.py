@@ -82,10 +82,11 @@ class Batches:
 
     async def create(self, call: Call) -> Response:
         asked: CreateBatch = call.body
+        arrived = self._services.clock.now()
         hours = window_hours(asked.completion_window)
         self._check_endpoint(call.caller, asked.endpoint)
         async with self._input(call.caller, asked.input_file_id) as record:
-            order, once = self._order(call, record, hours)
+            order, once = self._order(call, record, arrived, hours)
             submitted = await self._desk.submit(call.caller, order)
         call.on_delivered(lambda: self._desk.answered(once.key))
         # From here on the job is stored: whatever fails now, the caller gets its id.
@@ -138,7 +139,7 @@ class Batches:
         is_short = view.state == JobState.FAILED and view.problems_total > len(view.problems)
         return await self._desk.show(caller, view.id) if is_short else view
 
-    def _order(self, call: Call, record: FileRecord, hours: int) -> tuple[JobOrder, Once]:
+    def _order(self, call: Call, record: FileRecord, arrived: float, hours: int) -> tuple[JobOrder, Once]:
         asked: CreateBatch = call.body
         config, headers = self._services.config, call.request.headers
         kept = {"endpoint": asked.endpoint, "completion_window": asked.completion_window}
@@ -147,11 +148,11 @@ class Batches:
             kept["output_expires_s"] = expires.seconds
         limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
         retries = retry_count_of(headers.get("x-stainless-retry-count"))
-        once = once_for(call.caller, ROUTE, call.raw, headers.get("idempotency-key"), retries)
+        once = once_for(call.caller, ROUTE, call.raw, headers.get("idempotency-key"), retries, arrived=arrived)
         order = JobOrder(
             DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
             self._services.catalogue.specs(call.caller),
-            policy=Policy(deadline=self._services.clock.now() + hours * 3600, on_engine_failure="fail"),
+            policy=Policy(deadline=arrived + hours * 3600, on_engine_failure="fail"),
             endpoint=asked.endpoint,
             rows_max=config.server.rows_max,
             default_model=False,
