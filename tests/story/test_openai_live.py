@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from openai_story import FUNCTIONS, until, write_project
+from openai_story import FUNCTIONS, TIMEOUT_S, until, write_project
 from running_server import RunningServer
 
 
@@ -106,7 +106,7 @@ def test_vectors_in_either_encoding(client):
 def test_documents_are_ranked(server):
     """Rerank is answered, although the package has no call for it."""
     body = {"model": "rerank", "query": "a", "documents": ["b", "aa"]}
-    reply = httpx.post(f"{server.url}/v1/rerank", json=body)
+    reply = httpx.post(f"{server.url}/v1/rerank", json=body, timeout=TIMEOUT_S)
     assert [each["index"] for each in reply.json()["results"]] == [1, 0]
 
 
@@ -154,7 +154,9 @@ def test_a_model_nobody_knows(client):
 )  # fmt: skip
 def test_wrong_requests_are_refused(server, path, body, code):
     """What is wrong with a request is said in OpenAI's form."""
-    reply = httpx.post(f"{server.url}{path}", content=body, headers={"content-type": "application/json"})
+    reply = httpx.post(
+        f"{server.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT_S
+    )
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
