@@ -158,11 +158,15 @@ def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
             values.setdefault(name, []).append(value)
         elif name in values:
             raise Refusal(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
-        elif value.lower() == "null":  # which msgspec would take for nothing
-            raise Refusal(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
         else:
             values[name] = value
-    return None if wanted is None else _converted(values, wanted)
+    if wanted is None:
+        return None
+    found = _converted(values, wanted)
+    for name in values:
+        if getattr(found, known[name].name) is None:  # msgspec takes the text "null" for nothing
+            raise Refusal(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
+    return found
 
 
 def _converted(values: dict[str, Any], wanted: type[Struct]) -> Any:
