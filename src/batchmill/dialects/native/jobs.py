@@ -81,7 +81,7 @@ class Jobs:
         headers = call.request.headers
         once = once_for(
             call.caller, f"POST {JOBS}", call.raw, headers.get("idempotency-key"),
-            retry_count_of(headers.get("x-stainless-retry-count")),
+            retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
         async with self._orders.inputs(call.caller, asked) as records:
             order = self._orders.job(call.caller, asked, records, once)
