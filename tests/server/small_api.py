@@ -38,6 +38,7 @@ class Query(Struct, forbid_unknown_fields=True):
     limit: int = 20
     after: str | None = None
     tags: list[str] = []
+    most: int | None = None
 
 
 class HeldKeys:

@@ -20,7 +20,7 @@ def test_a_query_fills_its_struct():
         (b"limit=3&limit=4", "repeated_parameter", "limit"),
         (b"limit=abc", "invalid_value", "limit"),
         (b"limit=", "invalid_value", "limit"),
-        (b"after=Null", "invalid_value", "after"),
+        (b"most=Null", "invalid_value", "most"),
         (b"after=%ff", "invalid_query", None),
         (b"&".join(b"a=1" for _ in range(101)), "invalid_query", None),
         (b"\xff", "invalid_query", None),

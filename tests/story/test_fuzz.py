@@ -1,4 +1,4 @@
-"""A fuzz run over the document that a real server serves of itself: no request makes it fail, every reply is as told."""
+"""A fuzz run over the document that a real server serves: no request makes it fail, every reply is as told."""
 
 from __future__ import annotations
 
