@@ -15,8 +15,9 @@ from file_room import JOB, FileRoom
 
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
+from batchmill.services import files
 from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, result_id
-from batchmill.services.incoming import PIECE_BYTES
+from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
 
 
@@ -431,3 +432,22 @@ async def test_expired_results_are_swept_with_their_copies(room):
     room.clock.at += 3600
     assert await room.files.sweep() == 2
     assert room.left() == [] and not os.path.exists(view.output)
+
+
+def test_many_files_share_what_is_held():
+    """The more files arrive together, the less each holds: a few have whole pieces, and thousands a small one."""
+    assert piece_bytes(1) == piece_bytes(64) == PIECE_BYTES
+    assert 2 * 500 * piece_bytes(500) <= HELD_BYTES_MAX
+    assert piece_bytes(100_000) == PIECE_BYTES_MIN
+
+
+async def test_a_sweep_goes_through_all(room, monkeypatch):
+    """Files in use do not hold up the sweep of those behind them, however many there are."""
+    monkeypatch.setattr(files, "SWEEP_MAX", 2)
+    records = [await room.upload(expires_s=60) for _ in range(9)]
+    used = sorted(record.id for record in records)[:5]
+    for number, file_id in enumerate(used):
+        await room.put_job(JobState.PAUSED, reads=str(room.data_dir / "files" / file_id), job_id=f"job_{number:020}")
+    room.clock.at += 60
+    assert await room.files.sweep() == 4
+    assert room.left() == used

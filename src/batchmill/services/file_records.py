@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -110,9 +109,10 @@ def delete(db: sa.Connection, file_id: str) -> None:
     db.execute(files.delete().where(files.c.id == file_id))
 
 
-def expired(db: sa.Connection, now: float, limit: int) -> list[FileRecord]:
-    found = db.execute(sa.select(*_FIELDS).where(files.c.expires <= now).order_by(files.c.expires).limit(limit))
-    return [FileRecord(*row) for row in found]
+def expired(db: sa.Connection, now: float, after: str, limit: int) -> list[FileRecord]:
+    """Files that have expired, by id, behind `after`."""
+    wanted = sa.select(*_FIELDS).where(files.c.expires <= now, files.c.id > after)
+    return [FileRecord(*row) for row in db.execute(wanted.order_by(files.c.id).limit(limit))]
 
 
 def known_of(db: sa.Connection, names: Sequence[str]) -> set[str]:
@@ -120,14 +120,15 @@ def known_of(db: sa.Connection, names: Sequence[str]) -> set[str]:
     return set(db.execute(sa.select(files.c.id).where(files.c.id.in_(names))).scalars())
 
 
-def reader_of(db: sa.Connection, path: str) -> str | None:
-    """A job that has not ended and whose dataset holds `path`."""
-    query = sa.select(jobs.c.id, jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
-    name = os.path.basename(path).encode()
-    for job_id, spec in db.execute(query):
-        if name in spec and path in _reads.decode(spec).dataset.paths:
-            return job_id
-    return None
+def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
+    """Those of `paths` that stand in the dataset of a job that has not ended, of one project or of all."""
+    query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
+    if project is not None:
+        query = query.where(jobs.c.project == project)
+    wanted, used = set(paths), set[str]()
+    for (spec,) in db.execute(query):
+        used |= wanted.intersection(_reads.decode(spec).dataset.paths)
+    return used
 
 
 def results_of(db: sa.Connection, job_id: str) -> Results | None:

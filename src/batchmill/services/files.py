@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import ServerEntry
-from batchmill.errors import Conflict, InvalidInput
+from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services import file_records
 from batchmill.services.file_records import FileQuery, FileRecord, unknown
@@ -30,6 +30,7 @@ from batchmill.services.incoming import (
     Disk,
     Incoming,
     names_in,
+    piece_bytes,
     remove_others,
     to_its_end,
     unlink_all,
@@ -45,7 +46,7 @@ WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # of a file, at once
 FILENAME_CHARS_MAX = 512
 PAGE_MAX = 10_000
-SWEEP_MAX = 500  # files that one look for expired ones removes
+SWEEP_MAX = 500  # files looked at at once
 BATCH, OUTPUT = "batch", "batch_output"  # purposes: what jobs read, and what they leave
 ARRIVING = ".incoming"
 Within = Callable[[sa.Connection, FileRecord], None]
@@ -82,7 +83,13 @@ class FileService:
     def arrive(self, file_id: str, bytes_max: int) -> Incoming:
         """A place for bytes that are nobody's yet; `leave` it in the end."""
         self._arriving.add(file_id)
-        return Incoming(self.disk, self.home / ARRIVING / file_id, bytes_max=bytes_max, room_bytes=self.room_bytes)
+        return Incoming(
+            self.disk,
+            self.home / ARRIVING / file_id,
+            bytes_max=bytes_max,
+            room_bytes=self.room_bytes,
+            piece_bytes=piece_bytes(len(self._arriving)),
+        )
 
     def leave(self, file_id: str) -> None:
         self._arriving.discard(file_id)
@@ -162,7 +169,8 @@ class FileService:
         """
         if not JobState(view.state).is_at_rest:
             return None, None
-        wanted = {"output": view.output if view.rows_ok else None, "errors": view.errors_output}
+        is_apart = view.errors_output is not None  # else results hold the rows that failed too
+        wanted = {"output": view.output if view.rows_ok or not is_apart else None, "errors": view.errors_output}
         ids = {which: result_id(view.id, view.generation, which) for which in wanted}
         known = await self._database.read(file_records.find_all, list(ids.values()))
         if any(path is not None and ids[which] not in known for which, path in wanted.items()):
@@ -199,17 +207,19 @@ class FileService:
 
         Raises: Conflict (`file_in_use`) while a job that has not ended reads it.
         """
-        await to_its_end(self._remove(await self.get(project, file_id)))
+        record = await self.get(project, file_id)
+        await to_its_end(self._remove(record, project))
 
-    async def _remove(self, record: FileRecord) -> None:
+    async def _remove(self, record: FileRecord, readers: str | None) -> None:
+        """`readers`: the project whose jobs may read it; None: none does."""
         if record.id in self._leaving:
             raise unknown(record.id)
         if self._held[record.id]:
             raise Conflict(f"{record.id} is in use: a job that reads it is being made", code="file_in_use")
         self._leaving.add(record.id)
         try:
-            job = await self._database.read(file_records.reader_of, str(self.path(record)))
-            if job is not None:
+            path = str(self.path(record))
+            if readers is not None and await self._database.read(file_records.in_use, [path], readers):
                 raise Conflict(
                     f"{record.id} is in use: a job that has not ended reads it; cancel it, or wait for its end",
                     code="file_in_use",
@@ -238,12 +248,21 @@ class FileService:
             if not self._swept_orphans:
                 await self._sweep_orphans()
                 self._swept_orphans = True
-            gone = 0
-            for record in await self._database.read(file_records.expired, self._clock.now(), SWEEP_MAX):
-                with contextlib.suppress(Conflict):
-                    await self._remove(record)
+            return await self._sweep_expired()
+
+    async def _sweep_expired(self) -> int:
+        """No new job can begin to read what has expired: one look at those there are is enough for all."""
+        gone, after = 0, ""
+        while found := await self._database.read(file_records.expired, self._clock.now(), after, SWEEP_MAX):
+            after = found[-1].id
+            used = await self._database.read(file_records.in_use, [str(self.path(record)) for record in found])
+            for record in found:
+                if str(self.path(record)) in used:
+                    continue
+                with contextlib.suppress(Conflict, UnknownName):  # held, or deleted just now
+                    await self._remove(record, None)
                     gone += 1
-            return gone
+        return gone
 
     async def _sweep_orphans(self) -> None:
         names = await self.disk.run(names_in, self.home)

@@ -19,6 +19,8 @@ from batchmill.errors import StorageFull, TooLarge
 from batchmill.store.segments import sync_folder
 
 PIECE_BYTES = 1024 * 1024  # handed to a thread at once; twice as much is held at most
+PIECE_BYTES_MIN = 64 * 1024
+HELD_BYTES_MAX = 128 * 1024 * 1024  # by all files that arrive together, as far as PIECE_BYTES_MIN allows
 PIECES_MAX = 256  # of a client that sends crumbs
 WRITEBACK_BYTES = 8 * 1024 * 1024  # the kernel is told to begin writing, so that the last sync has little left to do
 ROOM_BYTES = 64 * 1024 * 1024  # of the disk that an upload never takes: the jobs that run need it
@@ -60,6 +62,11 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def piece_bytes(files: int) -> int:
+    """How much is handed over at once where so many files arrive."""
+    return max(PIECE_BYTES_MIN, min(PIECE_BYTES, HELD_BYTES_MAX // (2 * files)))
+
+
 class Incoming:
     """One file that arrives. Until `settle` it lies at `path`, a name nobody looks for.
 
@@ -67,8 +74,9 @@ class Incoming:
     Concurrency: one task calls `write` and `settle`; `discard` may be called by any, at any time.
     """
 
-    def __init__(self, disk: Disk, path: Path, *, bytes_max: int, room_bytes: int = ROOM_BYTES) -> None:
+    def __init__(self, disk: Disk, path: Path, *, bytes_max: int, room_bytes: int, piece_bytes: int) -> None:
         self.size_bytes = 0
+        self._piece_bytes = piece_bytes
         self._disk, self._bytes_max = disk, bytes_max
         self._file = _File(path, room_bytes)
         self._pieces: list[bytes] = []
@@ -80,7 +88,7 @@ class Incoming:
         self._count(len(data))
         self._pieces.append(data)
         self._held_bytes += len(data)
-        if self._held_bytes >= PIECE_BYTES or len(self._pieces) >= PIECES_MAX:
+        if self._held_bytes >= self._piece_bytes or len(self._pieces) >= PIECES_MAX:
             await self._hand_over()
 
     async def append_files(self, paths: Sequence[Path], sizes_bytes: int, *, with_md5: bool) -> str | None:
