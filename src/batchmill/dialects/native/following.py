@@ -141,8 +141,7 @@ class Following:
         if not JobState(view.state).is_at_rest:
             raise InvalidTransition(
                 f"the job {view.id} is {view.state}, {view.rows_ok + view.rows_failed:,} of {view.rows:,} rows are "
-                "done: partial=true gives those",
-                code="not_finished",
+                "done: partial=true gives those"
             )
         if view.output is None:  # it ended before any row was planned
             raise UnknownName(f"the job {view.id} has no result file", code="no_file")

@@ -129,7 +129,8 @@ class Orders:
         if len(found) > 1:
             named = ", ".join(record.filename for record in records[:10])
             raise InvalidInput(f"the files of a dataset must have one format: {named}", code="format_mismatch")
-        return found.pop()
+        # Only OpenAI rows can name a model: where none is named for all, lines of JSON are nothing else.
+        return found.pop() or (None if work.models else "openai")
 
 
 def _format_of(filename: str) -> str | None:
