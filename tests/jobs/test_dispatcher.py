@@ -89,10 +89,10 @@ async def stage(tmp_path, monkeypatch):
     await made.close()
 
 
-async def grant(worker: ScriptedWorker, *, ask: bool = True) -> Grant:
-    """The next grant of a worker that has room for one more."""
-    if ask:
-        worker.say(Want())
+async def grant(worker: ScriptedWorker, *, more_of: str = "") -> Grant:
+    """The next grant of a worker; `more_of`: which has room for one more of this job."""
+    if more_of:
+        worker.say(Want(more_of))
     return await worker.hear(Grant)
 
 
@@ -114,7 +114,7 @@ async def two_jobs(stage: Stage) -> tuple[JobRun, JobRun, ScriptedWorker, Grant,
     """Two jobs with a shard each in the hands of the one worker."""
     first = stage.begin("first")
     worker = await stage.executor.next()
-    one = await grant(worker, ask=False)
+    one = await grant(worker)
     second = stage.begin("second")
     two = await grant(worker)
     assert (one.lease.job, two.lease.job) == ("first", "second")
@@ -131,7 +131,7 @@ async def test_pausing_leaves_a_worker_that_others_need(stage):
     assert second.is_held_by(worker.name)
     assert await finish(worker, one) and await finish(worker, two)
     assert (stage.rows_ok("first"), stage.rows_ok("second")) == (SHARD_ROWS, SHARD_ROWS)
-    assert (await grant(worker)).careful is False
+    assert (await grant(worker, more_of="second")).careful is False
 
 
 async def test_a_cancelled_job_leaves_nothing_that_commits(stage):
@@ -160,7 +160,7 @@ async def test_a_killed_worker_is_buried_first(stage):
     """A worker that only this job needs is killed when its time is up, and what it had written is counted by then."""
     run = stage.begin("first")
     worker = await stage.executor.next()
-    granted = await grant(worker, ask=False)
+    granted = await grant(worker)
     segment = SegmentFile(run.files.segments, SegmentHead("first", "first", worker.name))
     lines = BlockRows(positions(granted)[:3], positions(granted)[:3], [b"{}\n"] * 3)
     segment.append(frame(lines, generation=0, shard=granted.lease.shard, epoch=1, ok=True, meta=BlockMeta()))
@@ -176,14 +176,14 @@ async def test_a_death_we_caused_is_no_fault_of_the_rows(stage):
     """Shards of a worker that we killed go on at full speed, not one row at a time."""
     run = stage.begin("first")
     worker = await stage.executor.next()
-    granted = await grant(worker, ask=False)
+    granted = await grant(worker)
     (held,) = stage.dispatcher.workers_of([MODEL])
     held.end()
     heir = await stage.executor.next()
-    again = await grant(heir, ask=False)
+    again = await grant(heir)
     assert (again.lease.shard, again.careful) == (granted.lease.shard, False)
     heir.exit(1)
-    last = await grant(await stage.executor.next(), ask=False)
+    last = await grant(await stage.executor.next())
     assert last.careful and run.held_by(worker.name) == []
 
 
@@ -193,7 +193,7 @@ async def test_at_once_waits_for_nothing_but_the_end(stage, monkeypatch):
         monkeypatch.setattr(module, name, 3600.0)
     run = stage.begin("first")
     worker = await stage.executor.next()
-    await grant(worker, ask=False)
+    await grant(worker)
     pause(run)
     await stage.dispatcher.remove(run, at_once=True)
     assert worker.was_killed
@@ -227,17 +227,16 @@ async def test_a_resumed_job_takes_over_what_is_in_flight(stage):
     await stage.dispatcher.remove(first)
     again = stage.begin("first")
     assert await finish(worker, two)
-    others = [await grant(worker), await grant(worker)]
+    others = [await grant(worker, more_of="second"), await grant(worker, more_of="second")]
     assert {each.lease.job for each in others} == {"second"}  # the worker has yet to let go of the first
     for each in others:
         assert await finish(worker, each)
     await second.ended
     worker.finish(one, positions(one)[:1])
     assert (await worker.hear(Ack)).counted
-    worker.say(Want())
     worker.say(Released("first"))
     assert (await worker.hear(Open)).job == "first"
-    rest = [await grant(worker, ask=False), await grant(worker), await grant(worker)]
+    rest = [await grant(worker), *[await grant(worker, more_of="first") for _ in range(2)]]
     assert [each.n for each in rest] == [SHARD_ROWS - 1, SHARD_ROWS, SHARD_ROWS]
     for each in rest:
         numbers = positions(each) if not each.positions else positions(one)[1:]
@@ -251,19 +250,18 @@ async def test_what_is_in_flight_goes_to_nobody_else(stage):
     two = ModelSpec("m", "function", "app.py:f", workers=2)
     first = stage.begin("first", two)
     holder, other = await stage.executor.next(), await stage.executor.next(ready=False)
-    one = await grant(holder, ask=False)
+    one = await grant(holder)
     stage.begin("second", two)
     assert (await grant(holder)).lease.job == "second"
     pause(first)
     await stage.dispatcher.remove(first)
     stage.begin("first", two)
     other.say(Ready(1))
-    got = [await grant(other, ask=False)] + [await grant(other) for _ in range(2 * SHARDS - 3)]
+    got = [await grant(other), await grant(other)] + [await grant(other, more_of="first")]
     taken = sorted(each.lease.shard for each in got if each.lease.job == "first")
     assert taken == [number for number in range(SHARDS) if number != one.lease.shard]
     slow = threading.Event()
     busy = asyncio.create_task(stage.books.call(slow.wait))
-    other.say(Want())
     for place, seq in ((0, 0), (1, 1), (2, 2)):
         holder.finish(one, positions(one)[place : place + 1], seq=seq)
         await asyncio.sleep(0)
@@ -271,9 +269,9 @@ async def test_what_is_in_flight_goes_to_nobody_else(stage):
     for _ in range(20):
         await asyncio.sleep(0)
     slow.set()
-    last = await other.hear(Grant)
-    assert (last.lease.shard, last.n) == (one.lease.shard, 1)
     assert [(await holder.hear(Ack)).counted for _ in range(3)] == [True] * 3
+    last = await holder.hear(Grant)
+    assert (last.lease.shard, last.n) == (one.lease.shard, 1)
     await busy
 
 
@@ -287,8 +285,8 @@ async def test_rows_counted_while_a_job_comes_back_are_known(stage):
     worker.say(Released("first"))
     stage.dispatcher.add(again)
     pause(second)
-    for _ in range(SHARDS - 1):
-        assert await finish(worker, await grant(worker))
+    assert await finish(worker, await grant(worker))
+    assert await finish(worker, await grant(worker, more_of="first"))
     await again.ended
     assert stage.rows_ok("first") == SHARDS * SHARD_ROWS
 
@@ -308,7 +306,7 @@ async def test_what_a_dead_worker_was_left_with_goes_out_again(stage, when):
         again = stage.begin("first")
         worker.exit(1)
         heir = await stage.executor.next()
-    got = [await grant(heir, ask=False)] + [await grant(heir) for _ in range(SHARDS - 1)]
+    got = [await grant(heir)] + [await grant(heir, more_of="first") for _ in range(SHARDS - 1)]
     assert sorted(each.lease.shard for each in got) == [0, 1, 2]
     assert again.rows_left == SHARDS * SHARD_ROWS
 

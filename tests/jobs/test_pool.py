@@ -43,7 +43,7 @@ class Owner:
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failure.set_result(failure)
 
-    async def died(self, worker: PoolWorker, code: int) -> Death:
+    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         self.deaths += 1
         return self.death
 
@@ -52,7 +52,7 @@ class Owner:
 async def stage(tmp_path):
     """(what starts workers, who hears, the pool)."""
     executor, owner = ScriptedExecutor(), Owner()
-    made = Pool(MODEL, tmp_path, executor=executor, listener=owner, clock=SystemClock())
+    made = Pool("key", MODEL, tmp_path, executor=executor, listener=owner, clock=SystemClock())
     yield executor, owner, made
     executor.gate.set()
     await made.stop(at_once=True)
@@ -149,7 +149,7 @@ async def test_a_pool_begins_after_the_one_before(tmp_path):
     executor = ScriptedExecutor()
     over = asyncio.Event()
     before = asyncio.create_task(over.wait())
-    made = Pool(MODEL, tmp_path, executor=executor, listener=Owner(), clock=HeldClock(), after=before)
+    made = Pool("key", MODEL, tmp_path, executor=executor, listener=Owner(), clock=HeldClock(), after=before)
     for _ in range(5):
         await asyncio.sleep(0)
     assert executor.is_quiet

@@ -8,14 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InputChanged
+from batchmill.executors.turns import Lane, Turns
 from batchmill.store.segments import BlockRows, SegmentFile
 from batchmill.types import Lease, Outcome, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Grant, unpack_u32
+
+TAKE_S = 0.25  # a take beside other jobs is as many rows as last so long: it is what those have to wait for
+GROWTH_MAX = 8  # from one take of a job to its next
+ROWS_MOST = 2**32
 
 
 class OpenJob(Struct, eq=False):
@@ -67,23 +73,34 @@ class _Queued(Struct, eq=False):
     next: int = 0
 
 
+class _JobLane(Lane, eq=False):
+    """The grants of one job that wait here, in the order in which they came."""
+
+    queue: deque[_Queued] = msgspec.field(default_factory=deque)
+    pending: int = 0  # rows granted and not yet taken
+    asked: bool = False  # one more grant is on its way, as far as we know
+    take_max: int = 0  # rows that TAKE_S is enough for, as far as we know
+
+
 class GrantFeed:
-    """Rows in the order they were granted. Keeps one grant ahead of the engine, so that it never runs dry."""
+    """Rows of several jobs, each in the order they were granted. Keeps one grant of each ahead of the engine."""
 
     def __init__(
         self,
         *,
-        want: Callable[[], None],
+        want: Callable[[str], None],
         changed: Callable[[str, InputChanged], None],
         broken: Callable[[OSError], None],
         suspect: Path,
     ) -> None:
         self._want, self._changed, self._broken = want, changed, broken
-        self._queue: deque[_Queued] = deque()
+        self._time = asyncio.get_running_loop().time
+        self._lanes: dict[str, _JobLane] = {}
+        self._turns = Turns()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._ended = False
-        self._asked = 1  # grants asked for and not yet here; the worker asks for the first when it is ready
-        self._pending = 0  # rows granted and not yet taken
+        self._least = ROWS_MOST  # the fewest rows that the engine has ever asked for
+        self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
         self._careful: Row | None = None  # the one row in flight of a careful lease
 
@@ -94,12 +111,23 @@ class GrantFeed:
         else:
             positions = range(grant.position, grant.position + grant.n)
             numbers = range(grant.row, grant.row + grant.n)
-        self._asked = max(0, self._asked - 1)
+        lane = self._lanes.get(held.job.id)
+        if lane is None:
+            lane = self._lanes[held.job.id] = _JobLane(held.job.id)
+        lane.asked = False
+        self._turns.weigh(lane, priority=grant.priority, share=grant.share, row_cost=grant.row_cost)
         if grant.n:
-            self._queue.append(_Queued(held, grant, positions, numbers))
-            self._pending += grant.n
+            lane.queue.append(_Queued(held, grant, positions, numbers))
+            lane.pending += grant.n
+            self._turns.enter(lane)
         self._wake()
-        self._ask()
+        self._ask(lane)
+
+    def weigh(self, job_id: str, *, priority: int, share: float, row_cost: float) -> None:
+        """Let the rows of a job count otherwise from now on."""
+        lane = self._lanes.get(job_id)
+        if lane is not None:
+            self._turns.weigh(lane, priority=priority, share=share, row_cost=row_cost)
 
     def end(self) -> None:
         """No grant will come after those that are queued."""
@@ -107,68 +135,96 @@ class GrantFeed:
         self._wake()
 
     def drop(self, job_id: str) -> None:
-        """Forget the rows of a job that no engine has taken yet."""
-        for queued in [queued for queued in self._queue if queued.held.job.id == job_id]:
-            self._discard(queued)
-        self._ask()
+        """Forget the job and its rows that no engine has taken yet."""
+        lane = self._lanes.pop(job_id, None)
+        if lane is not None:
+            for queued in list(lane.queue):
+                self._discard(lane, queued)
 
     def drop_lease(self, held: Held) -> None:
         """Forget the rows of one lease that no engine has taken yet."""
-        for queued in [queued for queued in self._queue if queued.held is held]:
-            self._discard(queued)
-        self._ask()
+        lane = self._lanes.get(held.job.id)
+        if lane is not None:
+            for queued in [queued for queued in lane.queue if queued.held is held]:
+                self._discard(lane, queued)
+            self._ask(lane)
 
-    def _discard(self, queued: _Queued) -> None:
+    def _discard(self, lane: _JobLane, queued: _Queued) -> None:
         left = len(queued.numbers) - queued.next
         queued.held.undone -= left
-        self._pending -= left
-        self._queue.remove(queued)
+        lane.pending -= left
+        lane.queue.remove(queued)
+        if not lane.queue:
+            self._turns.leave(lane)
 
     def settled(self, outcome: Outcome) -> None:
         """A careful row has its outcome: the next may begin."""
-        if self._careful is not None and outcome.row.number == self._careful.number:
+        careful = self._careful
+        if careful is not None and outcome.row.number == careful.number and outcome.row.lease is careful.lease:
             self._careful = None
             self._wake()
 
     async def take(self, n: int) -> list[Row]:
+        self._measure(n)
         while True:
             rows = self._take_now(n)
             if rows:
-                self._ask()
-                if self._queue:
+                if len(self._turns):
                     self._wake()
                 return rows
-            if self._ended and not self._queue:
+            if self._ended and not len(self._turns):
                 self._wake()
                 return []
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
+    def _measure(self, n: int) -> None:
+        """Learn how many rows of the job that was taken from last `TAKE_S` is enough for."""
+        self._least = min(self._least, n)
+        if self._last is None:
+            return
+        lane, rows, at = self._last
+        self._last = None
+        fitting = int(rows * TAKE_S / max(self._time() - at, 1e-6))
+        lane.take_max = min(fitting, max(rows, lane.take_max) * GROWTH_MAX)
+
     def _take_now(self, n: int) -> list[Row]:
-        while self._queue and self._careful is None:
-            queued = self._queue[0]
-            held = queued.held
-            n = 1 if held.careful else n
-            first, last = queued.next, min(queued.next + n, len(queued.numbers))
-            numbers = queued.numbers[first:last]
-            try:
-                raws = self._read(held.job.rows, numbers)
-            except InputChanged as error:
-                self.drop(held.job.id)
-                self._changed(held.job.id, error)
-                continue
-            queued.next = last
-            self._pending -= last - first
-            if last == len(queued.numbers):
-                self._queue.popleft()
-            form = held.job.form
-            places = zip(queued.positions[first:last], numbers, raws, strict=True)
-            rows = [Row(position, number, raw, form, held) for position, number, raw in places]
-            if held.careful and not self._note_suspect(rows[0]):
-                return []
-            return rows
+        while self._careful is None and (lane := self._turns.next()) is not None:
+            # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
+            most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
+            rows = self._take_of(lane, most)
+            if rows:
+                self._turns.charge(lane, len(rows))
+                self._last = lane, len(rows), self._time()
+                if not lane.queue:
+                    self._turns.leave(lane)
+                if rows[0].lease.careful and not self._note_suspect(rows[0]):
+                    return []
+                self._ask(lane)
+                return rows
         return []
+
+    def _take_of(self, lane: _JobLane, n: int) -> list[Row]:
+        """Up to `n` rows of a job's first grant; none where its input has changed: then it is forgotten."""
+        queued = lane.queue[0]
+        held = queued.held
+        n = 1 if held.careful else n
+        first, last = queued.next, min(queued.next + n, len(queued.numbers))
+        numbers = queued.numbers[first:last]
+        try:
+            raws = self._read(held.job.rows, numbers)
+        except InputChanged as error:
+            self.drop(held.job.id)
+            self._changed(held.job.id, error)
+            return []
+        queued.next = last
+        lane.pending -= last - first
+        if last == len(queued.numbers):
+            lane.queue.popleft()
+        form = held.job.form
+        places = zip(queued.positions[first:last], numbers, raws, strict=True)
+        return [Row(position, number, raw, form, held) for position, number, raw in places]
 
     @staticmethod
     def _read(rows: SealedRows, numbers: array | range) -> list[bytes]:
@@ -184,18 +240,19 @@ class GrantFeed:
         try:
             self._suspect.write_text(data)
         except OSError as error:
-            self._queue.clear()
+            self._lanes.clear()
+            self._turns = Turns()
             self._ended = True
             self._broken(error)
             return False
         return True
 
-    def _ask(self) -> None:
-        """One grant more when the rows in hand may not outlast its way here."""
-        ahead = len(self._queue[-1].numbers) if self._queue else 0
-        if not self._ended and self._asked == 0 and (not self._queue or self._pending < max(ahead, 1) + 1):
-            self._asked = 1
-            self._want()
+    def _ask(self, lane: _JobLane) -> None:
+        """One grant more when the job's rows in hand may not outlast its way here."""
+        ahead = len(lane.queue[-1].numbers) if lane.queue else 0
+        if not self._ended and not lane.asked and lane.pending < max(ahead, 1) + 1:
+            lane.asked = True
+            self._want(lane.job)
 
     def _wake(self) -> None:
         while self._waiters:

@@ -75,7 +75,7 @@ class Recorder:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._due = asyncio.Event()
         self._due_timer: asyncio.TimerHandle | None = None
-        self._syncing = False
+        self._syncing: list[frozenset[int]] = []  # leases whose blocks are on their way to the disk
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
         """Sink for the engine. Concurrency: on the event loop's thread."""
@@ -119,6 +119,16 @@ class Recorder:
         """Hand every buffered line to the kernel."""
         for held in list(self._buffered.values()):
             self._write(held)
+
+    def flush_lease(self, held: Held) -> None:
+        """Hand the buffered lines of one lease to the kernel."""
+        if id(held) in self._buffered:
+            self._write(held)
+
+    def is_done_with(self, held: Held) -> bool:
+        """Nothing of this lease is buffered, written or on its way to the disk."""
+        key = id(held)
+        return not (key in self._buffered or key in self._written or any(key in each for each in self._syncing))
 
     def _write(self, held: Held) -> None:
         self._buffered.pop(id(held), None)
@@ -188,24 +198,20 @@ class Recorder:
         for held in helds:
             held.unsent = []
         segments = {id(held.job.segment): held.job.segment for held in helds}
-        self._syncing = True
+        on_their_way = frozenset(map(id, helds))
+        self._syncing.append(on_their_way)
         try:
             await asyncio.to_thread(_sync_all, list(segments.values()))
         except OSError as error:
             self._broken(error)
             return
         finally:
-            self._syncing = False
+            self._syncing.remove(on_their_way)
         for held, part in unsent:
             if not held.stale:
                 self._commit(_commit_of(held, part))
                 held.seq += 1
                 faults.point("after_send")
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is buffered, written or on its way to the disk."""
-        return not (self._buffered or self._written or self._syncing)
 
 
 def _sync_all(segments: list[SegmentFile]) -> None:

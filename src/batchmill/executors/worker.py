@@ -21,6 +21,7 @@ from msgspec import Struct
 from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused
+from batchmill.executors.answering import Answering
 from batchmill.executors.feed import GrantFeed, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.ports import Engine
@@ -29,18 +30,22 @@ from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
 from batchmill.wire import messages
 from batchmill.wire.messages import (
+    Abandon,
     Ack,
     Drain,
     Failed,
     Grant,
     Heartbeat,
     Open,
+    Predict,
     Ready,
     Record,
     Released,
     Revoke,
     Start,
+    Taken,
     Want,
+    Weigh,
 )
 
 HEARTBEAT_S = 0.5
@@ -57,12 +62,13 @@ class Worker:
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
         self._feed = GrantFeed(
-            want=lambda: self._send(Want()),
+            want=lambda job: self._send(Want(job)),
             changed=self._input_changed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
         )
         self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
+        self._answering = Answering(self._engine, self._send, writer.drain)
         self._owner_gone = asyncio.Event()
         self._failed = False
 
@@ -79,6 +85,7 @@ class Worker:
             # The owner died, or this worker cannot go on: what is finished goes to the kernel, where it is found again.
             self._recorder.flush()
             working.cancel()
+        self._answering.end()
         for task in (gone, *background):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -92,6 +99,7 @@ class Worker:
             await self._engine.start()
             self._send(Ready(os.getpid()))
             await self._engine.run(self._feed, self._recorder)
+            await self._answering.finish()
         except JobPaused as error:
             self._fail(error, error.reason)
         except BatchmillError as error:
@@ -122,8 +130,16 @@ class Worker:
                 case Ack(lease, counted=counted):
                     if not counted:
                         self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
+                case Weigh(job, priority, share, row_cost):
+                    self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
                 case Revoke(job):
                     self._revoke(job)
+                case Predict() as message:
+                    self._answering.begin(message)
+                case Taken(id_, size):
+                    self._answering.taken(id_, size)
+                case Abandon(id_):
+                    self._answering.abandon(id_)
                 case Drain():
                     self._feed.end()
                 case Start():
@@ -187,8 +203,9 @@ class Worker:
             mine = [held for held in self._held.values() if held.job is job]
             if any(held.undone > 0 and not held.stale for held in mine):
                 continue
-            self._recorder.flush()
-            if any(held.unsent for held in mine) or not self._recorder.is_idle:
+            for held in mine:
+                self._recorder.flush_lease(held)
+            if not all(self._recorder.is_done_with(held) for held in mine):
                 continue
             for held in mine:
                 del self._held[held.lease.job, held.lease.generation, held.lease.shard]
@@ -210,6 +227,8 @@ class Worker:
         held = self._held.get((lease.job, lease.generation, lease.shard))
         if held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
             del self._held[lease.job, lease.generation, lease.shard]
+        if held is not None and held.job.revoked:
+            asyncio.get_running_loop().call_soon(self._release_revoked)
 
     async def _beat(self) -> None:
         while True:

@@ -4,36 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import msgspec
+from msgspec import Struct
 
 from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
 from batchmill.jobs import recovery, scheduler
+from batchmill.jobs.claims import Claim, Claims
 from batchmill.jobs.commits import Books
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.ledger import Verdict
+from batchmill.jobs.ledger import Standing, Verdict
+from batchmill.jobs.live import LivePath
 from batchmill.jobs.pool import Death, Pool, PoolWorker
+from batchmill.jobs.pools import Pools
+from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
 from batchmill.ports import Clock, Executor
 from batchmill.states import PauseReason
-from batchmill.types import Commit, ModelSpec
-from batchmill.wire.messages import Ack, Failed, Open, Revoke
+from batchmill.types import Commit, ModelSpec, Shard
+from batchmill.wire.messages import Ack, Failed, Open, Revoke, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
+JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place among those whose turn it may be
+GRANTS_AT_ONCE = 64  # leased in one transaction
+
+
+class _Match(Struct, frozen=True, eq=False):
+    """A shard on its way to a worker."""
+
+    worker: PoolWorker
+    claim: Claim
+    shard: Shard
+
+
+class _Left(Struct, frozen=True):
+    """What was in flight when a job was taken back."""
+
+    project: str
+    shards: dict[int, str]  # -> the worker that has it
 
 
 class Dispatcher:
-    def __init__(self, data_dir: Path, books: Books, executor: Executor, clock: Clock) -> None:
-        self._data_dir, self._books, self._executor, self._clock = data_dir, books, executor, clock
-        self._pools: dict[str, Pool] = {}
-        self._dying: set[Pool] = set()  # pools that nobody needs, on their way to their end
-        self._endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
-        self._users: dict[str, set[str]] = {}  # pool key -> ids of the jobs that need it
+    """
+    Args:
+        weights: the share of each project beside others; 1 for those that are not named.
+        linger_s: workers that nobody needs are kept so long.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        books: Books,
+        executor: Executor,
+        clock: Clock,
+        *,
+        weights: Mapping[str, float] | None = None,
+        linger_s: float = 0.0,
+    ) -> None:
+        self._books, self._clock, self._weights = books, clock, weights or {}
+        self.tallies = Tallies()
+        self._pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s)
+        self.live = LivePath(self._pools, self.tallies, clock)
+        self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()
         self._runs: dict[str, JobRun] = {}
         self._keys: dict[str, list[str]] = {}  # job -> pool key of each of its models
         self._leaving: set[str] = set()  # jobs that are being taken back
-        self._left: dict[str, dict[int, str]] = {}  # job that was taken back -> shards in flight -> their worker
+        self._left: dict[str, _Left] = {}  # jobs that were taken back with rows in flight
         self._behind: dict[str, JobRun] = {}  # runs that may not know of every row the ledger counted
         self._returned: list[tuple[JobRun, PoolWorker]] = []  # what a resumed run gets back of what was left
         self._work = asyncio.Event()
@@ -48,65 +86,42 @@ class Dispatcher:
             for run in self._runs.values():
                 run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
 
+    @property
+    def is_alive(self) -> bool:
+        """It still gives out rows."""
+        return not self._dispatching.done()
+
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def reserve(self, job_id: str, models: list[ModelSpec]) -> None:
+    def reserve(self, job_id: str, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> None:
         """Start the workers that a job will need, so that they get ready while its rows are read.
 
         Those of a model whose earlier workers are still ending start once these have gone.
         """
         for model in models:
-            key = _pool_key(model)
-            if key in self._pools and self._pools[key].failure is not None:
-                self._retire(key)
-            if key not in self._pools:
-                home = self._data_dir / "workers" / key[:16]
-                self._pools[key] = Pool(
-                    model, home, executor=self._executor, listener=self, clock=self._clock, after=self._endings.get(key)
-                )
-            self._users.setdefault(key, set()).add(job_id)
+            self._pools.use(job_id, model, self._pools.key_of(model, code))
 
     async def unreserve(self, job_id: str, *, at_once: bool = False) -> None:
-        """A job needs its workers no more; those that nobody needs end."""
-        endings = set()
-        for key, users in list(self._users.items()):
-            users.discard(job_id)
-            if not users:
-                del self._users[key]
-                if key in self._pools:
-                    self._retire(key, at_once=at_once)
-                    endings.add(self._endings[key])
-        if endings:
-            await asyncio.wait(endings)
-
-    def _retire(self, key: str, *, at_once: bool = False) -> None:
-        """Let a pool end, whoever waits for it; the next one of its key begins after it."""
-        pool = self._pools.pop(key)
-        self._dying.add(pool)
-        before = self._endings.get(key)
-        self._endings[key] = asyncio.create_task(self._end(key, pool, before=before, at_once=at_once))
-
-    async def _end(self, key: str, pool: Pool, *, before: asyncio.Task[None] | None, at_once: bool) -> None:
-        await pool.stop(at_once=at_once)
-        self._dying.discard(pool)
-        if before is not None:
-            await asyncio.wait({before})
-        if self._endings[key] is asyncio.current_task():
-            del self._endings[key]
+        """A job needs its workers no more; those that nobody needs end, now or when they have lingered."""
+        await self._pools.release(job_id, at_once=at_once)
 
     def add(self, run: JobRun) -> None:
         """Let a run's shards go to workers."""
-        job_id = run.spec.id
-        if self._dispatching.done():
+        job_id, spec = run.spec.id, run.spec
+        if not self.is_alive:
             run.pause(LedgerBroken("the dispatcher has ended: no row is given out any more"))
+            return
         self._runs[job_id] = run
-        self._keys[job_id] = [_pool_key(model) for model in run.spec.models]
-        for key in self._keys[job_id]:
-            pool = self._pools.get(key)
+        keys = self._keys[job_id] = [self._pools.key_of(model, spec.code) for model in spec.models]
+        for number in run.models_left:
+            pool = self._pools.get(keys[number])
             if pool is not None and pool.failure is not None:
                 run.pause(JobPaused(pool.failure.message, reason=PauseReason(pool.failure.reason)))
+            else:
+                pool = self._pools.use(job_id, spec.models[number], keys[number])
+            self._claims_of(pool).forget()
         if job_id in self._left:
-            run.take_over(self._left.pop(job_id))
+            run.take_over(self._left.pop(job_id).shards)
             self._behind[job_id] = run
         self._work.set()
 
@@ -120,9 +135,9 @@ class Dispatcher:
         job_id = run.spec.id
         self._leaving.add(job_id)
         try:
-            for worker in self._workers():
+            for worker in self._pools.workers():
                 if job_id in worker.opened:
-                    worker.opened.discard(job_id)
+                    worker.close(job_id)
                     worker.revoked.add(job_id)
                     worker.handle.send(Revoke(job_id))
             if not at_once:
@@ -136,8 +151,10 @@ class Dispatcher:
             self._leaving.discard(job_id)
             self._behind.pop(job_id, None)
             self._runs.pop(job_id, None)
-            for key in self._keys.pop(job_id, ()):
-                self._users.get(key, set()).discard(job_id)
+            self._keys.pop(job_id, None)
+            self._pools.forget(job_id)
+            for claims in self._claims.values():
+                claims.forget()
 
     async def _end_late(self, job_id: str, *, at_once: bool) -> None:
         """Kill the workers that still run rows of a job and that nobody else needs, and wait until they are buried."""
@@ -145,40 +162,63 @@ class Dispatcher:
         for key in self._keys.get(job_id, ()):
             pool = self._pools.get(key)
             if pool is not None and pool.is_running(job_id) and not self._is_needed(key, job_id, at_once=at_once):
-                self._retire(key, at_once=True)
-                late.add(self._endings[key])
-        for pool in [pool for pool in self._dying if pool.is_running(job_id)]:
+                self._pools.retire(key, at_once=True)
+                late.add(self._pools.endings[key])
+        for pool in [pool for pool in self._pools.dying if pool.is_running(job_id)]:
             pool.kill()
-            late.add(self._endings[_pool_key(pool.model)])
+            late.add(self._pools.endings[pool.key])
         if late:
             await asyncio.wait(late)
 
     def _is_needed(self, key: str, job_id: str, *, at_once: bool) -> bool:
         """Whether another job has a claim to these workers; one that is over has none when all ends at once."""
-        others = [self._runs.get(other) for other in self._users.get(key, ()) if other != job_id]
+        others = [self._runs.get(other) for other in self._pools.users(key) if other != job_id]
         return any(run is None or not at_once or not run.ended.done() for run in others)
 
     async def _leave(self, run: JobRun) -> None:
         """What is in flight still: refused from now on where the job was cancelled, remembered where it can go on."""
-        alive = {worker.name for worker in self._workers()}
+        running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
         if run.is_cancelled:
             for number in run.held:
                 await self._books.call(self._books.ledger.lease, run.spec.id, run.generation, run.shard(number))
-        elif left := {number: worker for number, worker in run.held.items() if worker in alive}:
-            self._left[run.spec.id] = left
-
-    def _workers(self) -> list[PoolWorker]:
-        return [worker for pool in (*self._pools.values(), *self._dying) for worker in pool.workers.values()]
+        elif left := {number: worker for number, worker in run.held.items() if worker in running}:
+            self._left[run.spec.id] = _Left(run.spec.project, left)
 
     async def _wait_released(self, job_id: str) -> None:
-        while any(job_id in worker.revoked for worker in self._workers()):
+        while any(job_id in worker.revoked for worker in self._pools.workers()):
             self._released.clear()
             await self._released.wait()
 
-    def workers_of(self, models: list[ModelSpec]) -> list[PoolWorker]:
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def workers_of(self, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> list[PoolWorker]:
         """The workers that serve these models now."""
-        pools = [self._pools[key] for model in models if (key := _pool_key(model)) in self._pools]
-        return [worker for pool in pools for worker in pool.workers.values()]
+        pools = [self._pools.get(self._pools.key_of(model, code)) for model in models]
+        return [worker for pool in pools if pool is not None for worker in pool.workers.values()]
+
+    def ahead_of(self, job_id: str) -> int:
+        """How many jobs get workers before this one: none once it has rows at a worker, but for higher priorities."""
+        run = self._runs.get(job_id)
+        if run is None:
+            return 0
+        ahead = 0
+        for key in {self._keys[job_id][number] for number in run.models_left}:
+            candidates = [claim.candidate for claim in self._reckon(key)]
+            mine = [each for each in candidates if each.job == job_id]
+            if mine:
+                before = [each for each in candidates if scheduler.order_of(each) < scheduler.order_of(mine[0])]
+                higher = [each for each in before if each.rank > mine[0].rank]
+                ahead = max(ahead, len(before if run.is_waiting else higher))
+        return ahead
+
+    def gauges(self) -> list[ModelGauge]:
+        """What the workers of every model do now."""
+        found = []
+        for key, pool in self._pools.items():
+            runs = self._runs_of(key)
+            waiting = sum(run.is_waiting for run, _ in runs)
+            found.append(gauge(pool, rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
+        return found
 
     # -- giving out ---------------------------------------------------------------------------------------------------
 
@@ -191,8 +231,9 @@ class Dispatcher:
                 self._behind.pop(job_id, None)
             if self._returned:
                 await self._take_returned()
-            for key, pool in list(self._pools.items()):
-                await self._serve(key, pool)
+            for key, pool in self._pools.items():
+                while matches := self._match(key, pool):
+                    await self._give(pool, matches)
 
     async def _catch_up(self, run: JobRun) -> None:
         """Rows in flight when a job was taken back may have been counted while nobody listened."""
@@ -211,51 +252,61 @@ class Dispatcher:
             worker.revoked.discard(run.spec.id)
         self._released.set()
 
-    async def _serve(self, key: str, pool: Pool) -> None:
-        """Give every hungry worker of a pool a shard while there is one."""
-        while (found := self._match(key, pool)) is not None:
-            worker, run, model = found
-            worker.wants -= 1
-            shard = run.pop(model, worker.name)
-            try:
-                standing = await self._books.call(self._books.ledger.lease, run.spec.id, run.generation, shard)
-            except BatchmillError as error:
-                run.put_back(shard, died=False)
-                run.pause(error)
-                worker.wants += 1
-                continue
-            if worker.name not in pool.workers or not self._may_give(run, worker):
-                run.put_back(shard, died=False)
-                worker.wants += 1
-                continue
-            self._open(run, worker)
-            worker.handle.send(run.grant(shard, standing))
+    def _match(self, key: str, pool: Pool) -> list[_Match]:
+        """Shards for workers that have room: jobs in the order in which they are served, a shard for each worker.
 
-    def _match(self, key: str, pool: Pool) -> tuple[PoolWorker, JobRun, int] | None:
-        """A hungry worker, the one that serves the fewest jobs first, and what it gets."""
-        for worker in sorted(pool.hungry(), key=lambda w: sum(run.is_held_by(w.name) for run in self._runs.values())):
-            found = self._choose(key, worker)
-            if found is not None:
-                return worker, *found
-        return None
+        The first grant of a job does not wait until a worker asks: rows of several jobs take turns there.
+        """
+        claims = self._claims_of(pool)
+        order = claims.last if claims.is_fresh else self._reckon(key)
+        workers = pool.ready()
+        matches: list[_Match] = []
+        for claim in order:
+            run, job_id = claim.run, claim.run.spec.id
+            if len(matches) >= GRANTS_AT_ONCE:
+                break
+            if not run.has_ready(claim.model):
+                continue
+            free = [worker for worker in workers if _has_room(worker, job_id) and self._may_give(run, worker)]
+            for worker in sorted(free, key=lambda each: (run.is_held_by(each.name), len(each.opened))):
+                if not run.has_ready(claim.model):
+                    break
+                worker.wants.discard(job_id)
+                self._open(run, worker)
+                matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
+        return matches
+
+    async def _give(self, pool: Pool, matches: Sequence[_Match]) -> None:
+        """Lease the shards and send them on their way."""
+        for match, standing in zip(matches, await self._lease(matches), strict=True):
+            worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
+            if standing is None or worker.name not in pool.workers or not self._may_give(run, worker):
+                run.put_back(match.shard, died=False)
+                if job_id in worker.opened:
+                    worker.wants.add(job_id)
+                continue
+            weight = worker.weights[job_id] = match.claim.weight
+            grant = msgspec.structs.replace(
+                run.grant(match.shard, standing),
+                priority=weight.priority, share=weight.share, row_cost=weight.row_cost,
+            )  # fmt: skip
+            worker.handle.send(grant)
+
+    async def _lease(self, matches: Sequence[_Match]) -> list[Standing | None]:
+        """In one transaction; where that fails in one for each, so that one job's trouble stays its own."""
+        wanted = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
+        try:
+            return list(await self._books.call(self._books.ledger.lease_each, wanted))
+        except BatchmillError as error:
+            if len(matches) == 1:
+                matches[0].claim.run.pause(error)
+                return [None]
+        return [(await self._lease([match]))[0] for match in matches]
 
     def _may_give(self, run: JobRun, worker: PoolWorker) -> bool:
         """A worker that has yet to let go of a job gets nothing more of it before it has."""
         job_id = run.spec.id
         return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
-
-    def _choose(self, key: str, worker: PoolWorker) -> tuple[JobRun, int] | None:
-        ready: dict[str, tuple[JobRun, int]] = {}
-        candidates = []
-        for job_id, run in self._runs.items():
-            if not self._may_give(run, worker):
-                continue
-            for number, needed in enumerate(self._keys[job_id]):
-                if needed == key and run.has_ready(number) and job_id not in ready:
-                    ready[job_id] = run, number
-                    candidates.append(scheduler.Candidate(job_id, run.spec.created, run.rows_held(number)))
-        chosen = scheduler.choose(candidates)
-        return None if chosen is None else ready[chosen]
 
     @staticmethod
     def _open(run: JobRun, worker: PoolWorker) -> None:
@@ -264,6 +315,36 @@ class Dispatcher:
             worker.opened.add(spec.id)
             files = run.files
             worker.handle.send(Open(spec.id, spec.identity, spec.form, str(files.dataset), str(files.segments)))
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def _claims_of(self, pool: Pool) -> Claims:
+        claims = self._claims.get(pool)
+        if claims is None:
+            claims = self._claims[pool] = Claims(self._weights, self._clock)
+        return claims
+
+    def _runs_of(self, key: str) -> list[tuple[JobRun, int]]:
+        """The jobs with rows left for a pool, and the number of its model in each."""
+        found = []
+        for job_id, run in self._runs.items():
+            if not run.ended.done() and job_id not in self._leaving:
+                found += [(run, n) for n, each in enumerate(self._keys[job_id]) if each == key and run.rows_left_of(n)]
+        return found
+
+    def _reckon(self, key: str) -> list[Claim]:
+        """What every job of a pool has a claim to now; its workers hear what has changed."""
+        pool = self._pools.get(key)
+        if pool is None:
+            return []
+        order = self._claims_of(pool).reckon(self._runs_of(key))
+        for worker in pool.workers.values():
+            for claim in order:
+                job_id, weight = claim.run.spec.id, claim.weight
+                if job_id in worker.weights and not weight.is_like(worker.weights[job_id]):
+                    worker.weights[job_id] = weight
+                    worker.handle.send(Weigh(job_id, weight.priority, weight.share, weight.row_cost))
+        return order
 
     # -- what workers say ---------------------------------------------------------------------------------------------
 
@@ -276,12 +357,20 @@ class Dispatcher:
 
         def told(verdict: Verdict | BatchmillError) -> None:
             worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
-            self._told(commit, cost, verdict)
+            self._told(pool, commit, cost, verdict)
 
         await self._books.commit(commit, cost, told)
 
-    def _told(self, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError) -> None:
-        run = self._runs.get(commit.lease.job)
+    def _told(self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError) -> None:
+        job_id = commit.lease.job
+        run, left = self._runs.get(job_id), self._left.get(job_id)
+        if verdict is Verdict.COUNTED:
+            project = run.spec.project if run is not None else left.project if left is not None else ""
+            self.tallies.count(project, pool.model.name, commit)
+            claims = self._claims_of(pool)
+            claims.charge(project, commit)
+            if not claims.is_fresh:
+                self._work.set()
         if run is None:
             return
         if isinstance(verdict, BatchmillError):
@@ -292,8 +381,7 @@ class Dispatcher:
             run.check_budget()
 
     def released(self, worker: PoolWorker, job_id: str) -> None:
-        if job_id in self._left:
-            self._left[job_id] = _without(self._left[job_id], worker.name)
+        self._leave_less(worker.name, [job_id])
         run = self._runs.get(job_id)
         if run is None or job_id in self._leaving:
             worker.revoked.discard(job_id)
@@ -302,36 +390,43 @@ class Dispatcher:
             self._returned.append((run, worker))
             self._work.set()
 
+    def _leave_less(self, worker: str, job_ids: Sequence[str]) -> None:
+        """This worker runs nothing any more of these jobs that were taken back."""
+        for job_id in job_ids:
+            left = self._left.get(job_id)
+            if left is not None:
+                kept = {number: holder for number, holder in left.shards.items() if holder != worker}
+                self._left[job_id] = _Left(left.project, kept)
+
     def failed(self, pool: Pool, failure: Failed) -> None:
-        key = _pool_key(pool.model)
-        users = {failure.job} if failure.job is not None else self._users.get(key, set())
-        if failure.job is None and self._pools.get(key) is not pool:
-            return  # of workers that nobody needs any more
+        users = {failure.job} if failure.job is not None else self._pools.users(pool.key)
+        if failure.job is None and (not self._pools.is_current(pool) or self._pools.try_with_more_room(pool)):
+            return  # of workers that nobody needs any more, or that others take the place of
         error = JobPaused(failure.message, reason=PauseReason(failure.reason))
         for job_id in users:
             run = self._runs.get(job_id)
             if run is not None:
                 run.pause(error)
 
-    async def died(self, worker: PoolWorker, code: int) -> Death:
+    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         """What a dead worker finished is adopted; the rest of its shards goes to others."""
         async with self._burying:
             worker.opened.clear()
             worker.revoked.clear()
-            for job_id, left in self._left.items():
-                self._left[job_id] = _without(left, worker.name)
+            worker.wants.clear()
+            self._leave_less(worker.name, list(self._left))
             self._released.set()
             await self._books.settle()
             adopted: list[Commit] = []
             by_row = False
             for run in [run for run in self._runs.values() if run.is_held_by(worker.name)]:
                 suspects = run.suspects
-                adopted += await self._bury(worker, run, died=code != 0 and not worker.is_ended)
+                adopted += await self._bury(pool, worker, run, died=code != 0 and not worker.is_ended)
                 by_row = by_row or run.suspects > suspects
             self._work.set()
             return Death(adopted, by_row)
 
-    async def _bury(self, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
+    async def _bury(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
         """Adopt for one job; returns what was adopted. A worker that did not die by itself is nobody's fault."""
         shards = run.held_by(worker.name)
         if died:
@@ -344,7 +439,7 @@ class Dispatcher:
             run.pause(error)
             return []
         for commit, cost in found:
-            self._told(commit, cost, Verdict.COUNTED)
+            self._told(pool, commit, cost, Verdict.COUNTED)
         for shard in shards:
             run.put_back(shard, died=died)
         return [commit for commit, _ in found]
@@ -352,19 +447,9 @@ class Dispatcher:
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; returns when they have gone."""
         self._dispatching.cancel()
-        for key in list(self._pools):
-            self._retire(key, at_once=at_once)
-        if at_once:
-            for pool in self._dying:
-                pool.kill()
-        if self._endings:
-            await asyncio.wait(set(self._endings.values()))
+        await self._pools.close(at_once=at_once)
 
 
-def _without(left: dict[int, str], worker: str) -> dict[int, str]:
-    return {number: holder for number, holder in left.items() if holder != worker}
-
-
-def _pool_key(model: ModelSpec) -> str:
-    """Models that one set of workers can serve have the same key."""
-    return hashlib.sha256(msgspec.json.encode(model, order="deterministic")).hexdigest()
+def _has_room(worker: PoolWorker, job_id: str) -> bool:
+    """The worker asked for more of this job, or has none of it and not too many others."""
+    return job_id in worker.wants or (job_id not in worker.opened and len(worker.opened) < JOBS_OPEN_MAX)

@@ -12,7 +12,7 @@ from batchmill.errors import JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger import Standing, undone
 from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.rates import Rates
+from batchmill.jobs.rates import Rates, RowCost
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Shard
@@ -52,6 +52,8 @@ class JobRun:
         self._in_hands: defaultdict[str, set[int]] = defaultdict(set)  # worker -> shards it holds
         self._rows_held: Counter[int] = Counter()  # model -> rows undone that workers hold
         self._shards_left: Counter[int] = Counter()  # model -> shards with rows undone
+        self._rows_left: Counter[int] = Counter()  # model -> rows undone
+        self._row_costs: defaultdict[int, RowCost] = defaultdict(RowCost)  # model -> what its rows cost lately
         self._done: dict[int, int] = {}
         self._deaths: dict[int, int] = {}  # shard -> workers that died on it since its last commit
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
@@ -70,6 +72,7 @@ class JobRun:
                 self._done[shard.number] = finished
                 self._ready[shard.model].append(shard)
                 self._shards_left[shard.model] += 1
+                self._rows_left[shard.model] += rows - finished
         self._end_if_complete()
 
     def catch_up(self, done: dict[int, int]) -> None:
@@ -98,6 +101,19 @@ class JobRun:
 
     def rows_held(self, model: int) -> int:
         return self._rows_held[model]
+
+    def rows_left_of(self, model: int) -> int:
+        """Rows of this model without an outcome."""
+        return self._rows_left[model]
+
+    def row_cost(self, model: int) -> float | None:
+        """What a row of this model costs lately, in tokens where it has any; None: no row has been counted."""
+        return self._row_costs[model].now()
+
+    def model_of(self, number: int) -> int | None:
+        """The number of the model of a shard with rows undone."""
+        shard = self._shards.get(number)
+        return None if shard is None else shard.model
 
     def pop(self, model: int, worker: str) -> Shard:
         """The next shard of a model that `has_ready`, now in this worker's hands."""
@@ -158,6 +174,7 @@ class JobRun:
         for hook in self.counted_hooks:
             hook(commit)
         if number in self._shards:
+            self._row_costs[self._shards[number].model].add(rows, commit.usage)
             self._advance(number, rows)
         self._end_if_complete()
 
@@ -165,6 +182,7 @@ class JobRun:
         """So many rows more of a shard are done."""
         shard = self._shards[number]
         self.rows_left -= rows
+        self._rows_left[shard.model] -= rows
         self._done[number] += rows
         if number in self._held:
             self._rows_held[shard.model] -= rows
@@ -179,6 +197,11 @@ class JobRun:
 
     def is_held_by(self, worker: str) -> bool:
         return bool(self._in_hands.get(worker))
+
+    @property
+    def is_waiting(self) -> bool:
+        """No worker has a row of it."""
+        return not self._held
 
     @property
     def held(self) -> dict[int, str]:
@@ -208,6 +231,7 @@ class JobRun:
         """End the run with the reason; what is in flight may still be counted."""
         if not self.ended.done():
             self.ended.set_exception(error)
+            self.ended.exception()  # a run that was never begun has nobody who asks
 
     @property
     def is_cancelled(self) -> bool:

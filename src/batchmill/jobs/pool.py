@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
+from batchmill.errors import BatchmillError, ModelFailed, Unavailable
+from batchmill.jobs.claims import Weight
 from batchmill.ports import Clock, Executor, WorkerHandle
 from batchmill.states import PauseReason
-from batchmill.types import Commit, EngineStats, ModelSpec
-from batchmill.wire.messages import Drain, Failed, Heartbeat, Ready, Record, Released, Start, Want
+from batchmill.types import Commit, EngineStats, LiveHead, ModelSpec
+from batchmill.wire.messages import (
+    Answered,
+    Chunk,
+    Drain,
+    Failed,
+    Head,
+    Heartbeat,
+    Ready,
+    Record,
+    Released,
+    Start,
+    Want,
+)
 
 DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
 ROW_DEATHS_MAX = (
@@ -25,6 +39,9 @@ DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
 
 
+Hear = Callable[[LiveHead | bytes | Exception | None], None]  # None: the answer is complete
+
+
 class PoolWorker:
     """A worker and what it holds."""
 
@@ -32,7 +49,9 @@ class PoolWorker:
         self.name, self.home, self.handle = name, home, handle
         self.is_ready = False
         self.is_ended = False  # we have killed it: its end is nobody's fault
-        self.wants = 0  # grants it has room for
+        self.wants: set[str] = set()  # jobs of which it has room for one more grant
+        self.weights: dict[str, Weight] = {}  # job -> what it was told of it
+        self.calls: dict[int, Hear] = {}  # live request -> who hears its answer
         self.opened: set[str] = set()  # jobs it was told of and may get grants of
         self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
@@ -42,6 +61,28 @@ class PoolWorker:
         """Kill it because we want it gone."""
         self.is_ended = True
         self.handle.kill()
+
+    def close(self, job_id: str) -> None:
+        """It gets no more of this job."""
+        self.opened.discard(job_id)
+        self.wants.discard(job_id)
+        self.weights.pop(job_id, None)
+
+    def hear(self, message: Head | Chunk | Answered) -> None:
+        """Pass on a piece of an answer; nobody hears one that was abandoned."""
+        match message:
+            case Head(id_, piece) | Chunk(id_, piece):
+                hear = self.calls.get(id_)
+            case Answered(id_, raised):
+                hear, piece = self.calls.pop(id_, None), None if raised is None else raised.error()
+        if hear is not None:
+            hear(piece)
+
+    def end_calls(self, error: BatchmillError) -> None:
+        """It answers nothing any more."""
+        calls, self.calls = self.calls, {}
+        for hear in calls.values():
+            hear(error)
 
 
 class Death(Struct, frozen=True):
@@ -58,12 +99,13 @@ class PoolListener(Protocol):
     async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
-    async def died(self, worker: PoolWorker, code: int) -> Death: ...
+    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
 
 
 class Pool:
     def __init__(
         self,
+        key: str,
         model: ModelSpec,
         home: Path,
         *,
@@ -73,12 +115,15 @@ class Pool:
         after: asyncio.Task[None] | None = None,
     ) -> None:
         """Start the workers; once `after` is done, where one is given."""
-        self.model, self._home = model, home
+        self.key, self.model, self._home = key, model, home
         self._executor, self._listener, self._clock, self._after = executor, listener, clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
         self._deaths = self._row_deaths = 0
         self.failure: Failed | None = None
+        self.failed_at = 0.0  # monotonic seconds
+        self.was_ready = False  # a worker of it has been ready
+        self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
         self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
         for task in self._tending:
             task.add_done_callback(self._tended)
@@ -98,9 +143,11 @@ class Pool:
                 return
             worker = PoolWorker(name, home, handle)
             failed = await self._listen(worker)
+            worker.is_ready = False
+            worker.end_calls(self._lost())
             code = await handle.wait()
             del self.workers[name]
-            death = await self._listener.died(worker, code)
+            death = await self._listener.died(self, worker, code)
             if failed or self._stopping:
                 return
             self._count_death(worker, death, code)
@@ -116,6 +163,12 @@ class Pool:
             worker.heard = self._clock.monotonic()
             failed = await self._hear(worker, message) or failed
         return failed
+
+    def _lost(self) -> BatchmillError:
+        """What live requests hear that a worker has left without an answer."""
+        if self.failure is not None:
+            return ModelFailed(self.failure.message)
+        return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
 
     def _count_death(self, worker: PoolWorker, death: Death, code: int) -> None:
         """Give the model up when its workers die one after another; a row that is to blame is given up instead."""
@@ -149,12 +202,14 @@ class Pool:
     async def _hear(self, worker: PoolWorker, message: object) -> bool:
         """Pass on what a worker said; True when it said that it has failed."""
         match message:
+            case Chunk() | Head() | Answered():
+                worker.hear(message)
             case Ready():
-                worker.is_ready = True
-                worker.wants = 1
+                worker.is_ready = self.was_ready = True
+                self._change()
                 self._listener.wanted(self)
-            case Want():
-                worker.wants += 1
+            case Want(job):
+                worker.wants.add(job)
                 self._listener.wanted(self)
             case Record(commit):
                 self._got_through(commit)
@@ -173,7 +228,9 @@ class Pool:
     def _fail(self, failure: Failed) -> None:
         if self.failure is None:
             self.failure = failure
+            self.failed_at = self._clock.monotonic()
             self._listener.failed(self, failure)
+            self._change()
 
     async def _watch(self) -> None:
         """End workers that are stopped by a signal: their leases must go on elsewhere."""
@@ -193,9 +250,36 @@ class Pool:
         for worker in self.workers.values():
             worker.end()
 
-    def hungry(self) -> list[PoolWorker]:
-        """Workers with room for a grant."""
-        return [worker for worker in self.workers.values() if worker.is_ready and worker.wants > 0]
+    def ready(self) -> list[PoolWorker]:
+        """Workers that may be given something."""
+        return [worker for worker in self.workers.values() if worker.is_ready and not worker.is_ended]
+
+    # -- for live requests --------------------------------------------------------------------------------------------
+
+    def least_live(self) -> PoolWorker | None:
+        """The ready worker with the fewest live requests."""
+        return None if self._stopping else min(self.ready(), key=lambda worker: len(worker.calls), default=None)
+
+    @property
+    def waiting(self) -> int:
+        """Live requests that no worker is ready for."""
+        return len(self._waiters)
+
+    async def change(self) -> None:
+        """Return when a worker is ready, or none will ever be."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def _change(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
 
     async def stop(self, *, at_once: bool = False) -> None:
         """Let the workers record what they have and end; `at_once`: end them now. Returns when they have gone.
@@ -203,6 +287,7 @@ class Pool:
         Concurrency: may be called again, with `at_once`, while it waits.
         """
         self._stopping = True
+        self._change()
         self._watching.cancel()
         if at_once:
             self.kill()

@@ -1,8 +1,14 @@
-"""Which job the next free place of a worker goes to, and how large a shard is. Pure: snapshot in, decision out."""
+"""Which job goes first at a model's workers, what each has a claim to, and how large a shard is.
+
+Pure: snapshot in, decision out. Priority comes first, strictly; then jobs that are about to miss their deadline; then
+the project that is furthest behind its share; then the earlier deadline; then age.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -11,21 +17,62 @@ from batchmill.types import ModelSpec
 # Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
 SHARD_ROWS = {"function": (1, 16_384), "http": (64, 1_024), "llm": (16, 64)}
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
+LATE_FACTOR = 1.5  # a deadline is in danger when the work left takes this much less than the time left
+# Of a project's share its first job has so much to itself, the rest is for all of its jobs alike: many small jobs
+# neither wait for a large one nor stop it.
+FIRST_SHARE = 0.25
 
 
 class Candidate(Struct, frozen=True):
-    """A job with rows ready for the model in question."""
+    """A job that wants workers of the model in question."""
 
     job: str
     created: float
-    rows_held: int  # rows of it that workers hold now
+    project: str = "default"
+    priority: int = 0
+    deadline: float | None = None
+    is_late: bool = False  # it is about to miss its deadline
+    ahead: float = 0.0  # virtual time that its project has been served: see `jobs.fair_share`
+
+    @property
+    def rank(self) -> int:
+        """Rows of a higher one always go first."""
+        return 2 * self.priority + self.is_late
+
+
+def order_of(candidate: Candidate) -> tuple:
+    """Candidates sorted by this are in the order in which they are served."""
+    deadline = math.inf if candidate.deadline is None else candidate.deadline
+    urgency = deadline if candidate.is_late else 0.0
+    return -candidate.rank, urgency, candidate.ahead, deadline, candidate.created, candidate.job
 
 
 def choose(candidates: Sequence[Candidate]) -> str | None:
-    """The job that holds the least; among equals the oldest."""
-    if not candidates:
-        return None
-    return min(candidates, key=lambda c: (c.rows_held, c.created, c.job)).job
+    """The job that goes first."""
+    return min(candidates, key=order_of).job if candidates else None
+
+
+def is_late(deadline: float | None, now: float, *, work: float, per_s: float | None) -> bool:
+    """Whether a job with so much work left misses its deadline unless it has the workers to itself.
+
+    `work` and `per_s`, what the workers get done a second, are in one unit; None: that is not known yet.
+    """
+    if deadline is None or not per_s:
+        return False
+    return deadline - now < LATE_FACTOR * work / per_s
+
+
+def shares(candidates: Sequence[Candidate], weights: Mapping[str, float]) -> dict[str, float]:
+    """Job -> its share of the workers beside others of its rank: its project's weight, divided among its jobs."""
+    groups = Counter((each.rank, each.project) for each in candidates)
+    seen: set[tuple[int, str]] = set()
+    claims: dict[str, float] = {}
+    for each in sorted(candidates, key=order_of):
+        group = each.rank, each.project
+        alike = (1.0 - FIRST_SHARE) / groups[group]
+        claims[each.job] = weights.get(each.project, 1.0) * (alike if group in seen else FIRST_SHARE + alike)
+        seen.add(group)
+    return claims
 
 
 def shard_rows(model: ModelSpec, rows: int) -> int:

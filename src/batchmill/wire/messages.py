@@ -13,6 +13,7 @@ from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends before its owner says that they were handed on
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -63,6 +64,15 @@ class Ack(Struct, frozen=True, tag="ack"):
     counted: bool
 
 
+class Weigh(Struct, frozen=True, tag="weigh"):
+    """Owner: what a Grant said of its job has changed, also for rows that were granted before."""
+
+    job: str
+    priority: int
+    share: float
+    row_cost: float
+
+
 class Revoke(Struct, frozen=True, tag="revoke"):
     """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
 
@@ -82,6 +92,13 @@ class Abandon(Struct, frozen=True, tag="abandon"):
     id: int
 
 
+class Taken(Struct, frozen=True, tag="taken"):
+    """Owner: so many bytes more of this answer have been handed on. A worker sends only so far ahead of it."""
+
+    id: int
+    bytes: int
+
+
 class Drain(Struct, frozen=True, tag="drain"):
     """Owner: no more grants will come; record what is in flight, then exit."""
 
@@ -93,7 +110,9 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Want(Struct, frozen=True, tag="want"):
-    """Worker: there is room for one more grant."""
+    """Worker: there is room for one more grant of this job. For the first of a job there is always room."""
+
+    job: str
 
 
 class Record(Struct, frozen=True, tag="commit"):
@@ -144,7 +163,7 @@ class Answered(Struct, frozen=True, tag="answered"):
     raised: Raised | None = None
 
 
-ToWorker = Start | Open | Grant | Ack | Revoke | Predict | Abandon | Drain
+ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Predict | Abandon | Taken | Drain
 ToOwner = Ready | Want | Record | Released | Heartbeat | Failed | Head | Chunk | Answered
 
 _encoder = msgspec.msgpack.Encoder()

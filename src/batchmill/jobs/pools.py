@@ -1,0 +1,223 @@
+"""The pools of a data directory: started for whoever needs them, kept warm for a while after, ended.
+
+A user is a job or a live request. Workers of one model, over one state of its code, are one pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from batchmill.errors import BatchmillError
+from batchmill.jobs.pool import Pool, PoolListener, PoolWorker
+from batchmill.models import functions
+from batchmill.ports import Clock, Executor
+from batchmill.types import ModelSpec
+
+IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
+
+
+class CodeDigests:
+    """The digests of functions' files, read again only when a file has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int, int], str]] = {}
+
+    def of(self, source: str) -> str:
+        """Empty where there is no such file: the worker that is to load it says so."""
+        try:
+            path = functions.file_of(functions.parse(source))
+            stat = os.stat(path)
+            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            known = self._known.get(source)
+            if known is None or known[0] != seen:
+                known = self._known[source] = seen, functions.digest(source)
+        except (BatchmillError, OSError):
+            return ""
+        return known[1]
+
+
+class Pools:
+    """
+    Args:
+        linger_s: a pool that nobody uses is kept so long.
+    """
+
+    def __init__(
+        self, data_dir: Path, executor: Executor, clock: Clock, *, listener: PoolListener, linger_s: float
+    ) -> None:
+        self._data_dir, self._executor, self._clock, self._listener = data_dir, executor, clock, listener
+        self._linger_s = linger_s
+        self._codes = CodeDigests()
+        self._pools: dict[str, Pool] = {}
+        self._users: dict[str, set[str]] = {}
+        self._idle: dict[str, asyncio.Task[None]] = {}  # pools that nobody uses, in the order in which that came
+        self.dying: set[Pool] = set()  # on their way to their end
+        self.endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
+        self._second_tries: set[str] = set()  # keys of pools that were started again with more room
+        self.is_closed = False
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def key_of(self, model: ModelSpec, code: Mapping[str, str] | None = None) -> str:
+        """Models that one set of workers can serve have the same key.
+
+        `code` has the digests of functions by model name; they are read where it has none.
+        """
+        everybodys = msgspec.structs.replace(model, allowed=None)  # whichever of its names a job's rows may use
+        digest = (code or {}).get(model.name, "")
+        if not digest and model.engine == "function":
+            digest = self._codes.of(model.source)
+        data = msgspec.json.encode([everybodys, digest], order="deterministic")
+        return hashlib.sha256(data).hexdigest()
+
+    def get(self, key: str) -> Pool | None:
+        return self._pools.get(key)
+
+    def items(self) -> list[tuple[str, Pool]]:
+        return list(self._pools.items())
+
+    def is_current(self, pool: Pool) -> bool:
+        """It is not one that is ending."""
+        return self._pools.get(pool.key) is pool
+
+    def users(self, key: str) -> set[str]:
+        return self._users.get(key, set())
+
+    def workers(self) -> Iterator[PoolWorker]:
+        """Every worker, those that are ending too."""
+        for pool in (*self._pools.values(), *self.dying):
+            yield from pool.workers.values()
+
+    # -- using --------------------------------------------------------------------------------------------------------
+
+    def use(self, user: str, model: ModelSpec, key: str) -> Pool:
+        """The pool of this key, started if there is none that works, kept until `leave` or `release`.
+
+        It starts once earlier workers of the same model that are still ending have gone.
+        """
+        pool = self._pools.get(key)
+        if pool is not None and pool.failure is not None:
+            self.retire(key)
+            pool = None
+        if pool is None:
+            pool = self._start(key, model, self.endings.get(key))
+            self._second_tries.discard(key)
+        self._users.setdefault(key, set()).add(user)
+        lingering = self._idle.pop(key, None)
+        if lingering is not None:
+            lingering.cancel()
+        return pool
+
+    def _start(self, key: str, model: ModelSpec, after: asyncio.Task[None] | None) -> Pool:
+        home = self._data_dir / "workers" / key[:16]
+        everybodys = msgspec.structs.replace(model, allowed=None)
+        pool = Pool(
+            key, everybodys, home, executor=self._executor, listener=self._listener, clock=self._clock, after=after
+        )
+        self._pools[key] = pool
+        return pool
+
+    def leave(self, key: str, user: str) -> None:
+        """A user needs this pool no more."""
+        users = self._users.get(key)
+        if users is not None:
+            users.discard(user)
+            if not users:
+                del self._users[key]
+                self._settle(key)
+
+    def forget(self, user: str) -> None:
+        """As `leave` for all its pools, which are let go only by a `release`."""
+        for users in self._users.values():
+            users.discard(user)
+
+    async def release(self, user: str, *, at_once: bool = False) -> None:
+        """A user needs its workers no more. Those that are not kept end: returns when they have gone."""
+        self.forget(user)
+        for key in [key for key, users in self._users.items() if not users]:
+            del self._users[key]
+        endings = set()
+        for key in list(self._pools):
+            if key not in self._users and (at_once or key not in self._idle):
+                self._settle(key, at_once=at_once)
+                if key in self.endings and key not in self._pools:
+                    endings.add(self.endings[key])
+        if endings:
+            await asyncio.wait(endings)
+
+    def _settle(self, key: str, *, at_once: bool = False) -> None:
+        """Nobody uses this pool: let it linger, or end."""
+        pool = self._pools.get(key)
+        if pool is None:
+            return
+        if self._linger_s <= 0 or at_once or pool.failure is not None:
+            self.retire(key, at_once=at_once)
+            return
+        self._idle[key] = asyncio.create_task(self._linger(key))
+        while len(self._idle) > IDLE_POOLS_MAX:
+            self.retire(next(iter(self._idle)))
+
+    async def _linger(self, key: str) -> None:
+        await self._clock.sleep(self._linger_s)
+        if self._idle.get(key) is asyncio.current_task():
+            self.retire(key)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def retire(self, key: str, *, at_once: bool = False) -> None:
+        """Let a pool end, whoever waits for it; the next one of its key begins after it."""
+        pool = self._pools.pop(key)
+        lingering = self._idle.pop(key, None)
+        if lingering is not None and lingering is not asyncio.current_task():
+            lingering.cancel()
+        self.dying.add(pool)
+        before = self.endings.get(key)
+        self.endings[key] = asyncio.create_task(self._end(key, pool, before=before, at_once=at_once))
+
+    async def _end(self, key: str, pool: Pool, *, before: asyncio.Task[None] | None, at_once: bool) -> None:
+        await pool.stop(at_once=at_once)
+        self.dying.discard(pool)
+        if before is not None:
+            await asyncio.wait({before})
+        if self.endings[key] is asyncio.current_task():
+            del self.endings[key]
+
+    def try_with_more_room(self, pool: Pool) -> bool:
+        """Start a server again that could not start, once those that nobody uses have left the machine to it.
+
+        False where that has been tried, or there are none.
+        """
+        key = pool.key
+        if pool.was_ready or pool.model.engine != "llm" or key in self._second_tries or not self.is_current(pool):
+            return False
+        idle = [other for other in self._idle if self._pools[other].model.engine == "llm" and other != key]
+        if not idle:
+            return False
+        for other in idle:
+            self.retire(other)
+        self.retire(key)
+        after = asyncio.create_task(_all([self.endings[each] for each in (*idle, key)]))
+        self._second_tries.add(key)
+        self._start(key, pool.model, after)
+        return True
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """End every worker; returns when they have gone."""
+        self.is_closed = True
+        for key in list(self._pools):
+            self.retire(key, at_once=at_once)
+        if at_once:
+            for pool in self.dying:
+                pool.kill()
+        if self.endings:
+            await asyncio.wait(set(self.endings.values()))
+
+
+async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    await asyncio.wait(set(tasks))
