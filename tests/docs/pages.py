@@ -8,8 +8,10 @@ anything; numbers of seconds, job ids and the folder HOME may differ from what t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,7 +75,7 @@ class Session:
         pipe = asyncio.subprocess.PIPE
         self._shell = await asyncio.create_subprocess_exec(
             "bash", "--norc", cwd=self._folder, env={**os.environ, **self._environ},
-            stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, limit=LINE_BYTES_MAX,
+            stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, limit=LINE_BYTES_MAX, start_new_session=True,
         )  # fmt: skip
         return self
 
@@ -81,6 +83,8 @@ class Session:
         assert self._shell.stdin is not None
         self._shell.stdin.close()
         await self._shell.wait()
+        with contextlib.suppress(ProcessLookupError):  # what a page started beside itself and did not end
+            os.killpg(self._shell.pid, signal.SIGKILL)
 
     async def follow(self, steps: list[Step]) -> None:
         """Do what a page says. A command that does not exit with 0 must be followed by `echo $?`."""

@@ -1,10 +1,12 @@
 """The examples of the README and the task pages, run as they stand there."""
 
 import ast
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from batchmill.states import PauseReason
 ROOT = Path(__file__).parents[2]
 FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine_server.py"
 SHOWN_SERVICE = "127.0.0.1:8000"
+SHOWN_PORTS = ("8080", "9100")  # of servers that a page starts itself
 TASK_PAGES = [
     "README.md",
     "docs/run-a-batch.md",
@@ -25,6 +28,7 @@ TASK_PAGES = [
     "docs/use-a-function.md",
     "docs/use-a-language-model.md",
     "docs/use-a-remote-service.md",
+    "docs/webhooks-and-metrics.md",
     "docs/when-it-goes-wrong.md",
 ]
 PAGES = [*TASK_PAGES, "docs/configuration.md"]
@@ -71,6 +75,13 @@ def stand_in_engine(folder: Path) -> dict[str, str]:
     return {"BATCHMILL_VLLM_PYTHON": sys.executable, "PYTHONPATH": str(folder)}
 
 
+def free_ports(shown: tuple[str, ...]) -> dict[str, str]:
+    """A port that is free for each one that pages show."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in shown]
+        return {port: str(each.getsockname()[1]) for port, each in zip(shown, sockets, strict=True)}
+
+
 async def follow(page: str, tmp_path: Path, environ: dict[str, str]) -> None:
     """Do what a page says, in a folder that holds the examples."""
     folder = tmp_path / "ada"
@@ -80,7 +91,7 @@ async def follow(page: str, tmp_path: Path, environ: dict[str, str]) -> None:
     environ = {"PATH": path, "BATCHMILL_DATA_DIR": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1", **environ}
     steps = read_page((ROOT / page).read_text())
     async with PageService() as service:
-        addresses = {SHOWN_SERVICE: f"127.0.0.1:{service.port}"}
+        addresses = {SHOWN_SERVICE: f"127.0.0.1:{service.port}", **free_ports(SHOWN_PORTS)}
         async with Session(folder, environ, addresses) as session:
             await session.follow(steps)
 

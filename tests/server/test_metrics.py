@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.access_log import Served
 from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS
 from batchmill.server.metrics import Metrics, models
-from batchmill.services.events import Ended
+from batchmill.services.events import EVENT_TYPES, Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
 from batchmill.states import JobState
 from batchmill.types import Commit, Lease, SegmentRef, Usage
+
+DOCS = Path(__file__).parents[2] / "docs" / "webhooks-and-metrics.md"
 
 
 @pytest.fixture
@@ -153,3 +156,14 @@ async def test_counters_never_go_back(jobs: EndedJobs, metrics: Metrics):
     after = await samples(metrics)
     totals = [key for key in before if key[0].endswith(("_total", "_count", "_bucket", "_sum"))]
     assert totals and all(after[key] >= before[key] for key in totals)
+
+
+async def test_the_page_of_the_docs_names_every_metric(metrics: Metrics):
+    """docs/webhooks-and-metrics.md has each metric of batchmill's, and no other."""
+    page = (await metrics.render()).decode()
+    names = {
+        family.name + ("_total" if family.type == "counter" else "") for family in text_string_to_metric_families(page)
+    }
+    told = set(re.findall(r"`(batchmill_[a-z_]+)`", DOCS.read_text()))
+    assert told == {name for name in names if name.startswith("batchmill_")}
+    assert set(re.findall(r"`((?:batch|job)\.[a-z]+)`", DOCS.read_text())) == set(EVENT_TYPES)
