@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import secrets
 from collections import Counter
@@ -35,6 +34,7 @@ from batchmill.services.incoming import (
     to_its_end,
     unlink_all,
 )
+from batchmill.services.result_files import link, result_id, result_record, unlink_same
 from batchmill.states import JobState
 from batchmill.store.database import Database
 from batchmill.store.segments import sync_folder
@@ -47,7 +47,7 @@ READ_BYTES = 1024 * 1024  # of a file, at once
 FILENAME_CHARS_MAX = 512
 PAGE_MAX = 10_000
 SWEEP_MAX = 500  # files looked at at once
-BATCH, OUTPUT = "batch", "batch_output"  # purposes: what jobs read, and what they leave
+BATCH = "batch"  # the purpose of what jobs read
 ARRIVING = ".incoming"
 Within = Callable[[sa.Connection, FileRecord], None]
 
@@ -187,14 +187,14 @@ class FileService:
         self._arriving.add(file_id)
         try:
             target = self.home / file_id
-            size_bytes = await self.disk.run(_link, path, target)
+            size_bytes = await self.disk.run(link, path, target)
             if size_bytes is None:
                 return None
             now = await self._database.read(file_records.results_of, view.id)
             if now is None or now.generation != view.generation or now.state != view.state:
                 await self.disk.run(target.unlink)  # a retry has begun: the next one to look sees its results
                 return None
-            record = _result_record(view, file_id, path.suffixes, size_bytes)
+            record = result_record(view, file_id, path.suffixes, size_bytes)
             await self._database.write(file_records.insert_missing, [record])
             return record
         finally:
@@ -239,7 +239,7 @@ class FileService:
         if results is not None and JobState(results.state).is_at_rest:
             home = self._jobs_home / record.job
             copies = [path for path in map(Path, results.paths) if path.parent == home]
-            await self.disk.run(_unlink_same, self.path(record), copies)
+            await self.disk.run(unlink_same, self.path(record), copies)
 
     async def sweep(self) -> int:
         """Remove what has expired and what a crash left; returns how many files went. Files in use stay until later."""
@@ -346,46 +346,7 @@ def checked_filename(name: str) -> str:
     return name
 
 
-def result_id(job_id: str, generation: int, which: str) -> str:
-    """The id of a job's result file: the same for everybody who looks."""
-    return f"file-{hashlib.sha256(f'{job_id}:{generation}:{which}'.encode()).hexdigest()[:24]}"
-
-
-def _result_record(view: JobView, file_id: str, suffixes: Sequence[str], size_bytes: int) -> FileRecord:
-    which = "output" if file_id == result_id(view.id, view.generation, "output") else "errors"
-    suffix = "".join(each for each in suffixes if each != ".errors")
-    created = view.finished or view.created
-    expires_s = (view.origin or {}).get("output_expires_s")
-    return FileRecord(
-        id=file_id, project=view.project, purpose=OUTPUT, filename=f"{view.id}_{which}{suffix}", bytes=size_bytes,
-        sha256=None, created=created, expires=None if expires_s is None else created + expires_s, job=view.id,
-    )  # fmt: skip
-
-
 def _insert(db: sa.Connection, record: FileRecord, within: Within | None) -> None:
     file_records.insert(db, record)
     if within is not None:
         within(db, record)
-
-
-def _link(source: Path, target: Path) -> int | None:
-    """A second name for a file that never changes; its size, or None where it is not there (any more)."""
-    with contextlib.suppress(FileNotFoundError):
-        target.unlink()  # of a look that did not come to its end: it may be of an older generation
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    sync_folder(target.parent)
-    return target.stat().st_size
-
-
-def _unlink_same(path: Path, others: Sequence[Path]) -> None:
-    """Remove those of `others` that are the file at `path` under another name."""
-    with contextlib.suppress(FileNotFoundError):
-        own = path.stat()
-        for other in others:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(own, other.stat()):
-                    other.unlink()
-                    sync_folder(other.parent)

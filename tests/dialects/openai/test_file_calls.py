@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 
 import httpx
 import pytest
@@ -358,3 +359,16 @@ async def test_many_at_once(door, http):
     assert [reply.content for reply in got] == contents
     with contextlib.suppress(FileNotFoundError):
         assert not list((door.data_dir / "files" / ".incoming").iterdir())
+
+
+async def test_a_full_disk(door, http):
+    """An upload that finds no room is answered 503 in OpenAI's form, and takes none."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # as a quota: no file grows beyond it
+    try:
+        reply = await http.post("/v1/files", files={"file": b"x" * 2_500_000}, data={"purpose": "batch"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error_of(reply, 503)["code"] == "storage_full"
+    assert door.left() == []
+    assert (await upload(http, b"x" * 2_500_000)).bytes == 2_500_000

@@ -1,0 +1,107 @@
+"""Results of jobs that have ended, as files of their project."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from file_room import JOB, FileRoom
+
+from batchmill.services.result_files import result_id
+from batchmill.states import JobState
+
+
+@pytest.fixture
+def room(tmp_path):
+    room = FileRoom(tmp_path)
+    yield room
+    room.close()
+
+
+async def test_results_are_linked_not_copied(room):
+    """A job's result files become files of its project, under ids that anybody would find, sharing their bytes."""
+    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    output, errors = await room.files.adopt_results(view)
+    assert output and errors
+    assert (output.id, errors.id) == (result_id(JOB, 0, "output"), result_id(JOB, 0, "errors"))
+    assert (output.filename, errors.filename) == (f"{JOB}_output.jsonl", f"{JOB}_errors.jsonl")
+    assert output.purpose == "batch_output" and output.expires == view.finished + 3600
+    assert await room.read(output) == b"results.jsonl 0\n"
+    assert os.path.samefile(room.files.path(output), view.output)
+    assert await room.files.adopt_results(view) == (output, errors)
+    assert await room.files.get("one", output.id) == output
+    room.reopen()
+    await room.files.sweep()
+    assert await room.files.adopt_results(view) == (output, errors)
+
+
+async def test_results_are_adopted_once(room):
+    """Many who look at an ended job at once find the same files."""
+    view = await room.ended_job()
+    found = await asyncio.gather(*(room.files.adopt_results(view) for _ in range(10)))
+    assert len({(output.id, errors.id) for output, errors in found}) == 1
+    assert len(room.left()) == 2
+
+
+async def test_a_job_without_successes_has_no_output(room):
+    """A job of which every row failed has an error file alone."""
+    output, errors = await room.files.adopt_results(await room.ended_job(rows_ok=0))
+    assert output is None and errors is not None
+    assert await room.files.adopt_results(await room.put_job(JobState.FAILED, job_id=f"job_{1:020}")) == (None, None)
+
+
+async def test_results_of_a_job_that_goes_on_are_not_adopted(room):
+    """Nothing is adopted before a job has ended, nor from one that a retry has opened again meanwhile."""
+    view = await room.ended_job(JobState.RUNNING)
+    assert await room.files.adopt_results(view) == (None, None)
+    ended = await room.ended_job()
+    await room.put_job(JobState.QUEUED, generation=1)
+    assert await room.files.adopt_results(ended) == (None, None)
+    assert room.left() == []
+
+
+async def test_a_retry_leaves_older_results_as_they_were(room):
+    """Each generation has files of its own, and those of an earlier one never change."""
+    first, _ = await room.files.adopt_results(await room.ended_job())
+    second, _ = await room.files.adopt_results(await room.ended_job(generation=1))
+    assert first.id != second.id
+    assert (await room.read(first), await room.read(second)) == (b"results.jsonl 0\n", b"results.jsonl 1\n")
+
+
+async def test_results_that_a_caller_keeps_elsewhere_stay_theirs(room, tmp_path):
+    """Only files that lie with the job become files of the project."""
+    own = tmp_path / "out.jsonl"
+    own.write_text("mine")
+    view = await room.ended_job(output=str(own), errors_output=None)
+    assert await room.files.adopt_results(view) == (None, None)
+
+
+async def test_a_deleted_result_stays_deleted(room):
+    """Deleting a result removes the job's own copy too, so that the next look at the job does not bring it back."""
+    view = await room.ended_job()
+    output, errors = await room.files.adopt_results(view)
+    await room.files.delete("one", output.id)
+    assert not os.path.exists(view.output) and os.path.exists(view.errors_output)
+    assert await room.files.adopt_results(view) == (None, errors)
+
+
+async def test_a_deleted_result_of_an_earlier_generation(room):
+    """The copy that lies with the job is removed only where it is the very file that was deleted."""
+    first, _ = await room.files.adopt_results(await room.ended_job())
+    second = await room.ended_job(generation=1)
+    await room.files.delete("one", first.id)
+    assert os.path.exists(second.output)
+    output, _ = await room.files.adopt_results(second)
+    await room.put_job(JobState.RUNNING, generation=2, output=second.output)
+    await room.files.delete("one", output.id)
+    assert os.path.exists(second.output)  # its job is not at rest: it may be reading it
+
+
+async def test_expired_results_are_swept_with_their_copies(room):
+    """A result that expires goes like one that is deleted."""
+    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    await room.files.adopt_results(view)
+    room.clock.at += 3600
+    assert await room.files.sweep() == 2
+    assert room.left() == [] and not os.path.exists(view.output)
