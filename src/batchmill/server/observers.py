@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 
 from batchmill.jobs.dispatcher import Dispatcher
@@ -55,4 +56,7 @@ class Observers:
             await asyncio.wait({self._running})
         self._services.webhooks.close()
         if self._tracing is not None:
-            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(self._tracing.close))}, timeout=TRACES_DRAIN_S)
+            # A collector that does not answer holds up the end of this process for so long and no longer.
+            sending = threading.Thread(target=self._tracing.close, name="last-traces", daemon=True)
+            sending.start()
+            await asyncio.to_thread(sending.join, TRACES_DRAIN_S)

@@ -75,6 +75,8 @@ class Outbox:
                     await self.turn()
                 except BatchmillError as error:  # a full disk, above all: what is to be written stays in hand
                     logger.warning("webhooks wait: %s", error.message)
+                except Exception as error:  # the edge of this task: it must not end with one event
+                    logger.error("webhooks wait", exc_info=error)
                 await self._rest()
         finally:
             tasks = [task for _, task in self._sending.values()]
@@ -175,9 +177,12 @@ class Outbox:
         """None where there is no such endpoint any more."""
         try:
             listener = await self._webhooks.listener(event.endpoint)
+            return None if listener is None else await self._webhooks.deliver(listener, event.id, event.payload)
         except BatchmillError as error:  # above all: its secret cannot be read
             return Answer(failure=error.message)
-        return None if listener is None else await self._webhooks.deliver(listener, event.id, event.payload)
+        except Exception as error:  # the edge of a delivery: the event is tried again like any other
+            logger.error("the event %s could not be sent", event.id, exc_info=error)
+            return Answer(failure="it could not be sent")
 
     def _outcome(self, event: Waiting, answer: Answer | None) -> Settled:
         attempts, now = event.attempts + 1, self._clock.now()
