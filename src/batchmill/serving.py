@@ -157,6 +157,7 @@ class _Server:
             config=config,
             clock=clock,
             stopping=self._stopping,
+            gauges=jobs.dispatcher.gauges,
         )
 
     async def close(self, *, at_once: bool) -> None:

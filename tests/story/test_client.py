@@ -241,6 +241,14 @@ def test_models_are_listed_with_their_adapters(client: Client):
     models = {model.name: model for model in client.models()}
     assert list(models) == ["upper", "gated", "far"] and models["far"].adapters == ["legal"]
     assert models["upper"].price is not None and models["upper"].price.output == 2.0
+    assert models["far"].pool is None  # no row of it ever ran
+
+
+def test_models_say_how_their_workers_are(client: Client, tmp_path):
+    """A model that has run is loaded: its workers are counted."""
+    client.submit(requests(tmp_path / "in.jsonl", "a")).wait(WAIT_S)
+    pool = next(model.pool for model in client.models() if model.name == "upper")
+    assert pool is not None and pool.workers == 1
 
 
 BAD = [

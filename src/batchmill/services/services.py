@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 if TYPE_CHECKING:
     from batchmill.config import Config
+    from batchmill.jobs.tallies import ModelGauge
     from batchmill.ports import Clock
     from batchmill.services.catalogue import Catalogue
     from batchmill.services.files import FileService
@@ -30,3 +32,4 @@ class Services(Struct, frozen=True):
     config: Config
     clock: Clock
     stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now
+    gauges: Callable[[], Sequence[ModelGauge]] = list  # the workers of every model that has some

@@ -23,13 +23,16 @@ BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
     (errors.Unauthenticated, 401),
     (errors.RateLimited, 429),
     (errors.Refused, 403),
+    (errors.InputChanged, 409),
+    (errors.AuthRefused, 409),
+    (errors.QuotaExhausted, 409),
     (errors.StorageFull, 503),
     (errors.Unavailable, 503),
     (errors.ModelFailed, 503),
     (errors.JobPaused, 503),
     (BatchmillError, 500),
 )
-BY_CODE = {"no_results": 409, "method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408}
+BY_CODE = {"method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408}
 
 
 def status_of(error: BatchmillError) -> int:

@@ -8,12 +8,13 @@ from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders
 from batchmill.dialects.native.views import Shown
+from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.previews import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec, Scope
-from batchmill.wire.native import PREFIX, Estimated, ModelInfo, ModelList, Planned, Work
+from batchmill.wire.native import PREFIX, Estimated, ModelInfo, ModelList, Planned, PoolInfo, Work
 from batchmill.wire.previews import SealReport
 
 PREVIEWS = f"{PREFIX}/previews"
@@ -71,9 +72,17 @@ class Looking:
         return None
 
     async def models(self, call: Call) -> Response:
-        return json_reply(ModelList([_info(spec) for spec in self._services.catalogue.specs(call.caller)]))
+        pools: dict[str, ModelGauge] = {}
+        for each in self._services.gauges():  # of two under one name, one is ending
+            if each.name not in pools or each.ready > pools[each.name].ready:
+                pools[each.name] = each
+        specs = self._services.catalogue.specs(call.caller)
+        return json_reply(ModelList([self._info(spec, pools.get(spec.name)) for spec in specs]))
 
-
-def _info(spec: ModelSpec) -> ModelInfo:
-    adapters = [name for name in spec.adapters if spec.allowed is None or name in spec.allowed]
-    return ModelInfo(spec.name, spec.engine, adapters, spec.price)
+    def _info(self, spec: ModelSpec, pool: ModelGauge | None) -> ModelInfo:
+        adapters = [name for name in spec.adapters if spec.allowed is None or name in spec.allowed]
+        told = None
+        if pool is not None:
+            note = self._shown.text(pool.failure or pool.note)
+            told = PoolInfo(pool.workers, pool.ready, pool.in_flight, pool.live, note)
+        return ModelInfo(spec.name, spec.engine, adapters, spec.price, told)
