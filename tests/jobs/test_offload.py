@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from batchmill.errors import BatchmillError
-from batchmill.jobs.offload import offload
+from batchmill.jobs import offload as offloading
+from batchmill.jobs.offload import Children, offload
 
+WORK = """
+import os, signal
+
+def upper(order, progress):
+    progress(0.5)
+    return order.upper()
+
+def pid(order, progress):
+    return str(os.getpid()).encode()
+
+def wait(order, progress):
+    with open(order, "w") as told:
+        told.write(str(os.getpid()))
+    open(order).read()
+    return b"done"
+
+def die(order, progress):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 CHILD = [sys.executable, "-P", "-m", "batchmill.jobs.offload_child"]
 
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
     """A module of work for children to find."""
-    code = "def upper(order, progress):\n    progress(0.5)\n    return order.upper()\n"
-    (tmp_path / "offloaded_work.py").write_text(code)
+    (tmp_path / "offloaded_work.py").write_text(WORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -36,6 +56,90 @@ async def test_what_cannot_be_found_is_told(work):
         await offload("offloaded_work:lower", b"abc", lambda _: None)
 
 
+class Kept:
+    """Children over work that says which process did it."""
+
+    def __init__(self) -> None:
+        self.children = Children()
+
+    async def pid(self) -> int:
+        return int(await self.children.offload("offloaded_work:pid", b"", lambda _: None))
+
+
+@pytest.fixture
+async def kept(work):
+    made = Kept()
+    yield made
+    await made.children.close()
+
+
+def has_gone(pid: int) -> bool:
+    """The process has ended and was waited for."""
+    return not os.path.exists(f"/proc/{pid}")
+
+
+async def test_a_child_is_used_again(kept):
+    """One piece of work after another costs one start; what one of them raised does not end the child."""
+    first = await kept.pid()
+    with pytest.raises(BatchmillError, match="lower"):
+        await kept.children.offload("offloaded_work:lower", b"abc", lambda _: None)
+    assert await kept.pid() == first
+    await kept.children.close()
+    assert has_gone(first)
+
+
+async def test_long_work_holds_up_nobody(kept, tmp_path):
+    """While one child works, another is started; no more are kept than agreed, and cancelling ends just that child."""
+    fifos = []
+    for n in range(offloading.IDLE_MAX + 2):
+        fifos.append(tmp_path / f"fifo-{n}")
+        os.mkfifo(fifos[-1])
+    calls = [kept.children.offload("offloaded_work:wait", str(each).encode(), lambda _: None) for each in fifos]
+    tasks = [asyncio.create_task(call) for call in calls]
+    pids = [int(await asyncio.to_thread(each.read_text)) for each in fifos]
+    assert await kept.pid() not in pids
+    tasks[0].cancel()
+    await asyncio.wait({tasks[0]})
+    assert has_gone(pids[0]) and not any(map(has_gone, pids[1:]))
+    for each in fifos[1:]:
+        await asyncio.to_thread(each.write_text, "go")
+    assert await asyncio.gather(*tasks[1:]) == [b"done"] * (len(pids) - 1)
+    while sum(map(has_gone, pids)) < len(pids) - offloading.IDLE_MAX:
+        await asyncio.sleep(0)
+
+
+async def test_a_child_that_has_grown_is_not_kept(kept, monkeypatch):
+    """A child that holds on to memory after its work ends, and the next work gets another."""
+    first = await kept.pid()
+    monkeypatch.setattr(offloading, "GROWN_BYTES", 1)
+    assert await kept.pid() != first
+
+
+async def test_a_child_that_died_while_it_waited_is_passed_over(kept):
+    """Work does not go to a child that has gone."""
+    first = await kept.pid()
+    os.kill(first, signal.SIGKILL)
+    while not has_gone(first):
+        await asyncio.sleep(0)
+    assert await kept.pid() != first
+
+
+async def test_an_idle_child_ends_after_a_while(work):
+    """A child that nobody needed for so long is let go."""
+    children = Children(idle_s=0.0)
+    pid = int(await children.offload("offloaded_work:pid", b"", lambda _: None))
+    while not has_gone(pid):
+        await asyncio.sleep(0)
+    await children.close()
+
+
+async def test_what_killed_a_child_is_told(kept):
+    """A child that dies at its work is an error that names the work, and the next work gets another child."""
+    with pytest.raises(BatchmillError, match="offloaded_work:die ended with exit code -9"):
+        await kept.children.offload("offloaded_work:die", b"", lambda _: None)
+    assert await kept.pid()
+
+
 async def test_files_beside_the_user_are_not_ours(work, tmp_path, monkeypatch):
     """A queue.py or json.py in the folder we stand in is not taken for the library's."""
     stand = tmp_path / "stand"
@@ -48,7 +152,7 @@ async def test_files_beside_the_user_are_not_ours(work, tmp_path, monkeypatch):
 
 def test_a_child_whose_parent_has_gone(work):
     """A child that finds another parent than the one that started it ends without running anything."""
-    done = subprocess.run([*CHILD, str(os.getpid() + 1), "offloaded_work:upper"], input=b"abc", capture_output=True)
+    done = subprocess.run([*CHILD, str(os.getpid() + 1)], input=b"abc", capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
 
 

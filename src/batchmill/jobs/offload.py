@@ -1,6 +1,7 @@
-"""Work that would hold up the owner's loop runs in a child, see `jobs.offload_child`.
+"""Work that would hold up the owner's loop runs in children, see `jobs.offload_child`.
 
-The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes.
+The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes. Starting a child costs more than
+most work of small jobs: `Children` keeps a few of them for what comes next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import BinaryIO
 
 import msgspec
 
@@ -20,63 +22,194 @@ from batchmill.errors import BatchmillError
 from batchmill.wire.raised import Raised
 
 PROGRESS_S = 0.2
+CHILDREN_MAX = 16  # that work at once: long work of some jobs does not hold up the short work of another
+IDLE_MAX = 2  # kept for what comes next
+IDLE_S = 60.0  # and for so long
+GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
+LAST_WORDS = 2000  # bytes of what a child that died had said
 _ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
 
 CHILD_DIED = "child_died"
 
+Work = Callable[[bytes, Callable[[float], None]], bytes]
+Offload = Callable[[str, bytes, Callable[[float], None]], Awaitable[bytes]]
+
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-    """Run `target` in a child process. Raises what it raised, or a BatchmillError when the child died.
+    """Run `target` in a child process of its own. Raises what it raised, or a BatchmillError when the child died.
 
     Cancelling kills the child.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "batchmill.jobs.offload_child", str(os.getpid()), target,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdin and process.stdout and process.stderr
-    words = asyncio.create_task(process.stderr.read())
+    child = await Child.start()
     try:
-        process.stdin.write(order)
-        process.stdin.close()
-        while head := await _read_head(process.stdout):
+        return await child.run(target, order, progress)
+    finally:
+        await child.end()
+
+
+class Child:
+    """A child process that does one piece of work after another."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        self._words = b""
+        self._listening = asyncio.create_task(self._listen(process.stderr))
+        self.kept: asyncio.TimerHandle | None = None  # until when it waits for work
+
+    @classmethod
+    async def start(cls) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "batchmill.jobs.offload_child", str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        return cls(process)
+
+    async def _listen(self, stderr: asyncio.StreamReader) -> None:
+        while data := await stderr.read(LAST_WORDS):
+            self._words = (self._words + data)[-LAST_WORDS:]
+
+    async def run(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """As `offload`; the child can do more after it, unless this was cancelled or the child died."""
+        with contextlib.suppress(ConnectionError):  # it has died: what it said tells why
+            for part in (target.encode(), order):
+                self._stdin.write(len(part).to_bytes(8, "little") + part)
+            await self._stdin.drain()
+        while head := await _read_head(self._stdout):
             kind, length = head[:1], int.from_bytes(head[1:], "little")
-            data = await process.stdout.readexactly(length)
+            data = await self._stdout.readexactly(length)
             if kind == _PROGRESS:
                 progress(msgspec.json.decode(data, type=float))
-                continue
-            await process.wait()
-            await words
-            if kind == _ERROR:
+            elif kind == _ERROR:
                 raise msgspec.json.decode(data, type=Raised).error()
-            return data
-        await process.wait()
-        last = (await words).decode(errors="replace").strip()[-2000:]
-        text = f"{target} ended with exit code {process.returncode} and no answer: {last}"
-        raise BatchmillError(text, code=CHILD_DIED)
-    finally:
-        if process.returncode is None:
+            else:
+                return data
+        code = await self._process.wait()
+        await self._listening
+        last = self._words.decode(errors="replace").strip()
+        raise BatchmillError(f"{target} ended with exit code {code} and no answer: {last}", code=CHILD_DIED)
+
+    @property
+    def is_fit(self) -> bool:
+        """It can do more work, and does not hold on to too much memory."""
+        if self._process.returncode is not None:
+            return False
+        try:
+            with open(f"/proc/{self._process.pid}/statm", "rb") as file:
+                pages = int(file.read().split()[1])
+        except OSError:
+            return False
+        return pages * os.sysconf("SC_PAGESIZE") <= GROWN_BYTES
+
+    async def end(self) -> None:
+        """End it, whatever it does; its own children too. Returns when it has gone."""
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        words.cancel()
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._stdin.close()
+        await self._process.wait()
+        await self._listening
+
+
+class Children:
+    """Children that are kept for the next piece of work. Owned by who closes it."""
+
+    def __init__(self, *, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._idle: list[Child] = []  # the last one used comes last, and is used next
+        self._ending: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(CHILDREN_MAX)
+        self._is_closed = False
+
+    async def offload(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """As the function `offload`, in a child that may have worked before."""
+        async with self._room:
+            child = await self._take()
+            is_sound = False
+            try:
+                answer = await child.run(target, order, progress)
+                is_sound = True
+                return answer
+            except BatchmillError as error:
+                is_sound = error.code != CHILD_DIED
+                raise
+            finally:
+                if is_sound:
+                    self._keep(child)
+                else:
+                    await child.end()
+
+    async def _take(self) -> Child:
+        while self._idle:
+            child = self._idle.pop()
+            assert child.kept is not None
+            child.kept.cancel()
+            if child.is_fit:
+                return child
+            self._end(child)
+        return await Child.start()
+
+    def _keep(self, child: Child) -> None:
+        if self._is_closed or not child.is_fit:
+            self._end(child)
+            return
+        child.kept = asyncio.get_running_loop().call_later(self._idle_s, self._drop, child)
+        self._idle.append(child)
+        if len(self._idle) > IDLE_MAX:
+            self._drop(self._idle[0])
+
+    def _drop(self, child: Child) -> None:
+        """It has waited long enough."""
+        self._idle.remove(child)
+        if child.kept is not None:
+            child.kept.cancel()
+        self._end(child)
+
+    def _end(self, child: Child) -> None:
+        task = asyncio.create_task(child.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End those that wait for work; returns when they have gone. Those at work end with it."""
+        self._is_closed = True
+        for child in list(self._idle):
+            self._drop(child)
+        while self._ending:
+            await asyncio.wait(self._ending)
 
 
 async def _read_head(stream: asyncio.StreamReader) -> bytes:
     try:
         return await stream.readexactly(5)
-    except asyncio.IncompleteReadError:
+    except (asyncio.IncompleteReadError, ConnectionError):
         return b""
 
 
-def _send(kind: bytes, data: bytes) -> None:
-    sys.stdout.buffer.write(kind + len(data).to_bytes(4, "little") + data)
-    sys.stdout.buffer.flush()
+# -- in the child -----------------------------------------------------------------------------------------------------
 
 
-def answer(target: str, load: Callable[[], Callable[[bytes, Callable[[float], None]], bytes]]) -> None:
-    """In the child: run what `load` finds on the order from stdin, and tell the parent what became of it."""
+def serve(load: Callable[[str], Work]) -> None:
+    """Do what is asked for on stdin, with what `load` finds under its name, until there is no more."""
+    while (target := _read_part(sys.stdin.buffer)) is not None:
+        order = _read_part(sys.stdin.buffer)
+        if order is None:
+            return
+        _answer(target.decode(), order, load)
+
+
+def _read_part(stream: BinaryIO) -> bytes | None:
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    length = int.from_bytes(head, "little")
+    data = stream.read(length)
+    return data if len(data) == length else None
+
+
+def _answer(target: str, order: bytes, load: Callable[[str], Work]) -> None:
+    """Tell the parent what became of one piece of work."""
     sent = 0.0
 
     def progress(share: float) -> None:
@@ -86,7 +219,7 @@ def answer(target: str, load: Callable[[], Callable[[bytes, Callable[[float], No
             _send(_PROGRESS, msgspec.json.encode(share))
 
     try:
-        data = load()(sys.stdin.buffer.read(), progress)
+        data = load(target)(order, progress)
     except BatchmillError as error:
         _send(_ERROR, msgspec.json.encode(Raised.of(error)))
     except Exception as error:  # our own bug in a child: the parent must be told what it was
@@ -95,3 +228,8 @@ def answer(target: str, load: Callable[[], Callable[[bytes, Callable[[float], No
         _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))
     else:
         _send(_ANSWER, data)
+
+
+def _send(kind: bytes, data: bytes) -> None:
+    sys.stdout.buffer.write(kind + len(data).to_bytes(4, "little") + data)
+    sys.stdout.buffer.flush()

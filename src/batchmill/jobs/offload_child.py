@@ -1,6 +1,6 @@
-"""What a child of `jobs.offload` runs: `python -P -m batchmill.jobs.offload_child PARENT MODULE:FUNCTION`.
+"""What a child of `jobs.offload` runs: `python -P -m batchmill.jobs.offload_child PARENT`.
 
-It is bound to its parent before anything that takes time is imported.
+It is asked for one MODULE:FUNCTION after another, and bound to its parent before anything that takes time is imported.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 
@@ -20,11 +21,15 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _main(parent: int, target: str) -> None:
+def _main(parent: int) -> None:
     _die_with(parent)
+    import_module("batchmill.jobs.offload").serve(_find)
+
+
+def _find(target: str) -> Callable[..., bytes]:
     module, _, name = target.partition(":")
-    import_module("batchmill.jobs.offload").answer(target, lambda: getattr(import_module(module), name))
+    return getattr(import_module(module), name)
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2])
+    _main(int(sys.argv[1]))
