@@ -65,8 +65,6 @@ class Gate:
 
     async def knows(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> bool:
         """Whoever asks has a key, or needs none. For what anybody may ask, and not everybody is told in full."""
-        if await self._keys.any_exist() and token_of(headers) is None:
-            return False
         try:
             await self._caller(headers, address)
         except Refused:
@@ -77,14 +75,14 @@ class Gate:
         if not await self._keys.any_exist():
             return ANYBODY
         token, now = token_of(headers), self._clock.monotonic()
-        if token is not None and self._keys.is_cached(token):
+        if token is None:
+            raise Unauthenticated("you did not provide an API key: send it as `Authorization: Bearer KEY`")
+        if self._keys.is_cached(token):
             return await self._keys.authenticate(token)
         wait_s = self._failures.wait_s(address, FAILURES_PER_MINUTE, now)
         if wait_s:
-            raise RateLimited("too many requests with a wrong API key, or none", retry_after_s=wait_s)
+            raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s)
         try:
-            if token is None:
-                raise Unauthenticated("you did not provide an API key: send it as `Authorization: Bearer KEY`")
             return await self._keys.authenticate(token)
         except Unauthenticated:
             self._failures.take(address, FAILURES_PER_MINUTE, now)

@@ -1,0 +1,181 @@
+"""Who may do what: every operation of a real server without a key, with too small a one, and with another project's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from fakes.running_server import running_server
+
+CONFIG = """
+[models.echo]
+engine = "function"
+source = "app.py:echo"
+
+[models.secret]
+engine = "function"
+source = "app.py:echo"
+"""
+OPEN = {"GET /health", "GET /openapi.json"}
+_PARAMETER = re.compile(r"\{([a-z_]+)\}")
+# What a request for one thing must hold, so that nothing but the thing is wrong with it.
+BODIES = {
+    "PATCH /batchmill/v1/jobs/{job_id}": {"json": {"priority": 1}},
+    "POST /v1/uploads/{upload_id}/complete": {"json": {"part_ids": ["part_x"]}},
+    "POST /v1/uploads/{upload_id}/parts": {"files": {"data": ("upload", b"x")}},
+    "POST /v1/webhook_endpoints/{webhook_endpoint_id}": {"json": {"name": "x"}},
+    "POST /v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret": {"json": {}},
+    "POST /v1/webhook_endpoints/{webhook_endpoint_id}/test": {"json": {"event_type": "batch.completed"}},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("projects")
+    (folder / "app.py").write_text("def echo(**body):\n    return {}\n")
+    with running_server(folder, CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keys(server):
+    """A key of each scope of the project one, and the widest one of the project two."""
+
+    def make(project, scope, *words):
+        line = [sys.executable, "-m", "batchmill", "--data-dir", str(server.data_dir), "keys", "create", "--name", "k"]
+        line += ["--project", project, "--scope", scope, *words]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
+    made = {scope: make("one", scope) for scope in ("read", "submit", "admin")}
+    return made | {"other": make("two", "admin"), "narrow": make("one", "submit", "--model", "echo")}
+
+
+@pytest.fixture
+def asking(server, keys):
+    """Ask as the owner of a key."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def ask(who, method, path, **options):
+            headers = {"authorization": f"Bearer {keys[who]}"} if who else {}
+            return client.request(method, path, headers=headers, **options)
+
+        yield ask
+
+
+@pytest.fixture
+def operations(server):
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    return {f"{method.upper()} {path}": told for path, methods in paths.items() for method, told in methods.items()}
+
+
+def made_by(ask, who):
+    """One of everything that has an id, by the name of its parameter."""
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+           "body": {"model": "echo", "messages": [{"role": "user", "content": "x"}]}}  # fmt: skip
+    sent = ask(who, "POST", "/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", json.dumps(row))}).json()
+    order = {"input_file_id": sent["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = ask(who, "POST", "/v1/batches", json=order).json()["id"]
+    upload = {"bytes": 1, "filename": "a", "mime_type": "text/plain", "purpose": "batch"}
+    endpoint = {"name": "a", "url": "https://example.com/hook", "event_types": ["batch.completed"]}
+    return {
+        "file_id": sent["id"],
+        "batch_id": batch,
+        "job_id": batch.replace("batch_", "job_"),
+        "upload_id": ask(who, "POST", "/v1/uploads", json=upload).json()["id"],
+        "key_id": ask(who, "GET", "/batchmill/v1/keys").json()["keys"][0]["id"],
+        "webhook_endpoint_id": ask(who, "POST", "/v1/webhook_endpoints", json=endpoint).json()["id"],
+    }
+
+
+def filled(path, ids):
+    return _PARAMETER.sub(lambda match: ids[match[1]], path)
+
+
+def test_every_operation_needs_a_key(asking, operations, keys):
+    """Without a key nothing is answered but what is open on purpose, and the refusal says nothing of what exists."""
+    told = {each: asking(None, *_PARAMETER.sub("x", each).split()).status_code for each in operations}
+    assert {each for each, status in told.items() if status != 401} == OPEN
+    assert all(status == 200 for each, status in told.items() if each in OPEN)
+
+
+def test_every_operation_needs_its_scope(asking, operations):
+    """A key does what its scope holds: more is refused before anything is looked at."""
+    held = {"read": {"read"}, "submit": {"read", "submit"}}
+    wrong = [
+        (who, each)
+        for each, told in operations.items()
+        for who in held
+        if (scope := told.get("x-batchmill-scope")) is not None
+        if (asking(who, *_PARAMETER.sub("x", each).split()).status_code == 403) is (scope in held[who])
+    ]
+    assert wrong == []
+
+
+def test_projects_do_not_see_each_other(asking, operations):
+    """Whatever has an id is, for another project, as if it did not exist: the same status and the same words."""
+    mine = made_by(asking, "admin")
+    unknown = {name: f"{value[:-8]}{'0' * 8}" for name, value in mine.items()}
+    tried = 0
+    for each in operations:
+        method, path = each.split()
+        if not _PARAMETER.search(path) or "{model}" in path or "{path}" in path:
+            continue
+        foreign = asking("other", method, filled(path, mine), **BODIES.get(each, {}))
+        absent = asking("other", method, filled(path, unknown), **BODIES.get(each, {}))
+        assert (foreign.status_code, absent.status_code) == (404, 404), (each, foreign.text)
+        assert words(foreign, mine) == words(absent, unknown), each
+        tried += 1
+    assert tried > 20
+    for name, value in made_by(asking, "admin").items():
+        assert value, name
+
+
+def words(reply, ids):
+    text = reply.text.replace(reply.headers["x-request-id"], "REQUEST")
+    for value in ids.values():
+        text = text.replace(value, "ID")
+    return text
+
+
+def test_lists_hold_only_ones_own(asking, operations):
+    """No list of another project names anything of this one."""
+    mine = made_by(asking, "admin")
+    for each in operations:
+        method, path = each.split()
+        if method == "GET" and "{" not in path and each not in OPEN:
+            text = asking("other", method, path).text
+            assert not [value for value in mine.values() if value in text], each
+
+
+def test_after_of_another_project(asking):
+    """A page after something of another project is as one after something unknown."""
+    mine = made_by(asking, "admin")
+    for path, after in (("/v1/files", mine["file_id"]), ("/v1/batches", mine["batch_id"])):
+        foreign = asking("other", "GET", path, params={"after": after})
+        absent = asking("other", "GET", path, params={"after": after[:-8] + "0" * 8})
+        assert foreign.status_code == absent.status_code != 200, path
+
+
+def test_models_of_a_narrow_key(asking):
+    """A key with models of its own sees and calls only these, live and in the rows of a file."""
+    assert [each["id"] for each in asking("narrow", "GET", "/v1/models").json()["data"]] == ["echo"]
+    live = {"model": "secret", "messages": [{"role": "user", "content": "x"}]}
+    foreign = asking("narrow", "POST", "/v1/chat/completions", json=live)
+    absent = asking("narrow", "POST", "/v1/chat/completions", json=live | {"model": "nobody"})
+    assert (foreign.status_code, absent.status_code) == (404, 404)
+    assert foreign.text.replace("secret", "M") == absent.text.replace("nobody", "M")
+    rows = "".join(
+        json.dumps({"custom_id": m, "method": "POST", "url": "/v1/chat/completions", "body": live | {"model": m}})
+        + "\n"
+        for m in ("echo", "secret")
+    )
+    sent = asking("narrow", "POST", "/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", rows)}).json()
+    order = {"input_file_id": sent["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = asking("narrow", "POST", "/v1/batches", json=order).json()
+    while batch["status"] not in ("failed", "completed"):
+        batch = asking("narrow", "GET", f"/v1/batches/{batch['id']}").json()
+    assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
