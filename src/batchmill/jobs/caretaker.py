@@ -1,8 +1,12 @@
-"""Looks every few seconds whether a disk that was full has room again, and lets the jobs go on that wait for it."""
+"""Looks every few seconds whether a disk that was full has room again, and lets the jobs go on that wait for it.
+
+Now and then it has what is out of date forgotten.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -15,6 +19,7 @@ from batchmill.store.ballast import Ballast
 
 LOOK_S = 5.0
 ROOM_BYTES = 16 * 1024 * 1024  # that must be free, the ballast apart, before a job is tried again
+TIDY_S = 3600.0
 AGAIN_MAX_S = 300.0  # between two tries of a job that fills the disk each time
 
 
@@ -29,6 +34,7 @@ class Caretaker:
     """Args:
     waiting: the jobs that are paused for a full disk.
     resume: let one go on.
+    tidy: forget what is out of date.
     """
 
     def __init__(
@@ -37,8 +43,10 @@ class Caretaker:
         ballast: Ballast,
         waiting: Callable[[], Awaitable[Sequence[Waiting]]],
         resume: Callable[[str], Awaitable[None]],
+        tidy: Callable[[], Awaitable[None]],
     ) -> None:
         self._clock, self._ballast, self._waiting, self._resume = clock, ballast, waiting, resume
+        self._tidy, self._tidied = tidy, -math.inf
         self._tries: dict[str, tuple[float, float]] = {}  # job -> (not before, and after that not for so long)
         self._task: asyncio.Task[None] | None = None
 
@@ -50,6 +58,9 @@ class Caretaker:
             await self._clock.sleep(LOOK_S)
             try:
                 await self.look()
+                if self._clock.monotonic() - self._tidied >= TIDY_S:
+                    await self._tidy()
+                    self._tidied = self._clock.monotonic()
             except (BatchmillError, OSError):
                 continue  # the disk or the database is in trouble still: whoever needs them says so
 

@@ -44,6 +44,11 @@ class Books:
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self._stopped)
 
+    @property
+    def is_broken(self) -> bool:
+        """Nothing is counted any more."""
+        return self._broken is not None
+
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a method of the ledger that writes. Raises: StorageFull when the disk is full, LedgerBroken."""
         return await self.ledger.database.call(function, *args, **kwargs)

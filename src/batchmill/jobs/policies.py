@@ -36,15 +36,15 @@ def check(policy: Policy, models: list[ModelSpec], now: float) -> None:
     registry.checked_budget(policy.budget, models)
 
 
-def amended(spec: JobSpec, change: Amendment, now: float) -> JobSpec:
-    """The description after a change. Raises: InvalidInput."""
+def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
+    """The policy after a change. Raises: InvalidInput."""
     told = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
     if not told:
         raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
     policy = replace(spec.policy, **told)
     # A deadline that has passed meanwhile is left alone: it ends the job by itself.
     check(policy if "deadline" in told else replace(policy, deadline=None), spec.models, now)
-    return replace(spec, policy=policy)
+    return policy
 
 
 def without_past_deadline(spec: JobSpec, now: float) -> JobSpec:

@@ -7,11 +7,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import sqlalchemy as sa
 
+from batchmill.errors import BatchmillError
 from batchmill.jobs.drive import Drive, Tools
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.specs import columns_of
+from batchmill.types import Policy
 from batchmill.wire.job_spec import JobSpec
 
 CLOSE_S = 5.0  # drives that are to end at once have so long to write down that they paused
@@ -94,17 +97,24 @@ class Roster:
         await asyncio.to_thread(JobFiles(self._tools.data_dir, spec.id).write_spec, spec)
         return self.start(spec)
 
-    async def amend(self, spec: JobSpec) -> None:
+    async def amend(self, spec: JobSpec, policy: Policy) -> None:
         """A job that has not ended goes on, or will, under another policy."""
-        await self.save(spec)
         drive = self.active(spec.id)
         if drive is not None:
-            drive.amend(spec)
+            drive.amend(policy)
+        try:
+            await self.save(msgspec.structs.replace(spec, policy=policy))
+        except BatchmillError:
+            if drive is not None:
+                drive.amend(spec.policy)
+            raise
 
     async def save(self, spec: JobSpec) -> None:
         """Workers, limits, prices and the policy may differ each time a job goes on."""
         await asyncio.to_thread(JobFiles(self._tools.data_dir, spec.id).write_spec, spec)
-        await self._tools.books.call(self._tools.books.ledger.note, spec.id, **columns_of(spec))
+        drive = self.active(spec.id)  # it may have learned which models its rows use meanwhile
+        known = spec if drive is None else drive.spec
+        await self._tools.books.call(self._tools.books.ledger.note, spec.id, **columns_of(known))
 
     async def close(self, *, at_once: bool) -> None:
         """Interrupt every job; `at_once`: without waiting for rows in flight longer than it takes to say so."""

@@ -23,10 +23,10 @@ from batchmill.jobs.entrance import Entrance
 from batchmill.jobs.job_files import JobFiles, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
-from batchmill.jobs.offload import offload
+from batchmill.jobs.offload import Children
 from batchmill.jobs.roster import Roster
 from batchmill.jobs.waits import ModelAtWork
-from batchmill.ports import Clock, Executor
+from batchmill.ports import Clock, Executor, Live
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
@@ -56,12 +56,27 @@ class JobService:
         self._books = Books(ledger)
         self._dispatcher = Dispatcher(data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s)
         self._ballast = Ballast(data_dir / "ballast")
-        tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast)
+        self._children = Children()
+        tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload)
         self._roster = Roster(tools)
         self._entrance = Entrance(tools, self._roster)
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
-        self._caretaker = Caretaker(clock, self._ballast, self._waiting_for_room, self._resume_or_note)
+        self._caretaker = Caretaker(clock, self._ballast, self._waiting_for_room, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """For those who look on: it counts, and knows what every model does now."""
+        return self._dispatcher
+
+    @property
+    def counts(self) -> bool:
+        """Outcomes are still counted."""
+        return not self._books.is_broken
+
+    @property
+    def live(self) -> Live:
+        return self._dispatcher.live
 
     async def recover(self, *, resume_doors: bool = False) -> None:
         """What an owner that died left running becomes paused: its rows are safe, and it goes on when asked.
@@ -171,7 +186,7 @@ class JobService:
         at_work, ahead = [], 0
         if drive is not None:
             for model in drive.models:
-                workers = self._dispatcher.workers_of([model])
+                workers = self._dispatcher.workers_of([model], drive.spec.code)
                 is_ready = any(worker.is_ready for worker in workers)
                 at_work.append(ModelAtWork(model.name, is_ready, [worker.stats for worker in workers]))
             ahead = self._dispatcher.ahead_of(view.id)
@@ -184,7 +199,9 @@ class JobService:
         path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
         order = publishing.gather_order(spec, files, committed, path)
         try:
-            await offload("batchmill.jobs.gathering:partial_offloaded", msgspec.json.encode(order), lambda _: None)
+            await self._children.offload(
+                "batchmill.jobs.gathering:partial_offloaded", msgspec.json.encode(order), lambda _: None
+            )
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -282,7 +299,8 @@ class JobService:
             record = await self._record(record["id"])
             if record["state"] in ENDED or record["cancelling"] is not None:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
-            await self._roster.amend(policies.amended(read_spec(record["spec"]), change, self._clock.now()))
+            spec = read_spec(record["spec"])
+            await self._roster.amend(spec, policies.amended(spec, change, self._clock.now()))
         self._deadlines.changed()
         return await self.show(record["id"])
 
@@ -298,6 +316,9 @@ class JobService:
             self._ballast.release()  # so that at least this can be written down
             await self._end_early(job_id, endings.PAST_DEADLINE)
 
+    async def _tidy(self) -> None:
+        await self._ledger.database.write(submissions.forget_old, self._clock.now())
+
     async def _waiting_for_room(self) -> Sequence[Waiting]:
         found = await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)
         specs = [read_spec(record["spec"]) for record in found]
@@ -311,7 +332,9 @@ class JobService:
     async def verify(self, job_id: str) -> LedgerReport:
         record = await self._record(job_id)
         order = await self._audit_order(read_spec(record["spec"]))
-        work = offload("batchmill.jobs.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None)
+        work = self._children.offload(
+            "batchmill.jobs.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
+        )
         return msgspec.json.decode(await work, type=LedgerReport)
 
     async def _audit_order(self, spec: JobSpec) -> AuditOrder:
@@ -321,7 +344,9 @@ class JobService:
         spec = await self._spec_or_file(job_id)
         self._refuse_running(spec.id)
         order = await self._audit_order(spec)
-        work = offload("batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None)
+        work = self._children.offload(
+            "batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None
+        )
         rebuilt = msgspec.json.decode(await work, type=Rebuilt)
         async with self._roster.alone(spec.id):
             self._refuse_running(spec.id)
@@ -356,4 +381,5 @@ class JobService:
         await self._roster.close(at_once=at_once)
         if not at_once:
             await self._dispatcher.close()
+        await self._children.close()
         self._books.close()

@@ -1,0 +1,82 @@
+"""Orders that arrive again: the same job, another, or a contradiction."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchmill.errors import Conflict
+from batchmill.jobs import submissions
+from batchmill.jobs.submissions import BLIND_S, KEPT_S
+from batchmill.store.database import Database
+from batchmill.types import DatasetSpec, ModelSpec, Once, Policy
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+TAKEN = 1000.0
+KEYED = Once("key:1", "f" * 64)
+BLIND = Once("blind:1", "f" * 64, blind=True)
+
+
+def spec(job_id: str = "job_1") -> JobSpec:
+    return JobSpec(
+        id=job_id, dataset=DatasetSpec(["/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],
+        form=OpenAIForm(), policy=Policy(), output=None, identity=job_id, code={}, created=TAKEN,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def database(tmp_path):
+    opened = Database(tmp_path / "batchmill.db")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("once", "age_s", "answered", "stands"),
+    [
+        (KEYED, 1, True, True),
+        (KEYED, KEPT_S, True, True),
+        (KEYED, KEPT_S + 1, False, False),
+        (BLIND, 1, False, True),
+        (BLIND, BLIND_S, False, True),
+        (BLIND, BLIND_S + 1, False, False),
+        (BLIND, 1, True, False),
+        (Once("blind:1", "f" * 64, blind=True, again_s=900.0), 900, True, True),
+        (Once("blind:1", "f" * 64, blind=True, again_s=900.0), 901, True, False),
+        (Once("blind:1", "0" * 64, blind=True), 1, False, False),
+        (Once("key:2", "f" * 64), 1, False, False),
+    ],
+)
+async def test_what_an_order_stands_for(database, once, age_s, answered, stands):
+    """A key stands for its job for a day; an order without one until it was answered, or was asked again soon."""
+    first = BLIND if once.blind else KEYED
+    await database.write(submissions.enter, spec(), first)
+    if answered:
+        await database.write(submissions.answered, first.key, TAKEN + 1)
+    found = await database.read(submissions.standing, once, TAKEN + age_s)
+    assert found == ("job_1" if stands else None)
+
+
+async def test_a_key_with_another_order(database):
+    """A key that stands for something else is refused, and the message names the job."""
+    await database.write(submissions.enter, spec(), KEYED)
+    with pytest.raises(Conflict, match="job_1") as refused:
+        await database.read(submissions.standing, Once(KEYED.key, "0" * 64), TAKEN)
+    assert refused.value.code == "idempotency_key_reused"
+
+
+async def test_a_name_is_taken_anew(database):
+    """An order that stands for nothing any more makes room for the next of its name."""
+    await database.write(submissions.enter, spec(), BLIND)
+    await database.write(submissions.answered, BLIND.key, TAKEN)
+    await database.write(submissions.enter, spec("job_2"), BLIND)
+    assert await database.read(submissions.standing, BLIND, TAKEN) == "job_2"
+
+
+async def test_old_names_are_forgotten(database):
+    """What stands for nothing any more does not stay for ever."""
+    await database.write(submissions.enter, spec(), KEYED)
+    await database.write(submissions.forget_old, TAKEN + KEPT_S)
+    assert await database.read(submissions.standing, KEYED, TAKEN) == "job_1"
+    await database.write(submissions.forget_old, TAKEN + KEPT_S + 1)
+    assert await database.read(submissions.standing, KEYED, TAKEN) is None
