@@ -49,8 +49,11 @@ class FileRoom:
 
     async def upload(self, data: bytes = b"{}\n", project: str = "one", **fields) -> FileRecord:
         writer = await self.files.writer(project)
-        await writer.write(data)
-        return await writer.commit(**{"purpose": "batch", "filename": "rows.jsonl", **fields})
+        try:
+            await writer.write(data)
+            return await writer.commit(**{"purpose": "batch", "filename": "rows.jsonl", **fields})
+        finally:
+            await writer.discard()
 
     async def begin(self, size: int, project: str = "one", **fields) -> str:
         """The id of a new upload of so many bytes."""

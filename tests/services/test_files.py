@@ -100,6 +100,8 @@ async def test_the_last_room_on_the_disk_is_not_for_uploads(tmp_path):
         for _ in range(20):
             await writer.write(b"x" * PIECE_BYTES)
     await writer.discard()
+    with pytest.raises(StorageFull, match="no room"):
+        await room.upload(b"small")
     assert room.left() == []
     room.close()
 

@@ -103,6 +103,17 @@ async def test_a_wrong_md5_leaves_the_upload_as_it_was(room):
     assert (await room.uploads.complete("one", upload, part_ids=[part], md5=right))[0].status == "completed"
 
 
+async def test_a_part_that_was_damaged(room):
+    """Parts that are not on the disk as they were acknowledged make no file."""
+    upload = await room.begin(6)
+    parts = [await room.part(upload, data) for data in (b"abc", b"def")]
+    os.truncate(room.data_dir / "files" / ".parts" / parts[1], 2)
+    with pytest.raises(BatchmillError) as caught:
+        await room.uploads.complete("one", upload, part_ids=parts)
+    assert caught.value.code == "damaged_file"
+    assert await room.files.list("one") == ([], False)
+
+
 async def test_cancelling_drops_the_parts(room):
     """A cancelled upload holds nothing, takes nothing more, and may be cancelled again."""
     upload = await room.begin(3)

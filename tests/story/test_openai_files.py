@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import socket
 import time
 
 import openai
@@ -41,6 +42,21 @@ def left(server: RunningServer) -> list[str]:
     """What lies where bytes arrive."""
     home = server.folder / "data" / "files"
     return [path.name for folder in (".incoming", ".parts") for path in (home / folder).iterdir()]
+
+
+def half_an_upload(server: RunningServer) -> socket.socket:
+    """A connection over which half a file has come, some of it on the disk already."""
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
+    head = '--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    sock.sendall(
+        f"POST /v1/files HTTP/1.1\r\nHost: {host}\r\nContent-Length: 5000000\r\n"
+        f"Content-Type: multipart/form-data; boundary=b\r\n\r\n{head}".encode()
+        + b"x" * 2_500_000
+    )
+    arriving = server.folder / "data" / "files" / ".incoming"
+    until(lambda: [path for path in arriving.iterdir() if path.stat().st_size])
+    return sock
 
 
 def test_a_file_from_upload_to_deletion(client, server, tmp_path):
@@ -179,7 +195,7 @@ def test_a_file_that_is_too_large(client, server):
 
 
 def test_files_outlive_the_server(tmp_path):
-    """After a kill every acknowledged file is there, byte for byte, and an upload goes on where it was."""
+    """After a kill acknowledged files are there, an upload in parts goes on, and of half a file nothing is left."""
     write_project(tmp_path)
     with RunningServer(tmp_path) as server:
         client = OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0)
@@ -187,8 +203,11 @@ def test_files_outlive_the_server(tmp_path):
         upload = client.uploads.create(bytes=3, filename="x", mime_type="text/plain", purpose="user_data")
         part = client.uploads.parts.create(upload.id, data=b"abc")
         client.close()
+        sock = half_an_upload(server)
         server.kill()
+        sock.close()
         server.start()
+        assert left(server) == [part.id]
         with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
             assert client.files.content(file.id).read() == ROWS
             done = client.uploads.complete(upload.id, part_ids=[part.id])

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from batchmill.errors import StorageFull, TooLarge
+from batchmill.errors import BatchmillError, StorageFull, TooLarge
 from batchmill.store.segments import sync_folder
 
 PIECE_BYTES = 1024 * 1024  # handed to a thread at once; twice as much is held at most
@@ -91,14 +91,16 @@ class Incoming:
         if self._held_bytes >= self._piece_bytes or len(self._pieces) >= PIECES_MAX:
             await self._hand_over()
 
-    async def append_files(self, paths: Sequence[Path], sizes_bytes: int, *, with_md5: bool) -> str | None:
-        """Append whole files, `sizes_bytes` in all. Returns the md5 of their bytes where it is wanted."""
-        self._count(sizes_bytes)
+    async def append_files(self, paths: Sequence[Path], size_bytes: int, *, with_md5: bool) -> str | None:
+        """Append whole files, `size_bytes` in all. Returns the md5 of their bytes where it is wanted."""
+        self._count(size_bytes)
         await self._hand_over()
         await self._written()
         digest = hashlib.md5(usedforsecurity=False) if with_md5 else None
-        for path in paths:  # one call each: a file that is discarded meanwhile stops the rest
-            await self._disk.run(self._file.append_file, path, None if digest is None else digest.update)
+        update = None if digest is None else digest.update
+        copied = [await self._disk.run(self._file.append_file, path, update) for path in paths]
+        if sum(copied) != size_bytes:
+            raise BatchmillError(f"files of {size_bytes:,} bytes hold {sum(copied):,} on the disk", code="damaged_file")
         return None if digest is None else digest.hexdigest()
 
     async def settle(self, target: Path) -> None:
@@ -155,18 +157,19 @@ class _File:
                     views[0] = views[0][written:]
             self._push()
 
-    def append_file(self, path: Path, update: Callable[[bytes], None] | None) -> None:
+    def append_file(self, path: Path, update: Callable[[bytes], None] | None) -> int:
         with open(path, "rb", buffering=0) as source, self._lock:
-            if not self._is_open():
-                return
-            while piece := _copy(source.fileno(), self._fd, update):
+            before = self._size
+            while self._is_open() and (piece := _copy(source.fileno(), self._fd, update)):
                 self._size += piece
                 self._push()
+            return self._size - before
 
     def settle(self, target: Path) -> None:
         with self._lock:
             if not self._is_open():
                 raise StorageFull("the file was dropped before it was whole")
+            self._check_room()
             os.fsync(self._fd)
             os.rename(self._path, target)
             self._close()
@@ -192,6 +195,9 @@ class _File:
             return
         os.posix_fadvise(self._fd, self._pushed, self._size - self._pushed, os.POSIX_FADV_DONTNEED)
         self._pushed = self._size
+        self._check_room()
+
+    def _check_room(self) -> None:
         disk = os.fstatvfs(self._fd)
         if disk.f_bavail * disk.f_frsize < self._room_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
