@@ -29,6 +29,7 @@ STATUS = (  # of a class of errors, whatever a dialect calls it
     (errors.RateLimited, {429}),
     (errors.Unavailable, {503}),
     (errors.StorageFull, {503, 507}),
+    (errors.JobPaused, {409, 429, 500, 502, 503}),  # of a live request: the service refused us, not its caller
 )
 
 
@@ -38,16 +39,26 @@ def known_errors() -> list[BatchmillError]:
     classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, BatchmillError)]
     by_name = {kind.__name__: kind for kind in classes}
     pairs = {(kind, kind.code) for kind in classes}
-    for path in sorted(SOURCE.rglob("*.py")):
-        if path.relative_to(SOURCE).parts[0] in DOORS:
-            pairs |= {(by_name[name], code) for name, code in _codes(path) if name in by_name}
+    paths = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] in DOORS]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    for tree in trees:
+        by_name |= _own_classes(tree, by_name)
+    for tree in trees:
+        pairs |= {(by_name[name], code) for name, code in _codes(tree) if name in by_name}
     return [_error(kind, code) for kind, code in sorted(pairs, key=lambda pair: (pair[0].__name__, pair[1]))]
 
 
-def _codes(path: Path) -> set[tuple[str, str]]:
-    """(class, code) of every `Class(…, code="…")` in a file."""
+def _own_classes(tree: ast.Module, by_name: dict[str, type[BatchmillError]]) -> dict[str, type[BatchmillError]]:
+    """Errors that a module derives for its own use, by the class of the tree they stand for."""
+    defined = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.bases]
+    bases = {node.name: ast.unparse(node.bases[0]).rsplit(".", 1)[-1] for node in defined}
+    return {name: by_name[base] for name, base in bases.items() if base in by_name}
+
+
+def _codes(tree: ast.Module) -> set[tuple[str, str]]:
+    """(class, code) of every `Class(…, code="…")` of a module."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rsplit(".", 1)[-1]
             codes = [each.value for each in node.keywords if each.arg == "code"]
