@@ -62,6 +62,10 @@ class LlmEngine:
         assert self._server is not None, "start() comes first"
         return self._server
 
+    @property
+    def rows_in_flight(self) -> int:
+        return self._flow.in_flight if self._flow is not None else 0
+
     async def start(self) -> None:
         self._set_note("looking for vLLM")
         self._python = await asyncio.to_thread(find_python, self._model, self._env, Path.cwd())
@@ -89,6 +93,10 @@ class LlmEngine:
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         return self._live.predict(request)
 
+    def wake_rows(self) -> None:
+        if self._flow is not None:
+            self._flow.wake()
+
     async def revived(self, wait_s: float) -> None:
         """Return once the server lives: at once, as a rule. Raises: Unavailable after `wait_s`, or when it is over."""
         until = self._clock.monotonic() + wait_s
@@ -97,9 +105,8 @@ class LlmEngine:
             if self._stopped or left_s <= 0:
                 raise Unavailable(f"the engine is not there: {self._note or 'it was stopped'}", code="engine_lost")
             changed = self._changed
-            if self._flow is not None:
-                self._flow.wake()
-            elif self._reviving is None:
+            self.wake_rows()
+            if self._flow is None and self._reviving is None:
                 self._reviving = asyncio.create_task(self._revive())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left_s)
@@ -130,11 +137,11 @@ class LlmEngine:
             await self._server.stop()
 
     def stats(self) -> EngineStats:
-        in_flight = self._flow.in_flight if self._flow is not None else 0
+        in_flight, now = self.rows_in_flight, self._clock.monotonic()
         gauges = self._flight.gauges
         return EngineStats(
             in_flight=in_flight,
-            in_flight_limit=self._yielding.limit(self._flight.limit, self._clock.monotonic()),
+            in_flight_limit=self._yielding.limit(self._flight.limit, in_flight, now),
             note=self._note,
             live=self._yielding.live,
             kv_usage=gauges.kv_usage,

@@ -73,6 +73,7 @@ class Flow:
         self._lost: list[_Lost] = []
         self._taking: asyncio.Task[list[Row]] | None = None
         self._ended = False
+        self._finished = 0  # rows
         self._bug: BaseException | None = None
         self._wake = asyncio.Event()
         self._moved_at = clock.monotonic()
@@ -87,7 +88,7 @@ class Flow:
 
     def _limit(self) -> int:
         """Rows that may be in flight now."""
-        return self._yielding.limit(self._flight.limit, self._clock.monotonic())
+        return self._yielding.limit(self._flight.limit, len(self._in_flight), self._clock.monotonic())
 
     async def run(self) -> None:
         """Return when the feed has ended and every row of it has its outcome."""
@@ -200,6 +201,7 @@ class Flow:
         if self._suspects and call is self._suspects[0]:
             self._suspects.popleft()
         self._sink.put([outcome])
+        self._finished += 1
         self._moved_at = self._clock.monotonic()
         self._host.progressed()
 
@@ -258,16 +260,20 @@ class Flow:
         while True:
             await self._clock.sleep(TUNE_S)
             server = self._host.server
-            if not self._in_flight or not server.process.is_alive:
+            is_idle = not (self._in_flight or self._yielding.live or self._flight.gauges.running)
+            if is_idle or not server.process.is_alive:
                 continue
             gauges = await server.gauges()
             if server is not self._host.server:
                 continue
             now = self._clock.monotonic()
-            if gauges is not None:
+            if gauges is not None and not self._in_flight:
+                self._flight.gauges = gauges  # of live requests alone, which say nothing of how many rows fit
+            elif gauges is not None:
                 if gauges.tokens != tokens:
                     tokens, self._moved_at = gauges.tokens, now
                 self._flight.observe(gauges, len(self._in_flight))
+                self._yielding.observe(gauges.running, self._finished, now)
                 self._wake.set()
             if now - self._moved_at > self._limits.attempt_timeout_s and self._in_flight:
                 await server.stop()

@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from batchmill.engines.llm_calls import Calls
+from batchmill.engines.replies import read_reply
 from batchmill.engines.vllm_server import CallLost, VllmServer
 from batchmill.engines.yielding import Yielding
 from batchmill.errors import Unavailable, UnknownName
@@ -23,6 +24,12 @@ class Host(Protocol):
     """Who owns the server."""
 
     server: VllmServer
+
+    @property
+    def rows_in_flight(self) -> int: ...
+
+    def wake_rows(self) -> None:
+        """Rows may go that were held back."""
 
     async def revived(self, wait_s: float) -> None:
         """Return once the server lives, or raise Unavailable."""
@@ -48,6 +55,7 @@ class LiveWay:
                     yield piece
         finally:
             self._yielding.ended(self._clock.monotonic())
+            self._host.wake_rows()
 
     async def _answer(self, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
         """The reply, asked for again where the connection broke and the server lives."""
@@ -68,22 +76,23 @@ class LiveWay:
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
 
     async def _reply(self, server: VllmServer, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
-        sent = self._clock.monotonic()
+        began, count, first = self._clock.monotonic(), 0, b""
         async with aclosing(server.predict(request.url, body, self._limits.attempt_timeout_s)) as pieces:
             head = await anext(pieces)
             assert isinstance(head, LiveHead), "a reply begins with its head"
             if head.status == 404:
-                refusal = await self._refusal(request, pieces)
-                yield head
-                yield refusal
-                return
+                first = await self._refusal(request, pieces)
             yield head
+            if first:
+                yield first
             async for piece in pieces:
-                if request.stream:
-                    now = self._clock.monotonic()
-                    self._yielding.waited(now - sent)
-                    sent = now
+                assert isinstance(piece, bytes), "a reply has one head"
+                count += piece.count(b"data: ")
+                first = first or piece
                 yield piece
+        if head.status == 200:
+            tokens = count or _tokens(first)
+            self._yielding.answered((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
 
     @staticmethod
     async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:
@@ -93,6 +102,12 @@ class LiveWay:
             text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"
             raise UnknownName(text, code="url_not_supported")
         return body
+
+
+def _tokens(body: bytes) -> int:
+    """Tokens that an answer in one piece says it has; 0 where it does not."""
+    usage = read_reply(200, body).usage
+    return 0 if usage is None else usage.output_tokens
 
 
 def _has_error(body: bytes) -> bool:

@@ -1,8 +1,8 @@
 """A scheduler for vLLM that lets rows step aside while somebody waits. It runs inside vLLM, which is all it imports.
 
 In a step that serves live requests, rows get as many tokens as make it little longer; the others keep their place and
-their cache. vLLM itself knows such steps: a running request that finds the step's token budget spent waits for the
-next.
+their cache. While live requests come now and then, steps between them are kept short, since who arrives waits for one
+to end. vLLM itself knows such steps: a running request that finds the step's token budget spent waits for the next.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 LIVE_PRIORITY = -(2**31)  # as batchmill sends live requests
 SLACK = float(os.environ.get("BMY_SLACK", 0.15))  # by so much rows may lengthen a step that serves live requests
 HELD_SHARE = 0.5  # rows step aside for at most this share of the time
+STEP_FACTOR = float(os.environ.get("BMY_FACTOR", 4.0))  # so much longer than a live step a step of rows may be
+ALERT_S = 10.0  # after the last live request
 CREDIT_MAX_S = 4.0  # saved up while nobody waits
 PROBE_EVERY = 16  # of the live steps one runs without rows, to see how long such a step takes
 LEARN = 0.2  # weight of the newest step
+PLACES_FREE = 16  # of the running requests, kept for live ones; an eighth where there are few
+PROMPT_TOKENS_MIN = 64  # of a short step, beside the rows that run
 KV_USAGE_MAX = 0.95  # of the cache; beyond it vLLM preempts, and must see the rows
 STEP_MAX_S = 10.0  # a longer one was no step: the engine had nothing to do
 
@@ -53,9 +57,9 @@ class StepTimes:
     def may_hold(self) -> bool:
         return self._credit_s > 0
 
-    def row_tokens(self) -> int:
-        """Tokens of rows that a live step has room for."""
-        return int(SLACK * self._alone_s / self._token_s) if self._token_s > 0 else 0
+    def row_tokens(self, share: float) -> int | None:
+        """Tokens of rows that take `share` of a live step's time; None: not known yet."""
+        return int(share * self._alone_s / self._token_s) if self._alone_s and self._token_s else None
 
 
 def _blend(old: float, new: float) -> float:
@@ -69,6 +73,7 @@ class YieldingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._times = StepTimes()
         self._live_steps = 0
+        self._live_at = -ALERT_S
         self._is_stuck = False  # the last step held rows and served nobody: a live request waits for something else
         self._last: tuple[float, int, bool, bool] | None = None  # of the step before: when, and as `observe` has it
 
@@ -82,7 +87,17 @@ class YieldingScheduler(Scheduler):
             arriving = None
         is_live = bool(live) or arriving is not None
         is_held = is_live and self._can_hold(len(live), arriving is not None)
-        output = self._schedule_held(live, arriving, args, kwargs) if is_held else super().schedule(*args, **kwargs)
+        if is_live:
+            self._live_at = now
+        budget, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        hidden = self._hold(live, arriving) if is_held else []
+        if not is_live:
+            self._shorten(now)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.running += hidden
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = budget, active
         tokens = output.num_scheduled_tokens
         of_rows = sum(n for name, n in tokens.items() if self.requests[name].priority > LIVE_PRIORITY)
         self._last = (now, of_rows, is_live, is_held) if tokens else None
@@ -96,23 +111,32 @@ class YieldingScheduler(Scheduler):
         has_cache = self.get_kv_cache_usage() < KV_USAGE_MAX
         return rows > 0 and has_place and has_cache and self._times.may_hold and not self._is_stuck
 
-    def _schedule_held(self, live: list[Any], arriving: Any, args: Any, kwargs: Any) -> Any:
-        """A step in which rows have few tokens. While a request arrives they have none, or it would not get in."""
+    def _shorten(self, now: float) -> None:
+        """A step of rows alone: it leaves a few places free, and keeps nobody waiting for long while some may come."""
+        self.max_num_active_reqs -= min(PLACES_FREE, self.max_num_active_reqs // 8)
+        allowed = self._times.row_tokens(STEP_FACTOR)
+        if allowed is not None and now - self._live_at < ALERT_S:
+            allowed = max(allowed, len(self.running) + PROMPT_TOKENS_MIN)  # all that run go on, prompts come in parts
+            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, allowed)
+
+    def _hold(self, live: list[Any], arriving: Any) -> list[Any]:
+        """A step in which rows have few tokens; none while a request arrives, or it would not get in.
+
+        Returns the rows that vLLM is not to see in this step. They keep their place.
+        """
         rows = [request for request in self.running if request.priority > LIVE_PRIORITY]
         self._live_steps += 1
-        allowed = self._times.row_tokens() if self._live_steps % PROBE_EVERY else 0
+        allowed = (self._times.row_tokens(SLACK) or 0) if self._live_steps % PROBE_EVERY else 0
         needed = sum(max(1, request.num_tokens_with_spec - request.num_computed_tokens) for request in live)
-        hidden: list[Any] = []
-        if arriving is not None or not allowed:
-            hidden, rows, allowed = rows, [], 0
-            needed += 0 if arriving is None else max(1, arriving.num_tokens - arriving.num_computed_tokens)
-        budget, active = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        self.running = live + rows
-        self.max_num_scheduled_tokens = min(budget, max(1, needed + allowed))
-        # Whoever is hidden keeps its place; and no row comes in where only live requests are to run.
-        self.max_num_active_reqs = active - len(hidden) if arriving is not None or allowed else len(self.running)
-        try:
-            return super().schedule(*args, **kwargs)
-        finally:
-            self.running += hidden
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = budget, active
+        if arriving is not None:
+            needed += max(1, arriving.num_tokens - arriving.num_computed_tokens)
+        if arriving is None and allowed:
+            self.running = live + rows
+            hidden = []
+        else:
+            allowed, hidden = 0, rows
+            self.running = live
+            # As many places as there were; and no row comes in where only live requests are to run.
+            self.max_num_active_reqs = len(live) if arriving is None else self.max_num_active_reqs - len(rows)
+        self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, max(1, needed + allowed))
+        return hidden
