@@ -64,7 +64,7 @@ class KeyService:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database, self._clock = database, clock
         self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
-        self._exist = False
+        self._exist: bool | None = None  # None: not looked yet; nobody else makes keys while this process owns them
         self._used: dict[str, float] = {}  # key id -> last use, until it is written down
 
     async def create(
@@ -141,8 +141,9 @@ class KeyService:
 
     async def any_exist(self) -> bool:
         """A key was ever made here: from then on every request needs one. Revoking the last opens nothing."""
-        if not self._exist:
-            self._exist = await self._database.read(_any)
+        if self._exist is None:
+            found = await self._database.read(_any)
+            self._exist = self._exist or found  # one may have been made meanwhile
         return self._exist
 
     async def write_uses(self) -> None:
