@@ -55,7 +55,9 @@ async def test_each_job_ends_at_its_deadline(board):
     board.deadlines.start()
     await board.wait_for(3)
     assert [job for job, _ in board.ended] == ["past", "soon", "late"]
-    assert all(due <= at <= due + LONGEST_S for (_, at), due in zip(board.ended[1:], (start + 7, start + 500)))
+    assert all(
+        due <= at <= due + LONGEST_S for (_, at), due in zip(board.ended[1:], (start + 7, start + 500), strict=True)
+    )
     assert max(board.clock.slept) <= LONGEST_S
 
 

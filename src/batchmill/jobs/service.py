@@ -174,6 +174,9 @@ class JobService:
         while True:
             view = await self.show(job_id)
             drive = self._roster.active(view.id)
+            if drive is None:
+                async with self._roster.alone(view.id):  # somebody may be about to let it go on
+                    drive = self._roster.active(view.id)
             if drive is None or drive.task is None:
                 yield await self.show(view.id)
                 return
