@@ -1,4 +1,4 @@
-"""A `batchmill serve` process for the length of a test, on a port of its own."""
+"""A `batchmill serve` process for the length of a test, on a port of its own that it keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class RunningServer:
 
     def start(self) -> Self:
         """Return once it listens."""
-        words = [sys.executable, "-m", "batchmill", "serve", "--json", "--port", "0", "--data-dir"]
+        port = self.url.rpartition(":")[2] or "0"  # clients of the server before find this one
+        words = [sys.executable, "-m", "batchmill", "serve", "--json", "--port", port, "--data-dir"]
         words += [str(self.folder / "data"), "--config", str(self.folder / "batchmill.toml"), *self._flags]
         self.starts += 1
         with (self.folder / "log").open("a") as log:
