@@ -26,6 +26,7 @@ class LivePath:
     def __init__(self, pools: Pools, tallies: Tallies, clock: Clock) -> None:
         self._pools, self._tallies, self._clock = pools, tallies, clock
         self._numbers = itertools.count(1)
+        self._failed: dict[str, tuple[float, str]] = {}  # pool key -> when it could not be started, and why
 
     async def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         """Raises, besides what `ports.Live` says: TooLarge for a body that does not fit one message."""
@@ -60,15 +61,17 @@ class LivePath:
                 raise Unavailable(f"{WAITING_MAX} requests wait for {model.name!r} to start; try again later")
             await pool.change()
             if pool.failure is not None and self._pools.is_current(pool):
+                self._failed[key] = self._clock.monotonic(), pool.failure.message
                 raise ModelFailed(pool.failure.message)
 
     def _pool(self, user: str, model: ModelSpec, key: str) -> Pool:
         """The model's pool. One that has just failed fails at once: every start may take its time."""
         if self._pools.is_closed:
             raise Unavailable("the server is stopping")
-        pool = self._pools.get(key)
-        if pool is not None and pool.failure is not None and self._clock.monotonic() - pool.failed_at < TRY_AGAIN_S:
-            raise ModelFailed(pool.failure.message)
+        at, why = self._failed.get(key, (0.0, ""))
+        if why and self._clock.monotonic() - at < TRY_AGAIN_S:
+            raise ModelFailed(why)
+        self._failed.pop(key, None)
         return self._pools.use(user, model, key)
 
     async def _answer(self, worker: PoolWorker, asked: Predict) -> AsyncGenerator[LiveHead | bytes]:

@@ -121,7 +121,6 @@ class Pool:
         self._stopping = False
         self._deaths = self._row_deaths = 0
         self.failure: Failed | None = None
-        self.failed_at = 0.0  # monotonic seconds
         self.was_ready = False  # a worker of it has been ready
         self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
         self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
@@ -228,7 +227,6 @@ class Pool:
     def _fail(self, failure: Failed) -> None:
         if self.failure is None:
             self.failure = failure
-            self.failed_at = self._clock.monotonic()
             self._listener.failed(self, failure)
             self._change()
 

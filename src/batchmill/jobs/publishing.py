@@ -11,7 +11,7 @@ import msgspec
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.offload import CHILD_DIED, offload
+from batchmill.jobs.offload import CHILD_DIED, Offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, RowError, SegmentRef
@@ -24,8 +24,8 @@ Committed = list[tuple[int, SegmentRef]]
 class Publishing:
     """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles) -> None:
-        self._spec, self._files = spec, files
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload) -> None:
+        self._spec, self._files, self._offload = spec, files, offload
         self._output = output_of(spec, files)
         self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
         self._copying: asyncio.Task[Manifest] | None = None
@@ -75,11 +75,11 @@ class Publishing:
             return await copying
         asked = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
         try:
-            answer = await offload(GATHER, asked, progress)
+            answer = await self._offload(GATHER, asked, progress)
         except BatchmillError as error:
             if error.code != CHILD_DIED:
                 raise
-            answer = await offload(GATHER, asked, progress)  # killed from outside, perhaps: it begins anew, once
+            answer = await self._offload(GATHER, asked, progress)  # killed from outside, perhaps: it begins anew, once
         return msgspec.json.decode(answer, type=Manifest)
 
 

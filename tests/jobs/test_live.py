@@ -1,0 +1,218 @@
+"""A live request on its way to a worker and back: the least busy one, in pieces, bounded, and never left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from fakes.held_clock import HeldClock
+from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
+
+from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
+from batchmill.jobs import live as live_path
+from batchmill.jobs.commits import Books
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.ledger import open_ledger
+from batchmill.states import PauseReason
+from batchmill.types import LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.messages import (
+    LIVE_AHEAD_BYTES,
+    Abandon,
+    Answered,
+    Chunk,
+    Drain,
+    Failed,
+    Head,
+    Predict,
+    Ready,
+    Taken,
+)
+from batchmill.wire.raised import Raised
+
+MODEL = ModelSpec("m", "http", "m", base_url="http://127.0.0.1:1/v1", workers=2)
+ASKED = LiveRequest("/v1/chat/completions", b"{}")
+
+
+class Stage:
+    def __init__(self, folder) -> None:
+        self.executor, self.clock = ScriptedExecutor(), HeldClock()
+        self.books = Books(open_ledger(folder / "batchmill.db"))
+        self.dispatcher = Dispatcher(folder, self.books, self.executor, self.clock, linger_s=3600.0)
+        self.asked: list[asyncio.Task[list[LiveHead | bytes]]] = []
+
+    def ask(self, request: LiveRequest = ASKED) -> asyncio.Task[list[LiveHead | bytes]]:
+        """All that comes back for a request."""
+
+        async def hear() -> list[LiveHead | bytes]:
+            return [piece async for piece in self.dispatcher.live.predict(MODEL, request)]
+
+        self.asked.append(asyncio.create_task(hear()))
+        return self.asked[-1]
+
+    async def close(self) -> None:
+        await self.dispatcher.close(at_once=True)
+        await asyncio.gather(*self.asked, return_exceptions=True)
+        self.books.close()
+
+
+@pytest.fixture
+async def stage(tmp_path, monkeypatch):
+    made = Stage(tmp_path)
+    made.clock.sleep = lambda _: asyncio.Event().wait()  # pools linger as long as the test
+    yield made
+    await made.close()
+
+
+async def answer(worker: ScriptedWorker, *pieces: bytes, status: int = 200) -> Predict:
+    asked = await worker.hear(Predict)
+    worker.say(Head(asked.id, LiveHead(status)))
+    for piece in pieces:
+        worker.say(Chunk(asked.id, piece))
+    worker.say(Answered(asked.id))
+    return asked
+
+
+async def test_an_answer_comes_in_pieces(stage):
+    """The head comes first, then the pieces as the worker sent them; it is counted under its status."""
+    task = stage.ask()
+    worker = await stage.executor.next()
+    assert (await answer(worker, b"a", b"b", status=429)).request == ASKED
+    assert await task == [LiveHead(429), b"a", b"b"]
+    assert stage.dispatcher.tallies.live == {("m", 429): 1} and not worker.has_heard(Abandon)
+
+
+async def test_the_least_busy_worker_answers(stage):
+    """Requests spread over the workers that are ready, by how many each has."""
+    tasks = [stage.ask()]
+    one, two = await stage.executor.next(), await stage.executor.next(ready=False)
+    first = await one.hear(Predict)
+    two.say(Ready(2))
+    await asyncio.sleep(0.0)
+    while stage.dispatcher.gauges()[0].ready < 2:
+        await asyncio.sleep(0)
+    tasks += [stage.ask()]
+    second = await two.hear(Predict)
+    for worker, asked in ((one, first), (two, second)):
+        worker.say(Answered(asked.id))
+    await asyncio.gather(*tasks)
+
+
+async def test_whoever_leaves_is_not_answered_on(stage):
+    """A caller that closes the iterator ends the work on its answer, and late pieces go nowhere."""
+    pieces = stage.dispatcher.live.predict(MODEL, ASKED)
+    beginning = asyncio.create_task(anext(pieces))
+    worker = await stage.executor.next()
+    asked = await worker.hear(Predict)
+    worker.say(Head(asked.id, LiveHead(200)))
+    assert await beginning == LiveHead(200)
+    await pieces.aclose()
+    assert (await worker.hear(Abandon)).id == asked.id
+    worker.say(Chunk(asked.id, b"late"))
+    worker.say(Answered(asked.id))
+    task = stage.ask()
+    await answer(worker, b"x")
+    assert await task == [LiveHead(200), b"x"]
+
+
+async def test_a_slow_reader_is_waited_for(stage):
+    """The worker hears how much was handed on only as it is handed on."""
+    pieces = stage.dispatcher.live.predict(MODEL, ASKED)
+    beginning = asyncio.create_task(anext(pieces))
+    worker = await stage.executor.next()
+    asked = await worker.hear(Predict)
+    piece = b"x" * (LIVE_AHEAD_BYTES // 4)
+    worker.say(Head(asked.id, LiveHead(200)))
+    for _ in range(3):
+        worker.say(Chunk(asked.id, piece))
+    await beginning
+    assert await anext(pieces) == piece and not worker.has_heard(Taken)
+    assert await anext(pieces) == piece
+    assert await worker.hear(Taken) == Taken(asked.id, len(piece))
+    await pieces.aclose()
+
+
+async def test_what_the_engine_raised_is_raised(stage):
+    """Without an answer there is the engine's own error, of its kind and with its code."""
+    task = stage.ask()
+    worker = await stage.executor.next()
+    asked = await worker.hear(Predict)
+    worker.say(Answered(asked.id, Raised.of(InvalidRow("no such field", code="invalid_field"))))
+    with pytest.raises(InvalidRow, match="no such field") as told:
+        await task
+    assert told.value.code == "invalid_field" and stage.dispatcher.tallies.live == {("m", 0): 1}
+
+
+async def test_a_worker_that_dies_leaves_nobody_waiting(stage):
+    """A request whose worker died before or within its answer is told at once that it may come again."""
+    first, second = stage.ask(), stage.ask()
+    worker = await stage.executor.next()
+    asked = await worker.hear(Predict)
+    worker.say(Head(asked.id, LiveHead(200)))
+    await worker.hear(Predict)
+    worker.exit(1)
+    for task in (first, second):
+        with pytest.raises(Unavailable, match="ended before it had answered"):
+            await task
+
+
+async def test_a_model_that_cannot_start_says_why(stage):
+    """Every request that waits hears the engine's words; one that comes soon after does not start it again."""
+    tasks = [stage.ask(), stage.ask()]
+    worker = await stage.executor.next(ready=False)
+    other = await stage.executor.next(ready=False)
+    worker.say(Failed("model_failed", "no GPU here", PauseReason.ENGINE_FAILED))
+    for task in tasks:
+        with pytest.raises(ModelFailed, match="no GPU here"):
+            await task
+    with pytest.raises(ModelFailed, match="no GPU here"):
+        await stage.ask()
+    assert stage.executor.is_quiet
+    stage.clock.at += live_path.TRY_AGAIN_S
+    again = stage.ask()
+    for each in (worker, other):
+        each.exit(1)
+    await answer(await stage.executor.next(), b"fine now")
+    assert (await again)[1:] == [b"fine now"]
+
+
+async def test_waiting_has_a_limit(stage, monkeypatch):
+    """So many requests wait for a model that starts, and no more; so many are answered at once."""
+    monkeypatch.setattr(live_path, "WAITING_MAX", 2)
+    monkeypatch.setattr(live_path, "IN_FLIGHT_MAX", 2)
+    waiting = [stage.ask(), stage.ask()]
+    worker = await stage.executor.next(ready=False)
+    while stage.dispatcher.gauges()[0].live_waiting < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="2 requests wait"):
+        await stage.ask()
+    worker.say(Ready(1))
+    asked = [await worker.hear(Predict) for _ in waiting]
+    with pytest.raises(Unavailable, match="being answered"):
+        await stage.ask()
+    for each in asked:
+        worker.say(Answered(each.id))
+    assert await asyncio.gather(*waiting) == [[], []]
+
+
+async def test_a_body_has_a_limit(stage):
+    """A body that does not fit one message is refused by its size; the largest that does is sent."""
+    with pytest.raises(TooLarge):
+        await stage.ask(LiveRequest("/v1/x", b"x" * (live_path.BODY_BYTES_MAX + 1)))
+    task = stage.ask(LiveRequest("/v1/x", b"x" * live_path.BODY_BYTES_MAX))
+    await answer(await stage.executor.next())
+    assert await task == [LiveHead(200)]
+
+
+async def test_workers_are_kept_for_the_next_request(stage):
+    """A model stays loaded after its request, until the server ends; then nobody is answered any more."""
+    task = stage.ask()
+    worker = await stage.executor.next()
+    await answer(worker)
+    await task
+    assert not worker.has_heard(Drain) and stage.dispatcher.gauges()[0].workers
+    await stage.dispatcher.close(at_once=True)
+    with pytest.raises(Unavailable, match="stopping"):
+        await stage.ask()
+    with contextlib.suppress(BatchmillError):
+        await task
