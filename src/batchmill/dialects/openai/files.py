@@ -142,7 +142,8 @@ def operations(services: Services) -> list[Operation]:
         ),
         Operation(
             "downloadFile", "GET", f"{one}/content", "The bytes of a file, whole or a range", Scope.READ,
-            partial(download, files), reply=Content("application/octet-stream"), errors=(404,),
+            partial(download, files), reply=Content("application/octet-stream"),
+            also={206: Content("application/octet-stream"), 416: None}, errors=(404,),
         ),
     ]  # fmt: skip
 
