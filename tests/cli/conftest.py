@@ -13,7 +13,7 @@ from batchmill.cli.main import cli
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidTransition, UnknownName
 from batchmill.states import JobState
-from batchmill.types import JobView, LedgerReport, Submitted
+from batchmill.types import JobView, LedgerReport, Submitted, Wait
 
 
 class MemoryJobs:
@@ -24,6 +24,7 @@ class MemoryJobs:
         self.orders = []
         self.asked = []
         self.how = "started"
+        self.reasons, self.ahead = [], 0
         self.report = LedgerReport("job_1", rows=10, rows_done=10, commits=2, segments=1, bytes=2000)
         self.before_view = lambda number: None  # called before each view that `watch` gives
         self.waits_for_pause = False  # `watch` shows the last view only once somebody paused
@@ -78,6 +79,14 @@ class MemoryJobs:
 
     async def retry(self, job_id):
         return await self._steer("retry", job_id)
+
+    async def amend(self, job_id, change):
+        self.asked.append((change, job_id))
+        return replace(self._views(job_id)[-1], priority=change.priority or 0, deadline=change.deadline)
+
+    async def explain(self, job_id):
+        view = self._views(job_id)[-1]
+        return Wait(view.id, view.state, self.reasons, self.ahead)
 
     async def verify(self, job_id):
         return replace(self.report, job=self._views(job_id)[-1].id)
@@ -144,7 +153,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATCHMILL_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.delenv("BATCHMILL_CONFIG", raising=False)
+    for name in ("BATCHMILL_CONFIG", "BATCHMILL_SERVER", "BATCHMILL_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
