@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +17,7 @@ from file_room import FileRoom
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
 from batchmill.services import files
-from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES
+from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
 from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
 
@@ -104,6 +105,28 @@ async def test_the_last_room_on_the_disk_is_not_for_uploads(tmp_path):
         await room.upload(b"small")
     assert room.left() == []
     room.close()
+
+
+async def test_a_slow_disk_holds_up_who_writes_and_nobody_else(room):
+    """While the disk is behind, an upload holds two pieces and waits; files are found and read meanwhile."""
+    record = await room.upload(b"data")
+    gate, taken = threading.Event(), []
+    stuck = [asyncio.create_task(room.files.disk.run(gate.wait)) for _ in range(WRITE_THREADS)]
+    writer = await room.files.writer("one")
+
+    async def send() -> None:
+        for number in range(4):
+            await writer.write(bytes([number]) * PIECE_BYTES)
+            taken.append(number)
+
+    sending = asyncio.create_task(send())
+    assert await room.read(await room.files.get("one", record.id)) == b"data"
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert taken == [0]  # the first is on its way to the disk, the second waits for it
+    gate.set()
+    await asyncio.gather(sending, *stuck)
+    assert (await writer.commit(purpose="batch", filename="b")).bytes == 4 * PIECE_BYTES
 
 
 async def test_a_failed_record_leaves_no_bytes(room):
