@@ -1,0 +1,108 @@
+"""Jobs of every size at one worker: the small ones begin at once, and the large one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from batchmill.engines.clock import SystemClock
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.service import JobService
+from batchmill.types import DatasetSpec, JobOrder, JobView, LiveHead, LiveRequest, ModelSpec, Policy
+
+LARGE_ROWS, SMALL_ROWS = 100_000, 10
+CODE = """
+import time
+def slow(n):
+    time.sleep(0.01)
+    return n
+"""
+
+
+class Shop:
+    """A service with one worker, and jobs over a function that takes its time."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        (folder / "app.py").write_text(CODE)
+        data = folder / "data"
+        data.mkdir()
+        self.service = JobService(
+            data, open_ledger(data / "batchmill.db"), LocalExecutor(data / "workers"), SystemClock(), linger_s=600.0
+        )
+        self.model = ModelSpec("slow", "function", f"{folder / 'app.py'}:slow")
+
+    async def submit(self, name: str, rows: int, **more) -> str:
+        row = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"n":%d}}\n'
+        (self.folder / f"{name}.jsonl").write_text("".join(row % (n, n) for n in range(rows)))
+        dataset = DatasetSpec([str(self.folder / f"{name}.jsonl")])
+        return (await self.service.submit(JobOrder(dataset, [self.model], **more))).id
+
+    async def wait_for(self, job_id: str, rows: int) -> JobView:
+        """Until so many rows are counted."""
+        async for view in self.service.watch(job_id, 0.02):
+            if view.rows_ok >= rows:
+                return view
+        raise AssertionError(f"{job_id} ended with {view.rows_ok} rows: {view.message}")
+
+    async def end_of(self, job_id: str) -> JobView:
+        return [view async for view in self.service.watch(job_id, 0.02)][-1]
+
+    async def rows_of(self, job_id: str) -> int:
+        return (await self.service.show(job_id)).rows_ok
+
+
+@pytest.fixture
+async def shop(tmp_path):
+    made = Shop(tmp_path)
+    yield made
+    await made.service.close(at_once=True)
+
+
+async def test_a_small_job_does_not_wait_for_a_large_one(shop):
+    """Ten rows are done before a job of 100,000, submitted long before, has got through a hundredth of its own."""
+    large = await shop.submit("large", LARGE_ROWS)
+    await shop.wait_for(large, 1)
+    before = await shop.rows_of(large)
+    small = await shop.submit("small", SMALL_ROWS)
+    view = await shop.end_of(small)
+    assert (view.state, view.rows_ok) == ("completed", SMALL_ROWS)
+    assert await shop.rows_of(large) - before < LARGE_ROWS / 100
+
+
+async def test_many_small_jobs_do_not_stop_a_large_one(shop):
+    """While small jobs keep coming, the large one gets at least a fifth of what the worker does."""
+    large = await shop.submit("large", LARGE_ROWS)
+    await shop.wait_for(large, 1)
+    before = await shop.rows_of(large)
+    names = [await shop.submit(f"small-{n}", SMALL_ROWS) for n in range(20)]
+    views = await asyncio.gather(*(shop.end_of(each) for each in names))
+    assert [view.state for view in views] == ["completed"] * len(names)
+    done = await shop.rows_of(large) - before
+    assert done >= 0.2 * (done + len(names) * SMALL_ROWS)
+
+
+async def test_a_higher_priority_goes_first(shop):
+    """A job of a higher priority has all the worker's rows from then on, until it is through."""
+    large = await shop.submit("large", LARGE_ROWS)
+    await shop.wait_for(large, 1)
+    urgent = await shop.submit("urgent", 200, policy=Policy(priority=1))
+    await shop.wait_for(urgent, 1)
+    before = await shop.rows_of(large)
+    await shop.end_of(urgent)
+    assert await shop.rows_of(large) - before < 100
+
+
+async def test_a_live_request_goes_past_the_rows(shop):
+    """A live request is answered by the worker that runs rows, before these are through."""
+    large = await shop.submit("large", LARGE_ROWS)
+    await shop.wait_for(large, 1)
+    before = await shop.rows_of(large)
+    pieces = shop.service.live.predict(shop.model, LiveRequest("/v1/x", b'{"model":"slow","n":7}'))
+    head, *body = [piece async for piece in pieces]
+    assert isinstance(head, LiveHead) and head.status == 200
+    assert json.loads(b"".join(body)) == 7
+    assert await shop.rows_of(large) - before < LARGE_ROWS / 100
