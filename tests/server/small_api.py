@@ -142,8 +142,8 @@ class _Broken(Response):
 class Small:
     """A root that listens."""
 
-    def __init__(self, root: HttpRoot, dialect: SmallDialect, address: tuple[str, int]) -> None:
-        self.root, self.dialect, self.address = root, dialect, address
+    def __init__(self, root: HttpRoot, dialect: SmallDialect, listener: Listener, address: tuple[str, int]) -> None:
+        self.root, self.dialect, self.listener, self.address = root, dialect, listener, address
         self.url = f"http://{address[0]}:{address[1]}"
 
     async def talk(self, data: bytes) -> bytes:
@@ -179,8 +179,9 @@ async def small_api(
     )
     listener = Listener(root, sock, drain_s=1, connection=connection)
     await listener.open()
+    address = sock.getsockname()[:2]
     try:
-        yield Small(root, small, sock.getsockname()[:2])
+        yield Small(root, small, listener, address)
     finally:
         await listener.close(at_once=True)
         await root.close()

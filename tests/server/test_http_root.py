@@ -187,3 +187,24 @@ async def test_a_line_for_each_request(caplog):
         "method": "GET", "route": "/small/things", "status": 200, "project": "one", "key": "k1", "bytes_in": 0,
     }  # fmt: skip
     assert "private" not in json.dumps(told) and "good" not in json.dumps(told)
+
+
+async def test_requests_that_take_too_long_at_the_end(caplog):
+    """When the server stops, a request that does not end in time is told to come again."""
+    async with small_api() as small:
+        asking = asyncio.create_task(ask(small, "POST", "/small/wait", json={"name": "a"}))
+        await small.dialect.reached.wait()
+        await small.listener.close()
+        reply = await asking
+    assert (reply.status_code, reply.json()["code"], reply.headers["connection"]) == (500, "unavailable", "close")
+    assert "Traceback" not in caplog.text
+
+
+async def test_stopping_at_once_waits_for_nobody():
+    """When the server stops at once, connections are cut."""
+    async with small_api() as small:
+        asking = asyncio.create_task(ask(small, "POST", "/small/wait", json={"name": "a"}))
+        await small.dialect.reached.wait()
+        await small.listener.close(at_once=True)
+        with pytest.raises(httpx.HTTPError):
+            await asking

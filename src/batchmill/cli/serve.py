@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import click
 from msgspec.structs import replace
@@ -11,6 +12,8 @@ from batchmill.cli.session import EXIT_OK, Session, global_options
 from batchmill.config import SERVER_MAX, Config
 from batchmill.server import access_log
 from batchmill.serving import serve as open_server
+
+log = logging.getLogger("batchmill.server")
 
 
 @click.command()
@@ -40,12 +43,12 @@ def serve(session: Session, host: str | None, port: int | None, log_level: str) 
 
 async def _serve(session: Session, config: Config) -> int:
     stop = asyncio.Event()
-    with session.interrupts.first_does(stop.set, lambda: session.say("stopping at once")):
+    with session.interrupts.first_does(stop.set, lambda: log.warning("stopping at once")):
         async with open_server(config) as running:
             if session.as_json:
                 session.emit("serving", url=running.url)
             else:
                 session.print(f"batchmill listens on {running.url}")
             await stop.wait()
-            session.say("stopping: requests and rows under way may end; once more stops at once")
+            log.info("stopping: requests and rows under way may end; once more stops at once")
     return EXIT_OK

@@ -51,7 +51,10 @@ class _Lines(logging.Formatter):
         line: dict[str, Any] = {"at": at, "level": record.levelname.lower(), "from": record.name}
         line |= getattr(record, "fields", None) or {"message": record.getMessage()}
         if record.exc_info and record.exc_info[1] is not None:
-            line["trace"] = "".join(traceback.format_exception(record.exc_info[1]))
+            error = record.exc_info[1]
+            line["trace"] = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
+            if logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+                line["trace"] += f": {error}"  # which may hold what somebody sent
         return _encode(line).decode()
 
 

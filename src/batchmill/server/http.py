@@ -105,6 +105,8 @@ class HttpRoot:
             await response(scope, call.request.receive, reply.send)
         except ClientDisconnect:
             raise
+        except asyncio.CancelledError:  # the time that requests had when the server stopped is over
+            await self._refuse(scope, receive, reply, found, Unavailable("the server is stopping; try again"))
         except BatchmillError as error:
             await self._refuse(scope, receive, reply, found, error)
         except Exception as error:  # the edge: whoever asked is told that it is not their fault, and no more
@@ -154,7 +156,8 @@ class HttpRoot:
         elif response.status_code == 503:
             response.headers.setdefault("retry-after", f"{RETRY_S:.0f}")
         if response.status_code >= 500:
-            log.warning("request %s: %s: %s", reply.served.id, error.code, error.message)
+            told = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
+            log.warning("request %s: %s: %s", reply.served.id, error.code, told)
         await response(scope, receive, reply.send)
 
 

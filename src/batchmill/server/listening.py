@@ -16,6 +16,7 @@ from batchmill.server.connection import Connection
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+CANCELLED_S = 2.0  # for requests that were cancelled to say so
 
 
 class _Server(uvicorn.Server):
@@ -58,7 +59,15 @@ class Listener:
             return
         self._server.should_exit = True
         self._server.force_exit = at_once
+        state = self._server.server_state
+        if at_once:
+            for connection in list(state.connections):
+                connection.transport.abort()
+            for task in state.tasks:
+                task.cancel()
         await asyncio.wait({self._serving})
+        if state.tasks:  # they were cancelled, by us or at the end of the time that they had
+            await asyncio.wait(state.tasks, timeout=CANCELLED_S)
 
 
 def bind(host: str, port: int) -> socket.socket:
