@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import time
 
 import pytest
 
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import Conflict, InvalidInput, InvalidTransition, UnknownName
+from batchmill.errors import Conflict, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
+from batchmill.ports import Clock
 from batchmill.types import Amendment, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price
 
 CODE = """
@@ -42,12 +44,12 @@ def folder(tmp_path):
 async def opened(folder):
     services = []
 
-    async def open_service(*, serving: bool = False) -> JobService:
+    async def open_service(*, serving: bool = False, clock: Clock = SystemClock()) -> JobService:
         data_dir = folder / "data"
         data_dir.mkdir(exist_ok=True)
         executor = LocalExecutor(data_dir / "workers")
         executor.sweep()
-        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, SystemClock())
+        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, clock)
         await service.recover(resume_doors=serving)
         services.append(service)
         return service
@@ -361,6 +363,44 @@ async def test_folders_that_no_job_has(folder, opened):
     (jobs / "job_lost" / "dataset" / "seal.json").write_text("{}")
     await opened()
     assert [path.name for path in jobs.iterdir()] == ["job_lost"]
+
+
+class HastyClock(SystemClock):
+    """Does not sleep as long as it is asked to."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(min(seconds, 0.02))
+
+
+async def test_a_server_waits_for_room(folder, opened):
+    """In a server a job that a full disk has stopped goes on by itself, and nobody has to ask."""
+    write(folder, "slow", rows=50)
+    service = await opened()
+    job_id = await midway(service, order(folder, "slow"))
+    await service.pause(job_id)
+    await service.close(at_once=True)
+    ledger = open_ledger(folder / "data" / "batchmill.db")
+    ledger.note(job_id, reason="storage_full")
+    ledger.close()
+    service = await opened(serving=True, clock=HastyClock())
+    while (view := await end_of(service, job_id)).state == "paused":
+        await asyncio.sleep(0.01)
+    assert (view.state, view.rows_ok, view.reason) == ("completed", 50, None)
+
+
+async def test_an_order_on_a_full_disk(folder, opened):
+    """An order that cannot be written down is refused as such, and no folder of it stays."""
+    write(folder, "double", rows=3)
+    service = await opened()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may grow: as if the disk were full
+    try:
+        with pytest.raises(StorageFull):
+            await service.submit(order(folder, "double"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert await service.list() == [] and list((folder / "data" / "jobs").iterdir()) == []
+    assert (await service.submit(order(folder, "double"))).how == "started"
 
 
 async def test_who_wants_to_know_that_a_job_rests(folder, opened):

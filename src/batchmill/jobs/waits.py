@@ -9,13 +9,11 @@ from msgspec import Struct
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineStats, JobView
 
+# Where the job's own message does not say what to do.
 WAYS_OUT = {
-    PauseReason.ASKED: "resume it when it is to go on",
-    PauseReason.INTERRUPTED: "resume it and it goes on where it was",
-    PauseReason.BUDGET: "raise its budget and resume it",
     PauseReason.QUOTA: "see to the account at the service, then resume it",
     PauseReason.AUTH: "mend the credentials, then resume it",
-    PauseReason.STORAGE_FULL: "make room on the disk; a server goes on by itself then, otherwise resume it",
+    PauseReason.STORAGE_FULL: "a server goes on by itself when there is room",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",
 }
@@ -46,10 +44,9 @@ def reasons(view: JobView, models: Sequence[ModelAtWork], ahead: int) -> list[st
 
 
 def _paused(view: JobView) -> str:
-    known = view.reason in list(PauseReason)
-    way_out = WAYS_OUT[PauseReason(view.reason)] if known else "resume it"
     told = f": {view.message}" if view.message else ""
-    return f"it is paused ({view.reason}){told}; {way_out}"
+    way_out = WAYS_OUT.get(view.reason) if view.message else "resume it when it is to go on"
+    return f"it is paused ({view.reason}){told}" + (f"; {way_out}" if way_out else "")
 
 
 def _share(view: JobView) -> str:

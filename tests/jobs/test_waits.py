@@ -1,0 +1,39 @@
+"""Why a job waits, in sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchmill.jobs.waits import ModelAtWork, reasons
+from batchmill.states import JobState, PauseReason
+from batchmill.types import EngineStats, JobView
+
+STARTING = ModelAtWork("tiny", False, [EngineStats(note="loading weights")])
+RESTING = ModelAtWork("mini", True, [EngineStats(note="the service asked for 12 s of rest", live=2)])
+BUSY = ModelAtWork("f", True, [EngineStats(in_flight=5)])
+
+
+def view(state: JobState, **more) -> JobView:
+    return JobView(id="job_1", state=state, **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "models", "ahead", "words"),
+    [
+        (view(JobState.RUNNING), [BUSY], 0, []),
+        (view(JobState.COMPLETED), [], 0, []),
+        (view(JobState.VALIDATING, progress=0.42), [], 0, ["42%"]),
+        (view(JobState.QUEUED), [STARTING], 3, ["'tiny' is still starting: loading weights", "3 other jobs"]),
+        (view(JobState.RUNNING), [RESTING, BUSY], 1, ["12 s of rest", "1 other job gets", "2 live requests"]),
+        (view(JobState.FINALIZING, progress=0.5), [], 0, ["results are being written (50% done)"]),
+        (view(JobState.CANCELLING), [], 0, ["being ended"]),
+        (view(JobState.PAUSED, reason=PauseReason.BUDGET, message="the budget is spent"), [], 0, ["budget is spent"]),
+        (view(JobState.PAUSED, reason=PauseReason.AUTH, message="401"), [], 0, ["401; mend the credentials"]),
+        (view(JobState.PAUSED, reason=PauseReason.ASKED), [], 0, ["(asked); resume it"]),
+    ],
+)
+def test_what_a_job_waits_for(seen, models, ahead, words):
+    """Each thing that holds a job up is one sentence; a job that has what it can use waits for nothing."""
+    found = reasons(seen, models, ahead)
+    assert len(found) == len(words)
+    assert all(part in sentence for part, sentence in zip(words, found, strict=True))
