@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import httpx
@@ -11,8 +13,6 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai_story import ended, lines, result_lines, row, submit, texts, until, write_project
 from running_server import RunningServer
-
-TINY = {"server": "[limits]\nline_bytes_max = 1048576\n"}
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +309,46 @@ def test_wrong_bodies_are_refused(server, body, media, status):
     reply = httpx.post(f"{server.url}/v1/batches", content=body, headers={"content-type": media})
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def new_key(folder, project: str, *flags: str) -> str:
+    words = [sys.executable, "-m", "batchmill", "--json", "--data-dir", str(folder / "data"), "keys", "create"]
+    words += ["--name", project, "--project", project, *flags]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout.splitlines()[-1])["key"]
+
+
+def test_projects_see_their_own(tmp_path):
+    """Another project's file and batch are unknown in the words of one that never was; models are the key's own."""
+    write_project(tmp_path)
+    ann, bob = (new_key(tmp_path, name, "--scope", "submit") for name in ("ann", "bob"))
+    chat_only = new_key(tmp_path, "ann", "--scope", "submit", "--model", "chat")
+    with RunningServer(tmp_path) as server:
+        clients = [OpenAI(api_key=key, base_url=f"{server.url}/v1", max_retries=0) for key in (ann, bob, chat_only)]
+        of_ann, of_bob, narrow = clients
+        done = ended(of_ann, submit(of_ann, [row("a", "x")]))
+        asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        said = set()
+        for file_id in (done.input_file_id, done.output_file_id, "file-0123456789abcdef01234567"):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                of_bob.batches.create(input_file_id=file_id, **asked)
+            said.add(unknown.value.message.replace(file_id, "ID"))
+        assert len(said) == 1
+        for ask in (of_bob.batches.retrieve, of_bob.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match=f"No batch found with id '{done.id}'"):
+                ask(done.id)
+        with pytest.raises(openai.NotFoundError):
+            of_bob.batches.list(after=done.id)
+        assert list(of_bob.batches.list()) == [] and [each.id for each in of_ann.batches.list()] == [done.id]
+        assert [each.id for each in narrow.models.list()] == ["chat"]
+        refused = ended(narrow, submit(narrow, [row("a", "x"), row("b", "x", "gated")]))
+        assert refused.status == "failed" and refused.errors and refused.errors.data
+        assert [each.line for each in refused.errors.data] == [2]
+        with pytest.raises(openai.NotFoundError):
+            narrow.chat.completions.create(model="gated", messages=[{"role": "user", "content": "x"}])
+        with OpenAI(api_key="bm_wrong", base_url=f"{server.url}/v1", max_retries=0) as nobody:
+            with pytest.raises(openai.AuthenticationError) as unknown_key:
+                nobody.batches.list()
+            assert unknown_key.value.code == "invalid_api_key"
+        for client in clients:
+            client.close()
