@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
+from batchmill.errors import BatchmillError
 from batchmill.ports import Engine
-from batchmill.types import EngineStats, Outcome, Row
+from batchmill.types import EngineStats, LiveHead, LiveRequest, Outcome, Row
 from batchmill.wire.forms import OpenAIForm
 
 PATIENCE_S = 60.0  # a test that waits this long has failed
@@ -74,6 +75,20 @@ def chat_row(number: int, text: str, *, lease: object = None, **body: object) ->
     return Row(number, number, json.dumps(line).encode(), OpenAIForm(), lease)
 
 
+def chat_request(text: str, *, stream: bool = False, **body: object) -> LiveRequest:
+    """A live request that asks a chat model to answer `text`."""
+    content = {"messages": [{"role": "user", "content": text}], **({"stream": True} if stream else {}), **body}
+    return LiveRequest("/v1/chat/completions", json.dumps(content).encode(), stream)
+
+
+async def answer_to(engine: Engine, request: LiveRequest) -> tuple[LiveHead, bytes]:
+    """The whole answer to a live request."""
+    async with asyncio.timeout(PATIENCE_S):
+        head, *pieces = [piece async for piece in engine.predict(request)]
+    assert isinstance(head, LiveHead)
+    return head, b"".join(pieces)
+
+
 async def run_all(engine: Engine, rows: Iterable[Row]) -> ListSink:
     """Everything the engine puts for `rows`."""
     sink = ListSink()
@@ -83,7 +98,7 @@ async def run_all(engine: Engine, rows: Iterable[Row]) -> ListSink:
 
 
 class EngineSuite:
-    """Override `engine` (a fixture; started, and stopped afterwards) and the three kinds of rows."""
+    """Override `engine` (a fixture; started, and stopped afterwards) and the kinds of rows and live requests."""
 
     held_max = 4096  # rows the engine may have taken and not put
 
@@ -103,6 +118,26 @@ class EngineSuite:
     def endless_row(self, number: int) -> Row:
         """A row that is not answered before the test is over."""
         raise AssertionError("override endless_row")
+
+    def live_request(self, number: int) -> LiveRequest:
+        """A live request whose answer holds its number."""
+        return chat_request(f"text {number}")
+
+    def bad_live_request(self) -> LiveRequest:
+        """One that ends in an error."""
+        raise AssertionError("override bad_live_request")
+
+    def endless_live_request(self) -> LiveRequest:
+        """One that is not answered before the test is over, and holds up no other."""
+        raise AssertionError("override endless_live_request")
+
+    def live_stream(self, words: int) -> LiveRequest:
+        """One that is answered by a stream of so many words."""
+        return chat_request(" ".join(["word"] * words), stream=True)
+
+    def endless_stream(self) -> LiveRequest:
+        """One that is answered by a stream without end."""
+        return chat_request("trickles on", stream=True)
 
     async def test_every_row_has_one_outcome(self, engine: Engine) -> None:
         """Each row of the feed is put exactly once, and run() returns when the feed has ended."""
@@ -195,6 +230,81 @@ class EngineSuite:
         stats = engine.stats()
         assert isinstance(stats, EngineStats)
         assert stats.in_flight == 0
+
+    # live requests
+
+    async def test_live_answer(self, engine: Engine) -> None:
+        """A live request has one head and a body of JSON, and nothing is left in flight after it."""
+        head, body = await answer_to(engine, self.live_request(0))
+        assert (head.status, head.content_type.partition(";")[0]) == (200, "application/json")
+        assert isinstance(json.loads(body), dict)
+        assert engine.stats().live == 0
+
+    async def test_live_beside_rows(self, engine: Engine) -> None:
+        """Live requests are answered while rows run, and every row has its outcome."""
+        sink = ListSink()
+        feed = OpenFeed(sink, [self.good_row(n) for n in range(100)])
+        running = asyncio.create_task(engine.run(feed, sink))
+        answers = await asyncio.gather(*(answer_to(engine, self.live_request(n)) for n in range(20)))
+        assert [head.status for head, _ in answers] == [200] * 20
+        await sink.wait_for(100)
+        await answer_to(engine, self.live_request(20))
+        feed.end()
+        async with asyncio.timeout(PATIENCE_S):
+            await running
+        assert sink.numbers() == list(range(100))
+
+    async def test_many_live_at_once(self, engine: Engine) -> None:
+        """Each of many live requests gets its own answer."""
+        answers = await asyncio.gather(*(answer_to(engine, self.live_request(n)) for n in range(150)))
+        assert all(f"{n}" in body.decode() for n, (_, body) in enumerate(answers))
+
+    async def test_live_error(self, engine: Engine) -> None:
+        """What goes wrong is told by a status or an error, and the next request is answered."""
+        try:
+            head, body = await answer_to(engine, self.bad_live_request())
+        except BatchmillError as error:
+            assert error.code and error.message
+        else:
+            assert head.status >= 400
+            assert json.loads(body)["error"]["message"]
+        assert (await answer_to(engine, self.live_request(1)))[0].status == 200
+
+    async def test_unreadable_live_request(self, engine: Engine) -> None:
+        """A body that is no JSON object is refused, never a crash."""
+        for body in (b"", b"[1]", b"{", b'{"messages":"\xff"}', b"[" * 5000):
+            with pytest.raises(BatchmillError):
+                await answer_to(engine, LiveRequest("/v1/chat/completions", body))
+
+    async def test_live_stream(self, engine: Engine) -> None:
+        """With `stream` the answer comes as server-sent events, ended by [DONE]."""
+        head, body = await answer_to(engine, self.live_stream(3))
+        assert (head.status, head.content_type.partition(";")[0]) == (200, "text/event-stream")
+        *events, done, rest = body.decode().split("\n\n")
+        assert len(events) >= 2
+        assert all(isinstance(json.loads(event.removeprefix("data: ")), dict) for event in events)
+        assert (done, rest) == ("data: [DONE]", "")
+
+    async def test_closing_a_stream(self, engine: Engine) -> None:
+        """A stream that is closed early leaves nothing in flight, and the engine answers on."""
+        pieces = engine.predict(self.endless_stream())
+        async with asyncio.timeout(PATIENCE_S):
+            assert isinstance(await anext(pieces), LiveHead)
+            await anext(pieces)
+            assert engine.stats().live == 1
+            await pieces.aclose()
+        assert engine.stats().live == 0
+        assert (await answer_to(engine, self.live_request(0)))[0].status == 200
+
+    async def test_giving_up_a_live_request(self, engine: Engine) -> None:
+        """A caller that goes before its answer has begun leaves nothing in flight."""
+        waiting = asyncio.create_task(answer_to(engine, self.endless_live_request()))
+        while engine.stats().live == 0:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert engine.stats().live == 0
 
     async def test_stop_twice(self, engine: Engine) -> None:
         """stop() may be called again."""

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from contract.engine_suite import EngineSuite, chat_row
+from contract.engine_suite import EngineSuite, answer_to, chat_request, chat_row
 
 from batchmill.engines.function import FunctionEngine
-from batchmill.types import ModelSpec, Row
+from batchmill.errors import BatchmillError
+from batchmill.types import LiveRequest, ModelSpec, Row
 
 SYNC = """
 import threading
@@ -47,6 +48,20 @@ class FunctionSuite(EngineSuite):
         for name in set(sys.modules) - modules:
             if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
                 del sys.modules[name]
+
+    def bad_live_request(self) -> LiveRequest:
+        return chat_request("bad")
+
+    def endless_live_request(self) -> LiveRequest:
+        return chat_request("endless")
+
+    async def test_live_stream(self, engine: FunctionEngine) -> None:
+        """A function that returns its answer in one piece refuses `stream` by name."""
+        with pytest.raises(BatchmillError, match="`stream` is true") as refused:
+            await answer_to(engine, self.live_stream(3))
+        assert refused.value.code == "streaming_not_supported"
+
+    test_closing_a_stream = None  # there is none
 
     def good_row(self, number: int, lease: object = None) -> Row:
         return chat_row(number, f"good {number}", lease=lease)

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from contract.engine_suite import EngineSuite, chat_row
+from contract.engine_suite import EngineSuite, chat_request, chat_row
 from fakes.openai_service import HANG, Answer, OpenAIService, refusal
 
 from batchmill.engines.http import HttpEngine
-from batchmill.types import Limits, ModelSpec, Row
+from batchmill.types import Limits, LiveRequest, ModelSpec, Row
 
 LIMITS = Limits(in_flight_max=64)
 
@@ -38,3 +38,9 @@ class TestHttpEngine(EngineSuite):
 
     def endless_row(self, number: int) -> Row:
         return chat_row(number, f"endless {number}")
+
+    def bad_live_request(self) -> LiveRequest:
+        return chat_request("bad 1")
+
+    def endless_live_request(self) -> LiveRequest:
+        return chat_request("endless 1")

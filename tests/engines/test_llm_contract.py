@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from contract.engine_suite import EngineSuite, chat_row
+from contract.engine_suite import EngineSuite, chat_request, chat_row
 from llm_support import FakeVllm
 
 from batchmill.engines.llm import LlmEngine
 from batchmill.ports import Engine
-from batchmill.types import Row
+from batchmill.types import LiveRequest, Row
 
 
 class TestLlmEngine(EngineSuite):
@@ -32,3 +32,9 @@ class TestLlmEngine(EngineSuite):
 
     def endless_row(self, number: int) -> Row:
         return chat_row(number, "hangs")
+
+    def bad_live_request(self) -> LiveRequest:
+        return chat_request("too-long")
+
+    def endless_live_request(self) -> LiveRequest:
+        return chat_request("hangs")

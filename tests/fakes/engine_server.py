@@ -2,7 +2,9 @@
 
 It takes vLLM's flags, serves on a Unix socket, forks an "engine core" and a "worker" as vLLM does, and answers with the
 last message: in capitals for an adapter called `upper`, backwards for any other adapter. What a row's text starts with
-decides its fate: `crash`, `core-dies`, `fails`, `fails-once`, `resets-once`, `hangs`, `too-long`.
+decides its fate: `crash`, `core-dies`, `fails`, `fails-once`, `resets-once`, `hangs`, `too-long`. With `stream` the
+words of the answer come one by one; a text that starts with `trickles` never ends. A request that is given up is noted
+as a line of FAKE_CALLS with the path `abandoned`.
 
 Environment: FAKE_HEALTH_DELAY_S, FAKE_REPLY_S, FAKE_SEQS, FAKE_KV_TOKENS, FAKE_START_ERROR, FAKE_STUBBORN, FAKE_PIDS (a
 file that gets the process ids), FAKE_CALLS (a file that gets one line per call received), FAKE_ONCE (a directory that
@@ -160,13 +162,17 @@ async def suffer(text: str, request: web.Request) -> web.Response | None:
 async def read_body(request: web.Request) -> tuple[dict[str, Any], web.Response | None]:
     engine = request.app[ENGINE]
     body = json.loads(await request.read())
-    if path := ENV.get("FAKE_CALLS"):
-        with open(path, "a") as file:
-            file.write(json.dumps({"url": request.path, "body": body}) + "\n")
+    note_call(request.path, body)
     names = [*engine.options.served_model_name, *engine.adapters]
     if body.get("model") and body["model"] not in names:
         return body, error(404, f"The model `{body['model']}` does not exist. Valid: {names}", "NotFoundError")
     return body, None
+
+
+def note_call(path: str, body: dict[str, Any]) -> None:
+    if calls := ENV.get("FAKE_CALLS"):
+        with open(calls, "a") as file:
+            file.write(json.dumps({"url": path, "body": body}) + "\n")
 
 
 def answer(engine: Engine, model: str | None, text: str) -> str:
@@ -175,7 +181,27 @@ def answer(engine: Engine, model: str | None, text: str) -> str:
     return text
 
 
-async def chat(request: web.Request) -> web.Response:
+async def stream(request: web.Request, model: str, text: str) -> web.StreamResponse:
+    """The words of an answer as server-sent events; an answer that trickles has no last one."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    words = text.split()
+    try:
+        while words:
+            chunk = {"model": model, "choices": [{"index": 0, "delta": {"content": words[0]}}]}
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if text.startswith("trickles"):
+                await asyncio.sleep(0.01)
+            else:
+                words.pop(0)
+    except (ConnectionError, asyncio.CancelledError):
+        note_call("abandoned", {})
+        raise
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
     engine = request.app[ENGINE]
     body, refused = await read_body(request)
     if refused is not None:
@@ -188,6 +214,8 @@ async def chat(request: web.Request) -> web.Response:
     await engine.step()
     tokens = {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
     model = body.get("model") or engine.options.served_model_name[0]
+    if body.get("stream"):
+        return await stream(request, model, answer(engine, model, text))
     message = {"role": "assistant", "content": answer(engine, model, text)}
     reply = {
         "id": "chatcmpl-1",
@@ -226,6 +254,8 @@ async def metrics(request: web.Request) -> web.Response:
         "vllm:num_preemptions_total": engine.preemptions,
         "vllm:prompt_tokens_total": engine.tokens,
         "vllm:generation_tokens_total": engine.tokens,
+        "vllm:prefix_cache_queries_total": engine.tokens,
+        "vllm:prefix_cache_hits_total": engine.tokens // 4,
     }
     lines = [f"# HELP {name} x\n# TYPE {name} gauge\n{name}{label} {value}" for name, value in values.items()]
     return web.Response(text="\n".join(lines) + "\n")

@@ -45,7 +45,9 @@ def refusal(status: int, code: str | None = None, message: str = "refused", **he
 class OpenAIService:
     """Use it as an async context manager. `script[text]` is used up call by call; after it the service answers.
 
-    `held` texts wait until `release` is set. `every` replaces the answer to all calls that no script covers.
+    With `stream` the words of a text come back one by one, and one that begins with `trickles` never ends; `left`
+    counts the streams whose caller went. `held` texts wait until `release` is set. `every` replaces the answer to all
+    calls that no script covers.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class OpenAIService:
         self.held: set[str] = set()
         self.release = asyncio.Event()
         self.calls: list[Received] = []
+        self.left = 0
         self.waiting = 0
         self.most_waiting = 0
         self._closing = asyncio.Event()
@@ -93,6 +96,8 @@ class OpenAIService:
                 await self.release.wait()
             scripted = self.script.get(text)
             answer = scripted.pop(0) if scripted else self.every
+            if answer is None and body.get("stream"):
+                return await self._stream(request, text)
             return await self._act(request, answer or reply_to(body, text))
         finally:
             self.waiting -= 1
@@ -108,6 +113,24 @@ class OpenAIService:
             return await self._half(request, answer, data)
         headers = {"Content-Type": "application/json", **answer.headers}
         return web.Response(status=answer.status, body=data, headers=headers)
+
+    async def _stream(self, request: web.Request, text: str) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        words = text.split()
+        try:
+            while words and not self._closing.is_set():
+                chunk = {"choices": [{"index": 0, "delta": {"content": words[0]}}]}
+                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                if text.startswith("trickles"):
+                    await asyncio.sleep(0.01)
+                else:
+                    words.pop(0)
+        except (ConnectionError, asyncio.CancelledError):
+            self.left += 1
+            raise
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _half(self, request: web.Request, answer: Answer, data: bytes) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, headers={"Content-Length": str(len(data))})

@@ -54,6 +54,7 @@ class Calls:
         if url not in URLS:
             raise UnknownName(f"no engine answers {url!r}; there are {', '.join(URLS)}", code="unknown_url")
         try:
+            request.body.decode()  # the parts that are not looked into must be text too
             members = split_object(request.body)
             model = _head.decode(request.body).model or self._model
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

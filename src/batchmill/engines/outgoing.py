@@ -111,6 +111,7 @@ class Composer:
     def live(self, request: LiveRequest) -> LiveCall:
         """The call a live request asks for. Raises as `call` does."""
         url = self._urls.get(request.url) or self._join(request.url)
+        request.body.decode()  # the parts that are not looked into must be text too
         body = self._addressed(request.body, _head.decode(request.body))
         return LiveCall(url, body, dict(_STREAMED) if request.stream else None)
 

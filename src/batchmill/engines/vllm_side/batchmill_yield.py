@@ -7,25 +7,21 @@ to end. vLLM itself knows such steps: a running request that finds the step's to
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
+from batchmill_step_times import StepTimes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 LIVE_PRIORITY = -(2**31)  # as batchmill sends live requests
-SLACK = float(os.environ.get("BMY_SLACK", 0.15))  # by so much rows may lengthen a step that serves live requests
-HELD_SHARE = 0.5  # rows step aside for at most this share of the time
-STEP_FACTOR = float(os.environ.get("BMY_FACTOR", 4.0))  # so much longer than a live step a step of rows may be
+SLACK = 0.15  # by so much rows may lengthen a step that serves live requests
+STEP_FACTOR = 4.0  # so much longer than a live step a step of rows may be
 ALERT_S = 10.0  # after the last live request
-CREDIT_MAX_S = 4.0  # saved up while nobody waits
 PROBE_EVERY = 16  # of the live steps one runs without rows, to see how long such a step takes
-LEARN = 0.2  # weight of the newest step
 PLACES_FREE = 16  # of the running requests, kept for live ones; an eighth where there are few
 PROMPT_TOKENS_MIN = 64  # of a short step, beside the rows that run
 KV_USAGE_MAX = 0.95  # of the cache; beyond it vLLM preempts, and must see the rows
-STEP_MAX_S = 10.0  # a longer one was no step: the engine had nothing to do
 
 
 def create(*args: Any, **kwargs: Any) -> Scheduler:
@@ -33,37 +29,6 @@ def create(*args: Any, **kwargs: Any) -> Scheduler:
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     kind = AsyncScheduler if config.scheduler_config.async_scheduling else YieldingScheduler
     return kind(*args, **kwargs)
-
-
-class StepTimes:
-    """How long a step takes with live requests alone, and what each token of a row adds."""
-
-    def __init__(self) -> None:
-        self._alone_s = 0.0
-        self._token_s = 0.0
-        self._credit_s = CREDIT_MAX_S
-
-    def observe(self, lasted_s: float, row_tokens: int, is_live: bool, is_held: bool) -> None:
-        """A step has ended."""
-        self._credit_s += -lasted_s if is_held else lasted_s * HELD_SHARE / (1 - HELD_SHARE)
-        self._credit_s = min(self._credit_s, CREDIT_MAX_S)
-        if row_tokens == 0:
-            if is_live:
-                self._alone_s = _blend(self._alone_s, lasted_s)
-        elif lasted_s > self._alone_s:
-            self._token_s = _blend(self._token_s, (lasted_s - self._alone_s) / row_tokens)
-
-    @property
-    def may_hold(self) -> bool:
-        return self._credit_s > 0
-
-    def row_tokens(self, share: float) -> int | None:
-        """Tokens of rows that take `share` of a live step's time; None: not known yet."""
-        return int(share * self._alone_s / self._token_s) if self._alone_s and self._token_s else None
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0 else old + LEARN * (new - old)
 
 
 class YieldingScheduler(Scheduler):
@@ -75,12 +40,10 @@ class YieldingScheduler(Scheduler):
         self._live_steps = 0
         self._live_at = -ALERT_S
         self._is_stuck = False  # the last step held rows and served nobody: a live request waits for something else
-        self._last: tuple[float, int, bool, bool] | None = None  # of the step before: when, and as `observe` has it
+        self._last = (0.0, 0, False, False)  # the step that runs: when it began, and as `observe` has it
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
-        if self._last is not None and now - self._last[0] < STEP_MAX_S:
-            self._times.observe(now - self._last[0], *self._last[1:])
         live = [request for request in self.running if request.priority <= LIVE_PRIORITY]
         arriving = self.waiting.peek_request() if self.waiting else None
         if arriving is not None and arriving.priority > LIVE_PRIORITY:
@@ -100,9 +63,14 @@ class YieldingScheduler(Scheduler):
             self.max_num_scheduled_tokens, self.max_num_active_reqs = budget, active
         tokens = output.num_scheduled_tokens
         of_rows = sum(n for name, n in tokens.items() if self.requests[name].priority > LIVE_PRIORITY)
-        self._last = (now, of_rows, is_live, is_held) if tokens else None
+        self._last = (now, of_rows, is_live and arriving is None, is_held)
         self._is_stuck = is_held and not tokens
         return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        began, *about = self._last
+        self._times.observe(time.monotonic() - began, *about)
+        return super().update_from_output(*args, **kwargs)
 
     def _can_hold(self, live: int, is_arriving: bool) -> bool:
         """Whether there are rows to hold and that helps: who needs the place of one, or its cache, waits for them."""
