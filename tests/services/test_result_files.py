@@ -51,6 +51,12 @@ async def test_a_job_without_successes_has_no_output(room):
     assert await room.files.adopt_results(await room.put_job(JobState.FAILED, job_id=f"job_{1:020}")) == (None, None)
 
 
+async def test_a_table_without_successes_has_its_output(room):
+    """Where results hold the rows that failed too, the output is there even if every row did."""
+    output, errors = await room.files.adopt_results(await room.ended_job(rows_ok=0, errors_output=None))
+    assert output is not None and errors is None
+
+
 async def test_results_of_a_job_that_goes_on_are_not_adopted(room):
     """Nothing is adopted before a job has ended, nor from one that a retry has opened again meanwhile."""
     view = await room.ended_job(JobState.RUNNING)
