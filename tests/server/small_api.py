@@ -32,6 +32,7 @@ class Body(Struct, forbid_unknown_fields=True):
     name: str
     count: int = 1
     inner: Inner = Inner()
+    more: Any = None
 
 
 class Query(Struct, forbid_unknown_fields=True):

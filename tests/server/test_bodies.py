@@ -4,6 +4,7 @@ import pytest
 from small_api import Body, Query
 
 from batchmill.server.bodies import Refusal, parse_json, parse_query
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 
 def test_a_query_fills_its_struct():
@@ -61,3 +62,16 @@ def test_a_body_that_does_not_fit(body, code, param, words):
         parse_json(body, Body)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize("levels", [DEPTH_MAX, DEPTH_MAX + 200, 100_000])
+def test_a_body_without_a_bottom(levels):
+    """JSON that is nested deeper than every process can read is refused, whatever reads it here."""
+    with pytest.raises(Refusal, match="nested deeper"):
+        parse_json(b'{"name":"a","more":' + b"[" * levels + b"]" * levels + b"}", Body)
+
+
+def test_a_body_that_is_deep_enough():
+    """One that every process can read is taken."""
+    levels = DEPTH_MAX - 1
+    parse_json(b'{"name":"a","more":' + b"[" * levels + b"]" * levels + b"}", Body)

@@ -22,7 +22,7 @@ async def test_a_request_and_its_reply():
     """A body becomes its struct, and the reply has an id and the headers that protect whoever shows it."""
     async with small_api() as small:
         reply = await ask(small, "POST", "/small/things", json={"name": "a"})
-    assert (reply.status_code, reply.json()) == (200, {"name": "a", "count": 1, "inner": {"depth": 0}})
+    assert (reply.status_code, reply.json()) == (200, {"name": "a", "count": 1, "inner": {"depth": 0}, "more": None})
     assert reply.headers["x-request-id"].startswith("req_")
     assert reply.headers["x-content-type-options"] == "nosniff" and reply.headers["cache-control"] == "no-store"
     assert "access-control-allow-origin" not in reply.headers and "server" not in reply.headers

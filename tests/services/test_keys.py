@@ -1,5 +1,7 @@
 """Keys: made, shown once, looked up, revoked."""
 
+import asyncio
+
 import pytest
 from fakes.held_clock import HeldClock
 
@@ -148,5 +150,16 @@ async def test_another_process_asks_the_owner(keys):
     assert (await keys.authenticate(made.key)).models == frozenset({"m"})
     assert await client.list(None) == await keys.list(None)
     await client.revoke(made.record.id, None)
+    with pytest.raises(Unauthenticated):
+        await keys.authenticate(made.key)
+
+
+async def test_a_key_that_is_revoked_while_it_is_looked_up(keys, database):
+    """A look-up that read a key just before it was revoked lets in nobody after it."""
+    made = await make(keys)
+    looking = asyncio.create_task(keys.authenticate(made.key))
+    await asyncio.sleep(0)  # it reads
+    await keys.revoke(made.record.id, None)
+    await asyncio.gather(looking, return_exceptions=True)
     with pytest.raises(Unauthenticated):
         await keys.authenticate(made.key)

@@ -139,6 +139,21 @@ print(urllib.request.urlopen(request).read().decode())
 """
 
 
+def test_a_stream_without_an_end_does_not_hold_up_the_server(folder):
+    """Whoever watches a job when the server drains sees the stream end, and the server does not wait for them."""
+    with running_server(folder, MODELS) as server:
+        job = begin_batch(server, "slow").replace("batch_", "job_")
+        with httpx.stream("GET", f"{server.url}/batchmill/v1/jobs/{job}/events", timeout=TIMEOUT_S) as events:
+            lines = events.iter_lines()
+            assert next(lines)
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+            for _ in lines:
+                pass
+    stopped = [line for line in server.logged() if line["from"].startswith("batchmill") and line["level"] == "warning"]
+    assert stopped == []
+
+
 def test_a_second_signal_stops_at_once(folder):
     """A server that drains for long is ended at once by a second signal, and its batch goes on later."""
     with running_server(folder, MODELS) as server:

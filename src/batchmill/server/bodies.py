@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from batchmill.errors import InvalidInput, TooLarge
 from batchmill.server.operations import Content, Operation
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 QUERY_FIELDS_MAX = 100
 BODY_IDLE_S = 30.0  # between two pieces of a body
@@ -120,13 +121,39 @@ def _filled(wanted: type[Struct] | Content) -> Any:
 def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
     """The struct that JSON holds. Raises: InvalidInput, naming the field and the nearest one that is known."""
     try:
-        return _decoder(wanted).decode(raw)
+        found = _decoder(wanted).decode(raw)
     except RecursionError:
-        raise Refusal("the body's JSON is nested too deeply", code="invalid_json") from None
+        raise _too_deep() from None
     except msgspec.ValidationError as error:
         raise _explained(str(error), wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+    if _is_too_deep(found):
+        raise _too_deep()
+    return found
+
+
+def _is_too_deep(value: Any) -> bool:
+    """It could not be read again by every process that it may come to."""
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        inner: list[Any] = []
+        for each in level:
+            match each:
+                case dict():
+                    inner += each.values()
+                case list():
+                    inner += each
+                case Struct():
+                    inner += [getattr(each, name) for name in each.__struct_fields__]
+        level = [each for each in inner if isinstance(each, dict | list | Struct)]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> Refusal:
+    return Refusal(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
 
 
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}

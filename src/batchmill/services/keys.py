@@ -66,6 +66,7 @@ class KeyService:
         self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
         self._exist: bool | None = None  # None: not looked yet; nobody else makes keys while this process owns them
         self._used: dict[str, float] = {}  # key id -> last use, until it is written down
+        self._revocations = 0
 
     async def create(
         self,
@@ -103,8 +104,8 @@ class KeyService:
 
     async def revoke(self, key_id: str, project: str | None) -> KeyRecord:
         """End a key, at once and for good. Raises: UnknownName, also for the key of another project."""
-        self._known.pop(key_id, None)
         record = await self._database.write(_revoke, key_id, project, self._clock.now())
+        self._revocations += 1
         self._known.pop(key_id, None)
         return record
 
@@ -130,13 +131,16 @@ class KeyService:
         return known is not None and hmac.compare_digest(_digest(token), known.digest)
 
     async def _look_up(self, key_id: str) -> _Known | None:
+        before = self._revocations
         row = await self._database.read(_row, key_id)
         if row is None or row["revoked"] is not None:
             return None
         record = _record(row)
         models = None if record.models is None else frozenset(record.models)
         caller = Caller(record.project, record.scope, key_id, models, record.requests_per_minute)
-        known = self._known[key_id] = _Known(row["hash"], caller, record.expires)
+        known = _Known(row["hash"], caller, record.expires)
+        if self._revocations == before:  # else this key may have been revoked since it was read
+            self._known[key_id] = known
         return known
 
     async def any_exist(self) -> bool:
