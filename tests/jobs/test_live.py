@@ -216,3 +216,14 @@ async def test_workers_are_kept_for_the_next_request(stage):
         await stage.ask()
     with contextlib.suppress(BatchmillError):
         await task
+
+
+async def test_a_model_that_loads_for_long_is_not_waited_for_without_end(stage):
+    """A request waits so long for the first worker and no longer; the model goes on loading for who asks again."""
+    live = live_path.LivePath(stage.dispatcher._pools, stage.dispatcher.tallies, stage.clock, loading_s=0.0)
+    with pytest.raises(Unavailable, match="still being loaded"):
+        await anext(live.predict(MODEL, ASKED))
+    task = stage.ask()
+    worker = await stage.executor.next()
+    await answer(worker, b"x")
+    assert await task == [LiveHead(200), b"x"]

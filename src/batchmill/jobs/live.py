@@ -20,11 +20,15 @@ BODY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # so that the message around it 
 TRY_AGAIN_S = 15.0  # a model that could not be started is started again for a request that comes later than this
 
 
+LOADING_S = 300.0  # how long a request waits for the first worker of its model
+
+
 class LivePath:
     """`ports.Live` over the pools of a data directory."""
 
-    def __init__(self, pools: Pools, tallies: Tallies, clock: Clock) -> None:
+    def __init__(self, pools: Pools, tallies: Tallies, clock: Clock, *, loading_s: float = LOADING_S) -> None:
         self._pools, self._tallies, self._clock = pools, tallies, clock
+        self._loading_s = loading_s
         self._numbers = itertools.count(1)
         self._failed: dict[str, tuple[float, str]] = {}  # pool key -> when it could not be started, and why
 
@@ -37,7 +41,7 @@ class LivePath:
         key = self._pools.key_of(model)
         has_begun = False
         try:
-            worker = await self._worker(user, model, key)
+            worker = await self._loaded(user, model, key)
             async for piece in self._answer(worker, Predict(number, request)):
                 if not has_begun:
                     has_begun = True
@@ -47,6 +51,14 @@ class LivePath:
             self._pools.leave(key, user)
             if not has_begun:
                 self._tallies.count_live(model.name, None)
+
+    async def _loaded(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
+        """As `_worker`, for a while: the model goes on loading, and who asks again may find it ready."""
+        try:
+            async with asyncio.timeout(self._loading_s):
+                return await self._worker(user, model, key)
+        except TimeoutError:
+            raise Unavailable(f"{model.name!r} is still being loaded after {self._loading_s:g} s; try again") from None
 
     async def _worker(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
         """The ready worker with the fewest live requests, once there is one."""
