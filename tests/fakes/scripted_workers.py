@@ -70,11 +70,11 @@ class ScriptedWorker:
     def has_heard(self, kind: type[Struct]) -> bool:
         return any(isinstance(message, kind) for message in self.told)
 
-    def finish(self, grant: Grant, positions: list[int], *, seq: int = 0) -> None:
+    def finish(self, grant: Grant, positions: list[int], *, seq: int = 0, usage: Usage = Usage()) -> None:
         """Ask for these rows of a grant to be counted."""
         ref = SegmentRef(f"{self.name}-0001.seg", 64 + 100 * positions[0], 10)
         done = pack_positions(positions, grant.base)
-        self.say(Record(Commit(grant.lease, grant.seq + seq, ref, done, len(positions), 0, Usage())))
+        self.say(Record(Commit(grant.lease, grant.seq + seq, ref, done, len(positions), 0, usage)))
 
 
 class ScriptedExecutor:

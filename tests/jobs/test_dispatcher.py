@@ -4,81 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 
 import pytest
-from fakes.held_clock import HeldClock
-from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
-from written_dataset import RowKeys, write_dataset
+from dispatcher_stage import MODEL, SHARD_ROWS, SHARDS, Stage, finish, grant, positions
+from fakes.scripted_workers import ScriptedWorker
 
 from batchmill.errors import JobPaused, LedgerBroken
 from batchmill.jobs import dispatcher as dispatching
 from batchmill.jobs import pool as pools
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.plan import PlanOrder, PlanReader, make
 from batchmill.states import JobState, PauseReason
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, frame
-from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import OpenAIForm
-from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Ready, Released, Revoke, Want
-
-SHARDS, SHARD_ROWS = 3, 4
-MODEL = ModelSpec("m", "function", "app.py:f")
-
-
-class Stage:
-    """A dispatcher over a real ledger, with workers that the test plays."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.executor = ScriptedExecutor()
-        self.books = Books(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.books, self.executor, HeldClock())
-        self.plans: list[PlanReader] = []
-
-    def open_run(self, name: str, model: ModelSpec = MODEL) -> JobRun:
-        """A job whose rows have been planned, going on where the ledger says; its workers are reserved."""
-        home = JobFiles(self.folder, name).home
-        if not home.exists():
-            home.mkdir(parents=True)
-            (home / "segments").mkdir()
-            written = write_dataset(home, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
-            make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
-            self.books.ledger.create(self.spec(name, model))
-            for state in (JobState.PLANNING, JobState.QUEUED, JobState.RUNNING):
-                self.books.ledger.move(name, state)
-        self.plans.append(PlanReader(home / "plan"))
-        files = JobFiles(self.folder, name)
-        run = JobRun(self.spec(name, model), 0, self.plans[-1], files=files, clock=HeldClock())
-        run.load(self.books.ledger.progress(name, 0))
-        self.dispatcher.reserve(name, [model])
-        return run
-
-    def begin(self, name: str, model: ModelSpec = MODEL) -> JobRun:
-        run = self.open_run(name, model)
-        self.dispatcher.add(run)
-        return run
-
-    @staticmethod
-    def spec(name: str, model: ModelSpec) -> JobSpec:
-        return JobSpec(
-            id=name, dataset=DatasetSpec(["/data/in.jsonl"]), models=[model], form=OpenAIForm(), policy=Policy(),
-            output=None, identity=name, code={}, created=1.0,
-        )  # fmt: skip
-
-    def rows_ok(self, name: str) -> int:
-        return self.books.ledger.job(name)["rows_ok"]
-
-    async def close(self) -> None:
-        await self.dispatcher.close(at_once=True)
-        self.books.close()
-        for plan in self.plans:
-            plan.close()
+from batchmill.types import ModelSpec
+from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Ready, Released, Revoke
 
 
 @pytest.fixture
@@ -87,23 +25,6 @@ async def stage(tmp_path, monkeypatch):
     made = Stage(tmp_path)
     yield made
     await made.close()
-
-
-async def grant(worker: ScriptedWorker, *, more_of: str = "") -> Grant:
-    """The next grant of a worker; `more_of`: which has room for one more of this job."""
-    if more_of:
-        worker.say(Want(more_of))
-    return await worker.hear(Grant)
-
-
-def positions(grant: Grant) -> list[int]:
-    return list(range(grant.position, grant.position + grant.n))
-
-
-async def finish(worker: ScriptedWorker, granted: Grant) -> bool:
-    """Finish all of a grant; whether it was counted."""
-    worker.finish(granted, positions(granted))
-    return (await worker.hear(Ack)).counted
 
 
 def pause(run: JobRun) -> None:

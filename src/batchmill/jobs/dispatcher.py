@@ -155,6 +155,7 @@ class Dispatcher:
             self._pools.forget(job_id)
             for claims in self._claims.values():
                 claims.forget()
+            self._work.set()  # others may have its place
 
     async def _end_late(self, job_id: str, *, at_once: bool) -> None:
         """Kill the workers that still run rows of a job and that nobody else needs, and wait until they are buried."""
