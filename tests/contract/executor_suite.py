@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,27 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.ports import Executor, WorkerHandle
 from batchmill.store.segments import read_ref
-from batchmill.types import DatasetSpec, Lease, ModelSpec
+from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import (
+    LIVE_AHEAD_BYTES,
+    Abandon,
     Ack,
+    Answered,
+    Chunk,
     Drain,
     Failed,
     Grant,
+    Head,
     Heartbeat,
     Open,
+    Predict,
     Ready,
     Record,
     Released,
     Revoke,
     Start,
+    Taken,
     Want,
 )
 
@@ -63,6 +71,19 @@ class ExecutorSuite:
             assert isinstance(message, Heartbeat | Want | Ready | Record | Released), message
         raise AssertionError(f"the worker ended before it said {kind.__name__}")
 
+    @staticmethod
+    async def until(worker: WorkerHandle, kind: type) -> AsyncIterator[object]:
+        """What a worker says of live requests, up to the first message of a kind."""
+        async for message in worker.messages():
+            if isinstance(message, Head | Chunk | Answered):
+                yield message
+            if isinstance(message, kind):
+                return
+
+    async def hear_live(self, worker: WorkerHandle, kind: type = Chunk) -> object:
+        """The next message of a kind among those about live requests."""
+        return [message async for message in self.until(worker, kind)][-1]
+
     async def test_a_grant_becomes_a_durable_commit(self, executor, start, tmp_path):
         """Granted rows come back as one commit whose segment holds their outcomes; drained, the worker exits with 0."""
         worker = await executor.start(start)
@@ -91,6 +112,57 @@ class ExecutorSuite:
         worker.send(Revoke("job_1"))
         released = await self.hear(worker, Released)
         assert released.job == "job_1"
+        worker.kill()
+        await worker.wait()
+
+    async def test_live_requests_are_answered_beside_rows(self, executor, start, tmp_path):
+        """A live request is answered by a worker that runs rows: a head, the body, the end, under the number it has."""
+        worker = await executor.start(start)
+        await self.hear(worker, Ready)
+        self.open_job(worker, tmp_path)
+        worker.send(Grant(Lease("job_1", 0, 0, 1), 0, 0, ROWS))
+        worker.send(Predict(7, LiveRequest("/v1/x", b'{"n": 21}')))
+        said = [message async for message in self.until(worker, Answered)]
+        heads = [message for message in said if isinstance(message, Head)]
+        assert [(each.id, each.head.status) for each in heads] == [(7, 200)]
+        assert b"".join(message.data for message in said if isinstance(message, Chunk)) == b"42"
+        assert said[-1] == Answered(7)
+        worker.kill()
+        await worker.wait()
+
+    async def test_a_live_request_that_fails_says_why(self, executor, start):
+        """What the engine raised comes back with its code, and the worker answers the next one."""
+        worker = await executor.start(start)
+        await self.hear(worker, Ready)
+        worker.send(Predict(1, LiveRequest("/v1/x", b'{"m": 21}')))
+        failed = [message async for message in self.until(worker, Answered)][-1]
+        assert failed.raised is not None and failed.raised.code == "missing_argument"
+        worker.send(Predict(2, LiveRequest("/v1/x", b'{"n": 1}')))
+        assert [message async for message in self.until(worker, Answered)][-1] == Answered(2)
+        worker.kill()
+        await worker.wait()
+
+    async def test_an_answer_waits_for_its_reader(self, executor, start, tmp_path):
+        """A worker is no further ahead of its reader than agreed; nothing more comes of an answer that was abandoned."""
+        (tmp_path / "app.py").write_text("def double(n):\n    return 'x' * n\n")
+        worker = await executor.start(start)
+        await self.hear(worker, Ready)
+        size = 3 * LIVE_AHEAD_BYTES
+        worker.send(Predict(1, LiveRequest("/v1/x", b'{"n": %d}' % size)))
+        worker.send(Predict(2, LiveRequest("/v1/x", b'{"n": 1}')))
+        said = [message async for message in self.until(worker, Answered)]
+        assert said[-1] == Answered(2)  # the first cannot end
+        received = sum(len(message.data) for message in said if isinstance(message, Chunk) and message.id == 1)
+        worker.send(Taken(1, received))
+        while received < size:
+            chunk = await self.hear_live(worker)
+            received += len(chunk.data)
+            worker.send(Taken(1, len(chunk.data)))
+        worker.send(Predict(3, LiveRequest("/v1/x", b'{"n": %d}' % size)))
+        await self.hear_live(worker, Head)
+        worker.send(Abandon(3))
+        worker.send(Predict(4, LiveRequest("/v1/x", b'{"n": 1}')))
+        assert 3 not in {message.id async for message in self.until(worker, Answered) if isinstance(message, Answered)}
         worker.kill()
         await worker.wait()
 
