@@ -476,3 +476,20 @@ def test_a_project_sees_only_its_own(tmp_path):
             ours.revoke_key(reader.record.id)
             with Client(server.url, reader.key) as client, pytest.raises(Unauthenticated):
                 client.models()
+
+
+def test_a_look_ends_with_who_looks(server: RunningServer, client: Client, tmp_path):
+    """A client that leaves while its dataset is read stops the reading: nothing of it is left on the disk."""
+    file = client.upload(requests(tmp_path / "in.jsonl", *["a" * 200] * 20_000))
+    body = json.dumps({"files": [file.id], "models": ["upper"]}).encode()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{server.url}/batchmill/v1/previews/estimate", content=body, timeout=httpx.Timeout(5, read=0.05),
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+    assert client.validate(requests(tmp_path / "small.jsonl", "a")).rejected == 0  # whoever comes next has a turn
+    for _ in range(100):
+        if not list(server.data_dir.glob("preview-*")):
+            return
+        client.models()
+    raise AssertionError("the folder of a look that was left is still there")

@@ -18,14 +18,13 @@ from batchmill.dialects.native.views import Shown
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import PieceReply
+from batchmill.server.piece_reply import EVENTS, PieceReply
 from batchmill.services.files import FileRecord
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import JobView, Scope
 from batchmill.wire.native import WATCH_S_MAX, WATCH_S_MIN
 
-EVENTS = "text/event-stream"
 JSON_LINES = "application/jsonl"
 MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.apache.parquet"}
 OCTETS = "application/octet-stream"
@@ -76,9 +75,7 @@ class Following:
         job_id, interval_s = call.path["job_id"], call.query.interval_s
         await self._desk.show(call.caller, job_id)  # an unknown job is refused before anything is promised
         last = call.request.headers.get("last-event-id", "")[:LAST_EVENT_CHARS_MAX]
-        return PieceReply(
-            self._events(call, job_id, interval_s, last), media=EVENTS, headers={"x-accel-buffering": "no"}
-        )
+        return PieceReply(self._events(call, job_id, interval_s, last), media=EVENTS)
 
     async def _events(self, call: Call, job_id: str, interval_s: float, last: str) -> AsyncGenerator[bytes]:
         """Every event is a whole view: who comes back gets the newest, unless it has seen that one already."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders
 from batchmill.dialects.native.views import Shown
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.server.piece_reply import unless_gone
 from batchmill.services.previews import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
@@ -20,6 +23,7 @@ from batchmill.wire.previews import SealReport
 PREVIEWS = f"{PREFIX}/previews"
 RATES_FROM = 200  # of the newest jobs, one may tell how fast the same models were
 MISSING = 404
+T = TypeVar("T")
 
 
 class Looking:
@@ -49,19 +53,29 @@ class Looking:
 
     async def validate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
-            report = await self._previews.validate(self._orders.work(call.caller, call.body, records))
+            work = self._previews.validate(self._orders.work(call.caller, call.body, records))
+            report = await self._unless_gone(call, work)
         return json_reply(self._shown.report(report))
 
     async def plan(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
-            found = await self._previews.plan(self._orders.work(call.caller, call.body, records))
+            work = self._previews.plan(self._orders.work(call.caller, call.body, records))
+            found = await self._unless_gone(call, work)
         return json_reply(Planned(self._shown.report(found.report), found.plan))
 
     async def estimate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
             order = self._orders.work(call.caller, call.body, records)
-            found = await self._previews.estimate(order, await self._rate(call.caller, order))
+            found = await self._unless_gone(call, self._previews.estimate(order, await self._rate(call.caller, order)))
         return json_reply(Estimated(self._shown.report(found.report), found.estimate))
+
+    @staticmethod
+    async def _unless_gone(call: Call, work: Coroutine[Any, Any, T]) -> T:
+        """Reading every row of a dataset is stopped when nobody waits for what it says."""
+        found = await unless_gone(call, work)
+        if found is None:
+            raise ClientDisconnect
+        return found
 
     async def _rate(self, caller: Caller, order: JobOrder) -> float | None:
         """Rows a second of the newest finished job of the same models."""

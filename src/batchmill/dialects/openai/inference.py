@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
-from batchmill.dialects.openai.live_reply import EVENTS, EventReply, unless_gone
+from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.operations import Call, Content, Operation
+from batchmill.server.piece_reply import EVENTS, unless_gone
 from batchmill.services.services import Services
 from batchmill.types import LiveHead, Scope
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
