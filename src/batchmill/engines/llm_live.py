@@ -17,6 +17,7 @@ from batchmill.ports import Clock
 from batchmill.types import Limits, LiveHead, LiveRequest
 
 RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
+POLL_S = 0.05  # between looks at a server that takes no connection
 DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
 
 
@@ -58,9 +59,11 @@ class LiveWay:
             self._host.wake_rows()
 
     async def _answer(self, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
-        """The reply, asked for again where the connection broke and the server lives."""
-        for has_more in (True, False):
-            await self._host.revived(RESTART_WAIT_S)
+        """The reply; asked for again where no server heard of it, and once where a connection broke by itself."""
+        until = self._clock.monotonic() + RESTART_WAIT_S
+        is_first = True
+        while True:
+            await self._host.revived(until - self._clock.monotonic())
             server, has_begun = self._host.server, False
             try:
                 async with aclosing(self._reply(server, request, body)) as pieces:
@@ -69,10 +72,15 @@ class LiveWay:
                         yield piece
                 return
             except CallLost as lost:
-                if server.process.is_alive and has_more and not has_begun:
+                if not lost.was_sent and self._clock.monotonic() < until:
+                    await self._clock.sleep(POLL_S)
+                    continue
+                is_up = await server.is_healthy()
+                if is_up and is_first and not has_begun:
+                    is_first = False
                     continue
                 # A request that may have ended the server is not sent to the next one: its caller may do so.
-                died = "" if server.process.is_alive else "; it died and is started again"
+                died = "" if is_up else "; it died and is started again"
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
 
     async def _reply(self, server: VllmServer, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:

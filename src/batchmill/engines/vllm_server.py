@@ -30,6 +30,10 @@ BASE_URL = "http://vllm"  # a name for the Host header; the socket decides where
 class CallLost(Exception):
     """A call that got no reply: the connection broke, or the server is gone."""
 
+    def __init__(self, why: str, *, was_sent: bool = True) -> None:
+        super().__init__(why)
+        self.was_sent = was_sent  # False: no server has heard of it
+
 
 class ReplyTooLarge(Exception):
     """A reply that nobody would want in a result file; asking again would bring it again."""
@@ -122,7 +126,7 @@ class VllmServer:
         Raises: CallLost where the reply does not come or breaks off, or the server is silent for `silence_s`.
         """
         if self._session.closed:
-            raise CallLost("the server was stopped")
+            raise CallLost("the server was stopped", was_sent=False)
         reply = None
         try:
             async with asyncio.timeout(silence_s):
@@ -136,6 +140,8 @@ class VllmServer:
                 yield piece
         except TimeoutError:
             raise CallLost(f"the server said nothing for {silence_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise CallLost(f"no connection to it: {error.os_error}", was_sent=False) from None
         except (aiohttp.ClientError, OSError) as error:
             raise CallLost(f"{type(error).__name__}: {error}") from None
         finally:
