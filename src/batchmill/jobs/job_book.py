@@ -53,11 +53,8 @@ class JobBook:
             text = f"{report.problems_total} of {report.seal.rows} rows were refused; no row was run"
             await self.fail("invalid_dataset", text, rows=report.seal.rows, **problems)
             return
-        await self.move(JobState.PLANNING)
-        if prepared.rejected:
-            await self.call(self.ledger.set_errors, self._id, prepared.rejected)
         await self.move(
-            JobState.QUEUED, spec=spec,
+            JobState.QUEUED, via=JobState.PLANNING, errors=prepared.rejected, spec=spec,
             rows=plan.rows, rows_rejected=plan.rejected, rows_failed=plan.rejected, rows_folded=plan.followers,
             **problems,
         )  # fmt: skip
@@ -73,16 +70,15 @@ class JobBook:
 
     async def end(self, state: JobState, manifest: Manifest) -> None:
         """The job has ended, and its results are there."""
-        await self.call(self.ledger.set_errors, self._id, manifest.causes)
         await self.move(
-            state, reason=None, rows_ok=manifest.ok, rows_failed=manifest.failed, finished=self._clock.now(),
+            state, errors=manifest.causes, reason=None, rows_ok=manifest.ok, rows_failed=manifest.failed,
+            finished=self._clock.now(),
             output=manifest.output.path, errors_output=None if manifest.errors is None else manifest.errors.path,
         )  # fmt: skip
 
     async def keep_time(self, run: JobRun) -> None:
         """Add the time that a run took."""
-        record = await self.record()
-        await self.call(self.ledger.note, self._id, elapsed_s=record["elapsed_s"] + run.elapsed_s)
+        await self.call(self.ledger.spent, self._id, run.elapsed_s)
 
     async def rest(self, reason: PauseReason, message: str) -> None:
         """The job is paused. That it is to end early stays written down: the next owner goes on with it."""

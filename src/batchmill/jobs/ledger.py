@@ -75,11 +75,29 @@ class Ledger:
         with self._reader.connect() as db:
             return db.execute(query).mappings().all()
 
-    def move(self, job_id: str, state: JobState, **fields: object) -> None:
-        """Take a job to another state and set fields with it. Raises: InvalidTransition."""
+    def move(
+        self,
+        job_id: str,
+        state: JobState,
+        *,
+        via: JobState | None = None,
+        errors: dict[str, tuple[int, str]] | None = None,
+        **fields: object,
+    ) -> None:
+        """Take a job to another state, `via` one between, and set fields with it. Raises: InvalidTransition.
+
+        `errors` replaces the error counts: a gathered result knows them exactly, followers included.
+        """
+        assert via is None or state in NEXT[via], f"{via} is never followed by {state}"
         with self._engine.begin() as db:
-            _check_next(db, job_id, state)
+            _check_next(db, job_id, via or state)
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **fields))
+            if errors is not None:
+                _replace_errors(db, job_id, errors)
+
+    def spent(self, job_id: str, seconds: float) -> None:
+        """Add to the time that a job has spent running."""
+        self.note(job_id, elapsed_s=jobs.c.elapsed_s + seconds)
 
     def note(self, job_id: str, **fields: object) -> None:
         """Set fields of a job's record that are not its state."""
@@ -111,12 +129,6 @@ class Ledger:
         """Error code -> (rows, one message), the most frequent first."""
         with self._reader.connect() as db:
             return job_records.errors_of(db, [job_id]).get(job_id, {})
-
-    def set_errors(self, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
-        """Replace the error counts: a gathered result knows them exactly, followers included."""
-        with self._engine.begin() as db:
-            db.execute(error_counts.delete().where(error_counts.c.job == job_id))
-            _count_errors(db, job_id, {c: n for c, (n, _) in errors.items()}, {c: s for c, (_, s) in errors.items()})
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
@@ -315,6 +327,11 @@ def _check_next(db: sa.Connection, job_id: str, state: JobState) -> None:
     now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
     if state not in NEXT[JobState(now)]:
         raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
+
+
+def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
+    db.execute(error_counts.delete().where(error_counts.c.job == job_id))
+    _count_errors(db, job_id, {c: n for c, (n, _) in errors.items()}, {c: s for c, (_, s) in errors.items()})
 
 
 def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
