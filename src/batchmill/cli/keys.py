@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import click
 
+from batchmill.cli.flag_values import SECONDS, SPAN
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
 from batchmill.services.keys import KeyRecord
 from batchmill.types import Scope
-
-_SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 class Span(click.ParamType):
@@ -22,10 +19,10 @@ class Span(click.ParamType):
     name = "span"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = _SPAN.fullmatch(str(value))
+        match = SPAN.fullmatch(str(value))
         if match is None:
             self.fail(f"{value!r} is no length of time: write 90d, 12h, 30m, 4w", param, ctx)
-        return float(int(match[1]) * _SECONDS[match[2]])
+        return float(int(match[1]) * SECONDS[match[2]])
 
 
 def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:

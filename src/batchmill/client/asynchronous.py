@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import httpx
 
 from batchmill.client import calls, connection, procedures
-from batchmill.client.messages import PIECE_BYTES, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
+from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
 from batchmill.client.writing import is_past, part_of
@@ -41,12 +41,17 @@ class AsyncClient:
     Args:
         base_url: "http://127.0.0.1:8000"; None: BATCHMILL_SERVER.
         api_key: None: BATCHMILL_API_KEY, or none where the server asks for none.
+        timeout_s: seconds without a byte, after which a request is given up; what may take long by itself (a preview,
+            an upload, gathering partial results) is waited for.
 
     Concurrency: any number of tasks of one event loop may use one client.
     """
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._address = connection.address(base_url, api_key)
+        self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(base_url=self._address.base_url, headers=self._address.headers)
 
     async def close(self) -> None:
@@ -178,7 +183,7 @@ class AsyncClient:
             return connection.reply_of(
                 await self._http.request(
                     request.method, request.path, params=request.query, headers=request.headers, content=content,
-                    timeout=connection.timeout(request),
+                    timeout=connection.timeout(request, self._timeout_s),
                 )
             )  # fmt: skip
         except httpx.TransportError as error:
@@ -204,7 +209,7 @@ class AsyncClient:
     async def _stream_once(self, stream: Stream[T], request: Request) -> AsyncIterator[T]:
         async with self._http.stream(
             request.method, request.path, params=request.query, headers=request.headers,
-            timeout=connection.timeout(request),
+            timeout=connection.timeout(request, self._timeout_s),
         ) as response:  # fmt: skip
             if response.status_code >= 400:
                 await response.aread()

@@ -82,7 +82,7 @@ def explain(job_id: str) -> Ask[Wait]:
 
 def verify(job_id: str) -> Ask[LedgerReport]:
     ask = _post(LedgerReport, _path("jobs", job_id, "verify"))
-    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, timeout_s=None), LedgerReport)
+    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, is_long=True), LedgerReport)
 
 
 def events(job_id: str, interval_s: float, last: str | None) -> Request:
@@ -100,7 +100,7 @@ def errors(job_id: str) -> Request:
 
 def partial(job_id: str) -> Request:
     """Gathering the rows first may take a while."""
-    return Request("GET", _path("jobs", job_id, "results"), {"partial": "true"}, timeout_s=None)
+    return Request("GET", _path("jobs", job_id, "results"), {"partial": "true"}, is_long=True)
 
 
 def validate(work: Work) -> Ask[SealReport]:
@@ -118,7 +118,7 @@ def estimate(work: Work) -> Ask[Estimated]:
 def _preview(reply: type[T], what: str, work: Work) -> Ask[T]:
     """Nothing is changed by looking twice; every row is read, so it takes as long as it takes."""
     ask = _post(reply, _path("previews", what), work)
-    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, timeout_s=None), reply)
+    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, is_long=True), reply)
 
 
 def models() -> Ask[ModelList]:
@@ -131,7 +131,7 @@ def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) ->
     if size_bytes is not None:
         headers["content-length"] = str(size_bytes)
     query = _query(filename=filename, expires_s=expires_s)
-    return Ask(Request("POST", _path("files"), query, headers, is_repeatable=False, timeout_s=None), FileInfo)
+    return Ask(Request("POST", _path("files"), query, headers, is_repeatable=False, is_long=True), FileInfo)
 
 
 def files(*, limit: int | None, after: str | None) -> Ask[FilePage]:

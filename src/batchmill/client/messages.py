@@ -9,7 +9,7 @@ from msgspec import Struct
 
 T = TypeVar("T")
 
-TIMEOUT_S = 60.0  # without a byte, of a request that says nothing else
+TIMEOUT_S = 60.0  # without a byte, where the caller says nothing else
 PIECE_BYTES = 1024 * 1024  # of an upload, at once
 
 
@@ -22,7 +22,7 @@ class Request(Struct, frozen=True):
     headers: dict[str, str] = {}
     body: bytes | None = None
     is_repeatable: bool = True  # doing it twice is as doing it once
-    timeout_s: float | None = TIMEOUT_S  # None: as long as it takes
+    is_long: bool = False  # the server may be silent for as long as it takes
 
 
 class Ask(Struct, Generic[T], frozen=True):
