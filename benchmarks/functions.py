@@ -1,4 +1,4 @@
-"""The functions that the benchmarks run: they do nothing."""
+"""The functions that the benchmarks run: they do nothing, some of them slowly."""
 
 import os
 import time
@@ -19,4 +19,16 @@ def nothing_noted(**fields: object) -> dict[str, bool]:
     if not _noted:
         _noted = True
         Path(f"{FIRST_CALL}.{os.getpid()}").write_text(str(time.time()))
+    return {"ok": True}
+
+
+def tenth(**fields: object) -> dict[str, bool]:
+    """Take a tenth of a second for a row."""
+    time.sleep(0.1)
+    return {"ok": True}
+
+
+def milli(**fields: object) -> dict[str, bool]:
+    """Take a millisecond for a row."""
+    time.sleep(0.001)
     return {"ok": True}

@@ -23,15 +23,15 @@ AIM_MS = 25.0
 START_S, END_S = 60.0, 900.0
 PHASE_SAMPLES_MIN = 20  # fewer tell no 99th percentile; the phase is then too short to matter
 ENDED = ("completed", "failed", "expired", "cancelled")
-CONFIG = '[models.nothing]\nengine = "function"\nsource = "{functions}:nothing"\nworkers = {workers}\n'
+CONFIG = '[models.{name}]\nengine = "function"\nsource = "{functions}:{name}"\nworkers = {workers}\n'
 
 
 class Server:
-    """`batchmill serve` in a folder of its own."""
+    """`batchmill serve` in a folder of its own, with one of the benchmarks' functions for a model."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    def __init__(self, folder: Path, workers: int, name: str = "nothing") -> None:
         config = folder / "batchmill.toml"
-        config.write_text(CONFIG.format(functions=harness.FOLDER / "functions.py", workers=workers))
+        config.write_text(CONFIG.format(name=name, functions=harness.FOLDER / "functions.py", workers=workers))
         words = [harness.BATCHMILL, "serve", "--json", "--port", "0", "--config", config, "--data-dir", folder / "data"]
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(

@@ -143,7 +143,7 @@ class ExecutorSuite:
         await worker.wait()
 
     async def test_an_answer_waits_for_its_reader(self, executor, start, tmp_path):
-        """A worker is no further ahead of its reader than agreed; nothing more comes of an answer that was abandoned."""
+        """A worker runs no further ahead of its reader than agreed; what was abandoned is answered no more."""
         (tmp_path / "app.py").write_text("def double(n):\n    return 'x' * n\n")
         worker = await executor.start(start)
         await self.hear(worker, Ready)
