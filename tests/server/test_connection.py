@@ -125,3 +125,11 @@ async def test_requests_in_a_row_are_answered_in_order():
     async with small_api() as small:
         reply = await small.talk(first + last)
     assert reply.index(b'"name":"a"') < reply.index(b"null") and reply.count(b"HTTP/1.1 200") == 2
+
+
+async def test_offers_of_another_protocol(caplog):
+    """A client that would like another protocol is answered in this one."""
+    offer = b"Upgrade: websocket\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: x\r\n"
+    async with small_api() as small:
+        assert b"HTTP/1.1 200 " in await small.talk(b"GET /small/open HTTP/1.1\r\n" + HOST + offer + b"\r\n")
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]

@@ -66,6 +66,9 @@ class Connection(HttpToolsProtocol):
         if not self._in_head and not self.transport.is_closing():
             self._within(self.linger_s)  # its body goes on although it was answered
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client that offers another protocol is answered in this one; that is nothing to warn of."""
+
     def timeout_keep_alive_handler(self) -> None:
         if self._in_head:
             super().timeout_keep_alive_handler()
