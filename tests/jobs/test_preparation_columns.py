@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.jobs.preparation import seal_order
-from batchmill.jobs.result_columns import COLUMNS_MAX
+from batchmill.jobs.results import COLUMNS_MAX
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec

@@ -13,8 +13,7 @@ from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidInput
 from batchmill.jobs import plan, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
-from batchmill.jobs.result_columns import COLUMNS_MAX
-from batchmill.jobs.results import output_kind, stored_name
+from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec

@@ -11,10 +11,10 @@ import msgspec
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.gathering import TableSource
+from batchmill.jobs.results import COLUMNS_MAX
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import decode, split_object
 
-COLUMNS_MAX = 10_000
 BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
 OUTPUT, ERROR, FOLDED_FROM = TableForm.reserved
 _EXACT = 2**53  # integers up to here are floats without loss

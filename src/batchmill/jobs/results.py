@@ -17,6 +17,7 @@ from batchmill.types import RowError, SegmentRef
 from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+COLUMNS_MAX = 10_000  # of a table of results
 COMPRESSED = (".gz", ".zst")
 STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst")  # what a job may keep with itself
 
