@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from contract.engine_suite import answer_to, chat_request
 from llm_support import ListFeed, ListSink, body_row, chat_row
 
 from batchmill.engines import guard
@@ -81,6 +83,41 @@ async def test_a_batch_with_adapters_survives_the_servers_death(tmp_path):
     finally:
         await engine.stop()
     assert guard.marked(marker) == []
+
+
+async def test_live_requests_beside_rows(tmp_path):
+    """Live requests are answered, whole and as streams, while rows run, and rows that stepped aside as ever."""
+    engine = LlmEngine(tiny(), tmp_path, env=ENV)
+    await engine.start()
+    words = ["red", "green", "blue", "white", "black", "brown", "grey", "pink"]
+    rows = [
+        chat_row(
+            n, f"Say: {words[n % 8]} {words[n // 8 % 8]}", model=("", "upper")[n % 2], temperature=0, max_tokens=48
+        )
+        for n in range(192)
+    ]
+    try:
+        alone = await run(engine, rows)
+        running = asyncio.create_task(run(engine, rows))
+        answers = []
+        while not running.done():
+            request = chat_request("Say: hello world", temperature=0, max_tokens=48, model="upper")
+            answers.append(await answer_to(engine, request))
+            request = chat_request("Say: hello world", stream=True, temperature=0, max_tokens=48)
+            head, events = await answer_to(engine, request)
+            deltas = [json.loads(event[6:]) for event in events.decode().split("\n\n") if event.startswith("data: {")]
+            assert head.content_type.startswith("text/event-stream")
+            assert "".join(delta["choices"][0]["delta"].get("content") or "" for delta in deltas) == "hello world"
+        beside = await running
+        assert {json.loads(body)["choices"][0]["message"]["content"] for _, body in answers} == {"HELLO WORLD"}
+        assert len(answers) >= 2
+        assert [beside.text(n) for n in range(192)] == [alone.text(n) for n in range(192)]
+        assert engine.stats().live == 0
+        head, body = await answer_to(engine, chat_request("x", max_tokens=0))
+        assert head.status == 400
+        assert json.loads(body)["error"]["message"]
+    finally:
+        await engine.stop()
 
 
 async def test_a_wrong_flag_is_told_in_one_line(tmp_path):
