@@ -11,7 +11,8 @@ VENV := .venv
 VLLM_VENV := .venv-vllm
 INSTALLED := $(VENV)/.batchmill-installed
 PIP_QUIET := -qq --disable-pip-version-check
-BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill upload many_jobs get_latency
+BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill upload many_jobs get_latency \
+    live_idle live_under_load batch_over_http
 PYTEST_ARGS ?=
 
 export PYTHONUNBUFFERED := 1
