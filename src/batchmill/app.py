@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -27,6 +28,8 @@ from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
 from batchmill.wire.previews import Estimate, Explanation, SealReport
+
+log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 KEYS_DOOR = "keys"
@@ -73,16 +76,25 @@ class Owner:
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
 
-    async def close(self, *, at_once: bool) -> None:
-        """Pause what runs; guests notice and one of them takes over."""
+    async def close(self, *, at_once: bool, drain_s: float | None = None) -> None:
+        """Pause what runs; guests notice and one of them takes over. Rows in flight may end, in `drain_s` at most."""
         try:
             if self._server is not None:
                 await self._server.close()
             if self.jobs is not None:
-                await self.jobs.close(at_once=at_once)
+                await self._close_jobs(self.jobs, at_once=at_once, drain_s=drain_s)
         finally:
             (self._data_dir / SOCKET).unlink(missing_ok=True)
             os.close(self._lock)
+
+    @staticmethod
+    async def _close_jobs(jobs: JobService, *, at_once: bool, drain_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(None if at_once else drain_s):
+                await jobs.close(at_once=at_once)
+        except TimeoutError:
+            log.warning("rows in flight did not end within %g s: they run again next time", drain_s)
+            await jobs.close(at_once=True)
 
 
 class OpenJobs:

@@ -53,7 +53,7 @@ class Running(Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def serve(config: Config) -> AsyncIterator[Running]:
+async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncIterator[Running]:
     """A server for as long as the context lasts. Leaving it drains; leaving it by cancellation does so at once.
 
     Raises: InvalidConfig when the address is taken, a model cannot be resolved, the data directory belongs to another
@@ -68,7 +68,7 @@ async def serve(config: Config) -> AsyncIterator[Running]:
     except BaseException:
         sock.close()
         raise
-    server = _Server(config, catalogue, sock, lock)
+    server = _Server(config, catalogue, sock, lock, rows_drain_s)
     try:
         yield await server.open()
     except asyncio.CancelledError:
@@ -97,8 +97,8 @@ async def _take_lock(config: Config) -> int:
 class _Server:
     """What is open of a server; `close` ends whatever there is, in the reverse order."""
 
-    def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int) -> None:
-        self._config, self._catalogue, self._sock = config, catalogue, sock
+    def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int, rows_drain_s: float) -> None:
+        self._config, self._catalogue, self._sock, self._rows_drain_s = config, catalogue, sock, rows_drain_s
         self._clock: Clock = SystemClock()
         self._owner = Owner(config.data_dir, lock, server=config)
         self._stopping = asyncio.Event()
@@ -176,12 +176,7 @@ class _Server:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
-        try:
-            async with asyncio.timeout(None if at_once else ROWS_DRAIN_S):
-                await self._owner.close(at_once=at_once)
-        except TimeoutError:
-            log.warning("rows in flight did not end within %.0f s: they run again next time", ROWS_DRAIN_S)
-            await self._owner.close(at_once=True)
+        await self._owner.close(at_once=at_once, drain_s=self._rows_drain_s)
 
 
 async def _refuse_open_door(config: Config, clock: Clock) -> None:
@@ -209,8 +204,8 @@ async def _sweep_for_ever(services: Services, clock: Clock) -> None:
         for duty in duties:
             try:
                 await duty()
-            except BatchmillError as error:
-                log.warning("%s: %s", duty.__qualname__, error.message)
+            except (BatchmillError, OSError) as error:  # the next round may do better
+                log.warning("%s: %s", duty.__qualname__, error)
 
 
 def _raise_file_limit() -> None:

@@ -31,7 +31,7 @@ def migrate(db: sa.Connection) -> None:
 
 
 def _add_projects(db: sa.Connection) -> None:
-    """1 -> 2: jobs belong to projects and came by a door, have a priority and a deadline, and say when they began to end."""
+    """1 -> 2: jobs have a project, a door, a priority and a deadline, and say when they began to end."""
     for name in ("project", "door", "priority", "deadline", "finalizing", "cancelling", "announced"):
         column = sa.schema.CreateColumn(jobs.c[name]).compile(dialect=db.dialect)
         db.execute(sa.DDL("ALTER TABLE jobs ADD COLUMN %(column)s", context={"column": str(column)}))
