@@ -86,6 +86,7 @@ class _Parser:
 
     def __init__(self, boundary: bytes) -> None:
         self.is_whole = False
+        self._delimiter = b"\r\n--" + boundary
         self._events: list[_Head | bytes | None] = []
         self._headers: dict[bytes, bytes] = {}
         self._name = self._value = b""
@@ -107,13 +108,13 @@ class _Parser:
         )
 
     def feed(self, data: bytes) -> list[_Head | bytes | None]:
-        if self._in_data:  # a boundary begins with CR; to look for that alone is many times faster
-            at = data.find(b"\r")
-            if at < 0:
+        if self._in_data:  # to look for the next boundary alone is many times faster than to parse
+            plain = _bytes_before(self._delimiter, data)
+            if plain == len(data):
                 return [data]
-            if at:
-                self._events.append(data[:at])
-                data = data[at:]
+            if plain:
+                self._events.append(data[:plain])
+                data = data[plain:]
         self._seen, self._in_data = data, False
         try:
             self._parser.write(data)
@@ -151,6 +152,17 @@ class _Parser:
 
     def _on_end(self) -> None:
         self.is_whole = True
+
+
+def _bytes_before(delimiter: bytes, data: bytes) -> int:
+    """How many bytes of `data` surely belong to no delimiter; the rest begins with one, or with a part of one."""
+    at = data.find(delimiter)
+    if at >= 0:
+        return at
+    at = data.find(b"\r", max(0, len(data) - len(delimiter) + 1))
+    while at >= 0 and not delimiter.startswith(data[at:]):
+        at = data.find(b"\r", at + 1)
+    return at if at >= 0 else len(data)
 
 
 def _boundary(content_type: str) -> bytes:
