@@ -138,7 +138,9 @@ async def test_parts_have_a_limit():
     assert "more than" in (await refusal(part("f", b"") * (PARTS_MAX + 1))).message
 
 
-@pytest.mark.parametrize("chunk", [b"line\n" * 1000, b"line\r\n" * 1000, b"\r\n--bn" * 100 + b"x", bytes(range(256))])
+@pytest.mark.parametrize(
+    "chunk", [b"line\n" * 1000, b"line\r\n" * 1000 + b"x", b"\r\n--bn" * 100 + b"x", bytes(range(256))]
+)
 async def test_a_chunk_without_a_boundary_is_not_copied(chunk):
     """The bytes of a file go on as the object they came in, whatever they are: nothing is parsed or copied."""
     read = Read()
