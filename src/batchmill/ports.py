@@ -17,6 +17,7 @@ from batchmill.types import (
     LiveHead,
     LiveRequest,
     ModelSpec,
+    Once,
     Outcome,
     Row,
     SegmentRef,
@@ -115,6 +116,9 @@ class Jobs(Protocol):
         Raises: Conflict for a key that stands for another order.
         """
 
+    async def ordered(self, once: Once) -> str | None:
+        """The job that an order with this name is already; None: it would be a new one. Raises: Conflict."""
+
     async def answered(self, key: str) -> None:
         """The reply to the order with this `once.key` has been delivered: a blind one that comes again is another."""
 
@@ -130,7 +134,12 @@ class Jobs(Protocol):
 
     async def resume(self, job_id: str) -> JobView: ...
 
-    async def cancel(self, job_id: str) -> JobView: ...
+    async def cancel(self, job_id: str) -> JobView:
+        """End a job without the rows that have not run; finished ones are kept.
+
+        A job that a server's door took may still be CANCELLING when this returns, but ends whatever happens; of any
+        other the results are there.
+        """
 
     async def retry(self, job_id: str) -> JobView:
         """Open another generation over the rows that failed and may be run again."""

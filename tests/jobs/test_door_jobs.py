@@ -8,6 +8,7 @@ import os
 import resource
 import time
 
+import msgspec
 import pytest
 
 from batchmill.engines.clock import SystemClock
@@ -117,6 +118,22 @@ async def test_only_models_with_rows_are_started(folder, opened):
     view = await end_of(service, (await service.submit(order(folder, "missing", "double", "slow"))).id)
     assert (view.state, view.rows_ok, view.model) == ("completed", 3, "double")
     assert len(list((folder / "data" / "workers").glob("*/worker-*"))) <= 1
+
+
+async def test_a_model_whose_file_is_gone(folder, opened):
+    """A function of the server that is gone or was changed stops no job whose rows need another."""
+    write(folder, "slow", rows=50)
+    (folder / "other.py").write_text("def other(n):\n    return n\n")
+    service = await opened()
+    models = [ModelSpec("other", "function", f"{folder / 'other.py'}:other", allowed=["other"])]
+    asked = order(folder, "slow")
+    job_id = await midway(service, msgspec.structs.replace(asked, models=[*models, *asked.models]))
+    await service.pause(job_id)
+    (folder / "other.py").unlink()
+    await service.resume(job_id)
+    assert (await end_of(service, job_id)).rows_ok == 50
+    again = await service.submit(msgspec.structs.replace(asked, models=[*models, *asked.models]))
+    assert (await end_of(service, again.id)).rows_ok == 50
 
 
 async def test_an_order_that_arrives_twice_at_once(folder, opened):

@@ -12,7 +12,7 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.datasets import formats, sealing, sources
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.jobs import policies
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.results import check_kind, check_output, errors_path, stored_name
@@ -23,6 +23,7 @@ from batchmill.wire import templates
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 
+UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
 PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 
 
@@ -48,7 +49,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         output=order.output,
         output_format=order.output_format,
         identity=identity(order, form) if order.origin is None else f"only {job_id}",
-        code=code_of(order.models),
+        code=code_of(order.models, by_door=order.origin is not None),
         created=now,
         endpoint=order.endpoint,
         rows_max=order.rows_max,
@@ -59,9 +60,22 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     )
 
 
-def code_of(models: list[ModelSpec]) -> dict[str, str]:
-    """Model -> sha256 of its function's source, as it is now."""
-    return {model.name: functions.digest(model.source) for model in models if model.engine == "function"}
+def code_of(models: list[ModelSpec], *, by_door: bool) -> dict[str, str]:
+    """Model -> sha256 of its function's source, as it is now.
+
+    `by_door`: a job is given all models of a server; one whose file is gone stops only those jobs whose rows need it.
+    Raises: ModelFailed for a file that cannot be read, otherwise.
+    """
+    code = {}
+    for model in models:
+        if model.engine == "function":
+            try:
+                code[model.name] = functions.digest(model.source)
+            except ModelFailed:
+                if not by_door:
+                    raise
+                code[model.name] = UNREADABLE
+    return code
 
 
 def outputs(output: str, form: Form) -> list[str]:
@@ -84,8 +98,10 @@ def has_run(record: sa.RowMapping) -> bool:
 
 
 def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:
-    """Raises: InvalidInput when a function of the job is not the one it began with."""
+    """Raises: InvalidInput when a function that the job's rows need is not the one it began with."""
     for model in spec.models:
+        if (spec.used and model.name not in spec.used) or spec.code.get(model.name) == UNREADABLE:
+            continue
         if spec.code.get(model.name) != now.get(model.name):
             raise InvalidInput(f"{model.source} changed since the job {spec.id} began: {way_out}", code="code_changed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
-from batchmill.errors import InvalidInput, InvalidTransition, StorageFull, UnknownName
+from batchmill.errors import BatchmillError, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import endings, job_records, orders, policies, publishing, submissions, views, waits
 from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.caretaker import Caretaker, Waiting
@@ -29,7 +29,7 @@ from batchmill.jobs.waits import ModelAtWork
 from batchmill.ports import Clock, Executor, Live
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
 from batchmill.wire.job_spec import JobSpec
 
 INTERRUPTED = "the process that ran this job ended; resume it and it goes on where it was"
@@ -125,7 +125,7 @@ class JobService:
             return  # somebody else was faster
         except StorageFull:
             return  # the caretaker tries again
-        except InvalidInput as error:
+        except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)
 
     @property
@@ -150,6 +150,9 @@ class JobService:
         if order.policy.deadline is not None:
             self._deadlines.changed()
         return submitted
+
+    async def ordered(self, once: Once) -> str | None:
+        return await self._read(submissions.standing, once, self._clock.now())
 
     async def answered(self, key: str) -> None:
         await self._ledger.database.write(submissions.answered, key, self._clock.now())
@@ -242,11 +245,15 @@ class JobService:
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
             return spec  # none of its rows will run
-        code = await asyncio.to_thread(orders.code_of, spec.models)
+        code = await self._code_now(spec)
         if orders.has_run(record):
             orders.check_code(spec, code, "restore it and resume, or start over with --restart")
         await self._refuse_if_taken(spec, record)
         return msgspec.structs.replace(spec, code=code)
+
+    @staticmethod
+    async def _code_now(spec: JobSpec) -> dict[str, str]:
+        return await asyncio.to_thread(orders.code_of, spec.models, by_door=spec.origin is not None)
 
     async def _refuse_if_taken(self, spec: JobSpec, record: sa.RowMapping) -> None:
         if spec.output is not None:
@@ -291,7 +298,7 @@ class JobService:
             spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
             await self._refuse_if_taken(spec, record)
             # Code that was mended is what a retry is for.
-            spec = msgspec.structs.replace(spec, code=await asyncio.to_thread(orders.code_of, spec.models))
+            spec = msgspec.structs.replace(spec, code=await self._code_now(spec))
             await self._roster.open_retry(spec)
         self._deadlines.changed()
         return await self.show(record["id"])
