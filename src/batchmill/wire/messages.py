@@ -185,8 +185,8 @@ async def read(reader: asyncio.StreamReader) -> bytes | None:
         if length > MESSAGE_BYTES_MAX:
             raise ConnectionError(f"a message of {length} bytes: the other side does not speak this protocol")
         return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionResetError):
-        return None
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+        return None  # the last of them is a write's, which the reader is told of too
 
 
 def pack_u32(numbers: list[int]) -> bytes:
