@@ -10,7 +10,7 @@ SHRINK, GROWTH = 0.8, 1.1
 FIRST_SHARE = 0.75  # of the rows that run, when the first live request comes
 ROWS_MIN = 4
 RATE_KEPT = 0.55  # of the rows' rate without live requests: below it they are not slowed further
-BEST_FADES = 1.02  # with each answer, so that what was once possible is not asked for for ever
+BEST_FADES = 1.005  # with each answer, so that what was once possible is not asked for for ever
 CREDIT_MAX_S = 4.0  # how long no row is sent while live requests are answered; it comes back as time goes by
 LEARN = 0.2  # weight of the newest sample
 

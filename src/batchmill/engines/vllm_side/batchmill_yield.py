@@ -20,7 +20,7 @@ STEP_FACTOR = 4.0  # so much longer than a live step a step of rows may be
 ALERT_S = 10.0  # after the last live request
 PROBE_EVERY = 16  # of the live steps one runs without rows, to see how long such a step takes
 PLACES_FREE = 16  # of the running requests, kept for live ones; an eighth where there are few
-PROMPT_TOKENS_MIN = 64  # of a short step, beside the rows that run
+ROW_TOKENS_MIN = 16  # of a short step
 KV_USAGE_MAX = 0.95  # of the cache; beyond it vLLM preempts, and must see the rows
 
 
@@ -84,8 +84,8 @@ class YieldingScheduler(Scheduler):
         self.max_num_active_reqs -= min(PLACES_FREE, self.max_num_active_reqs // 8)
         allowed = self._times.row_tokens(STEP_FACTOR)
         if allowed is not None and now - self._live_at < ALERT_S:
-            allowed = max(allowed, len(self.running) + PROMPT_TOKENS_MIN)  # all that run go on, prompts come in parts
-            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, allowed)
+            # The first rows go on, the others wait for them; prompts come in parts.
+            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, max(allowed, ROW_TOKENS_MIN))
 
     def _hold(self, live: list[Any], arriving: Any) -> list[Any]:
         """A step in which rows have few tokens; none while a request arrives, or it would not get in.
