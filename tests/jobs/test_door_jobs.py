@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
+import sqlite3
 import time
 
 import msgspec
@@ -134,6 +136,27 @@ async def test_a_model_whose_file_is_gone(folder, opened):
     assert (await end_of(service, job_id)).rows_ok == 50
     again = await service.submit(msgspec.structs.replace(asked, models=[*models, *asked.models]))
     assert (await end_of(service, again.id)).rows_ok == 50
+
+
+async def test_a_cancel_that_comes_with_the_last_row(folder, opened):
+    """A job whose rows are all counted while its end is being written down ends; nothing of it is left to do."""
+    write(folder, "double", rows=3)
+    service = await opened()
+    job_id = (await service.submit(order(folder, "double"))).id
+    while (run := service.dispatcher._runs.get(job_id)) is None:
+        await asyncio.sleep(0)
+    await asyncio.wait({run.ended})
+    with contextlib.closing(sqlite3.connect(folder / "data" / "batchmill.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # nothing is written down for now
+        while job_id in service.dispatcher._runs:
+            await asyncio.sleep(0)
+        cancelling = asyncio.create_task(service.cancel(job_id))
+        while not service._roster.get(job_id)._asking.locked():
+            await asyncio.sleep(0)
+        other.execute("COMMIT")
+    assert (await cancelling).state == "cancelling"
+    view = await end_of(service, job_id)
+    assert (view.state, view.message, view.rows_ok, len(lines(view.output))) == ("cancelled", "", 3, 3)
 
 
 async def test_an_order_that_arrives_twice_at_once(folder, opened):

@@ -62,6 +62,7 @@ class Drive:
         self._stop: BatchmillError | None = None  # asked to pause before the run began
         self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
         self._is_ending = asyncio.Event()  # and that is written down
+        self._asking = asyncio.Lock()  # held while it is being written down
         self._child: asyncio.Task[Any] | None = None
         self._is_preparing = False  # its rows are being sealed and planned
         self._is_final = False  # every row has its outcome: there is nothing left to cut off
@@ -237,18 +238,23 @@ class Drive:
             publishing.follow(run)
         try:
             failure = await self._run_rows(run)
-            is_cut = failure is not None or run.is_cancelled
-            if self._is_ending.is_set() or (is_cut and self._early is not None and await self._begin_ending()):
+            if await self._is_cut_off(is_cut=failure is not None or run.is_cancelled):
                 await publishing.abandon()
                 await self._end_early()
                 return
             if failure is not None:
                 raise failure
+            await self._book.move(JobState.FINALIZING, finalizing=self._clock.now())
+            await self._publish(publishing)
         except BaseException:
             await publishing.abandon()
             raise
-        await self._book.move(JobState.FINALIZING, finalizing=self._clock.now())
-        await self._publish(publishing)
+
+    async def _is_cut_off(self, *, is_cut: bool) -> bool:
+        """Whether the job ends early: that may be being written down while its last rows are counted."""
+        async with self._asking:
+            is_ending = self._is_ending.is_set()
+        return is_ending or (is_cut and self._early is not None and await self._begin_ending())
 
     async def _run_rows(self, run: JobRun) -> BatchmillError | None:
         """Let workers run the rows; what stopped them before the last one, unless they were to stop."""
@@ -282,18 +288,19 @@ class Drive:
 
     async def _begin_ending(self) -> bool:
         """Write down that the job is to end early. False when every row has its outcome already."""
-        if self._is_ending.is_set() or self._early is None:
-            return self._is_ending.is_set()
-        try:
-            await self._book.begin_ending(self._early, self.spec.policy.deadline)
-        except InvalidTransition:
-            self._early = None
-            return False
-        except BatchmillError:
-            self._early = None  # it could not be written down, so it was not taken: whoever asked is told
-            raise
-        self._is_ending.set()
-        return True
+        async with self._asking:
+            if self._is_ending.is_set() or self._early is None:
+                return self._is_ending.is_set()
+            try:
+                await self._book.begin_ending(self._early, self.spec.policy.deadline)
+            except InvalidTransition:
+                self._early = None
+                return False
+            except BatchmillError:
+                self._early = None  # it could not be written down, so it was not taken: whoever asked is told
+                raise
+            self._is_ending.set()
+            return True
 
     async def _end_early(self) -> None:
         """Bring a job that is CANCELLING to its end: finished rows become its results, the rest errors."""
