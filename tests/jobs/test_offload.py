@@ -32,6 +32,13 @@ def wait(order, progress):
 
 def die(order, progress):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def die_once(order, progress):
+    if os.path.exists(order):
+        return b"done"
+    open(order, "w").close()
+    os.write(1, b"A" + (9).to_bytes(8, "little") + b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 CHILD = [sys.executable, "-P", "-m", "batchmill.jobs.offload_child"]
 
@@ -138,6 +145,12 @@ async def test_what_killed_a_child_is_told(kept):
     with pytest.raises(BatchmillError, match="offloaded_work:die ended with exit code -9"):
         await kept.children.offload("offloaded_work:die", b"", lambda _: None)
     assert await kept.pid()
+
+
+async def test_work_whose_child_was_killed_begins_anew(kept, tmp_path):
+    """A child that dies once, even in the midst of its answer, is replaced by another that does the work."""
+    order = str(tmp_path / "died").encode()
+    assert await kept.children.offload("offloaded_work:die_once", order, lambda _: None) == b"done"
 
 
 async def test_files_beside_the_user_are_not_ours(work, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ CHILDREN_MAX = 16  # that work at once: long work of some jobs does not hold up 
 IDLE_MAX = 2  # kept for what comes next
 IDLE_S = 60.0  # and for so long
 GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
+LENGTH_BYTES = 8  # before what is sent
 LAST_WORDS = 2000  # bytes of what a child that died had said
 _ANSWER, _PROGRESS, _ERROR = b"A", b"P", b"E"
 
@@ -74,11 +75,10 @@ class Child:
         """As `offload`; the child can do more after it, unless this was cancelled or the child died."""
         with contextlib.suppress(ConnectionError):  # it has died: what it said tells why
             for part in (target.encode(), order):
-                self._stdin.write(len(part).to_bytes(8, "little") + part)
+                self._stdin.write(len(part).to_bytes(LENGTH_BYTES, "little") + part)
             await self._stdin.drain()
-        while head := await _read_head(self._stdout):
-            kind, length = head[:1], int.from_bytes(head[1:], "little")
-            data = await self._stdout.readexactly(length)
+        while (message := await _read_message(self._stdout)) is not None:
+            kind, data = message
             if kind == _PROGRESS:
                 progress(msgspec.json.decode(data, type=float))
             elif kind == _ERROR:
@@ -123,22 +123,33 @@ class Children:
         self._is_closed = False
 
     async def offload(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-        """As the function `offload`, in a child that may have worked before."""
+        """As the function `offload`, in a child that may have worked before.
+
+        Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
+        """
         async with self._room:
-            child = await self._take()
-            is_sound = False
             try:
-                answer = await child.run(target, order, progress)
-                is_sound = True
-                return answer
+                return await self._run_in(await self._take(), target, order, progress)
             except BatchmillError as error:
-                is_sound = error.code != CHILD_DIED
-                raise
-            finally:
-                if is_sound:
-                    self._keep(child)
-                else:
-                    await child.end()
+                if error.code != CHILD_DIED:
+                    raise
+            return await self._run_in(await Child.start(), target, order, progress)
+
+    async def _run_in(self, child: Child, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """The answer of a child, which is kept afterwards if it is sound."""
+        is_sound = False
+        try:
+            answer = await child.run(target, order, progress)
+            is_sound = True
+            return answer
+        except BatchmillError as error:
+            is_sound = error.code != CHILD_DIED
+            raise
+        finally:
+            if is_sound:
+                self._keep(child)
+            else:
+                await child.end()
 
     async def _take(self) -> Child:
         while self._idle:
@@ -180,11 +191,13 @@ class Children:
             await asyncio.wait(self._ending)
 
 
-async def _read_head(stream: asyncio.StreamReader) -> bytes:
+async def _read_message(stream: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
+    """(kind, data); None when the child has gone, be it in the midst of a message."""
     try:
-        return await stream.readexactly(5)
+        head = await stream.readexactly(1 + LENGTH_BYTES)
+        return head[:1], await stream.readexactly(int.from_bytes(head[1:], "little"))
     except (asyncio.IncompleteReadError, ConnectionError):
-        return b""
+        return None
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------
@@ -200,8 +213,8 @@ def serve(load: Callable[[str], Work]) -> None:
 
 
 def _read_part(stream: BinaryIO) -> bytes | None:
-    head = stream.read(8)
-    if len(head) < 8:
+    head = stream.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
         return None
     length = int.from_bytes(head, "little")
     data = stream.read(length)
@@ -231,5 +244,5 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work]) -> None:
 
 
 def _send(kind: bytes, data: bytes) -> None:
-    sys.stdout.buffer.write(kind + len(data).to_bytes(4, "little") + data)
+    sys.stdout.buffer.write(kind + len(data).to_bytes(LENGTH_BYTES, "little") + data)
     sys.stdout.buffer.flush()

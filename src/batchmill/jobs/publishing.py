@@ -11,7 +11,7 @@ import msgspec
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.offload import CHILD_DIED, Offload
+from batchmill.jobs.offload import Offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, RowError, SegmentRef
@@ -74,13 +74,7 @@ class Publishing:
             copying, self._copying = self._copying, None
             return await copying
         asked = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
-        try:
-            answer = await self._offload(GATHER, asked, progress)
-        except BatchmillError as error:
-            if error.code != CHILD_DIED:
-                raise
-            answer = await self._offload(GATHER, asked, progress)  # killed from outside, perhaps: it begins anew, once
-        return msgspec.json.decode(answer, type=Manifest)
+        return msgspec.json.decode(await self._offload(GATHER, asked, progress), type=Manifest)
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
