@@ -128,3 +128,9 @@ def test_the_model_is_named_when_there_is_one():
     """Rows of several models make a batch of none in particular."""
     assert shown(changed(model="tiny")).model == "tiny"
     assert shown(changed(model="tiny, upper")).model is None
+
+
+def test_what_an_engine_is_doing_is_told():
+    """A batch whose model is still being loaded says so instead of looking stuck."""
+    view = JobView(id="job_a", state=JobState.RUNNING, notes=["starting vLLM: 20 s"])
+    assert batch_of(view).batchmill.notes == ["starting vLLM: 20 s"]

@@ -69,6 +69,7 @@ class Progress(Struct, frozen=True):
     state: str
     reason: str | None
     message: str
+    notes: list[str]  # what its engines say: "starting vLLM: 20 s"
     remaining_s: float | None
     rows_per_s: float | None
     cost: float | None  # USD
@@ -137,7 +138,7 @@ def batch_of(view: JobView, results: ResultIds = NO_RESULTS) -> Batch:
         usage=_usage(view),
         metadata=view.labels or None,
         batchmill=Progress(
-            view.id, view.state, view.reason, view.message, view.remaining_s, view.rows_per_s, view.cost
+            view.id, view.state, view.reason, view.message, view.notes, view.remaining_s, view.rows_per_s, view.cost
         ),
     )
 
