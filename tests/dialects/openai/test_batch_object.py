@@ -120,7 +120,7 @@ def test_a_paused_batch_says_why():
     assert batch.status == "in_progress"
     assert told == {
         "job": ID, "state": "paused", "reason": "budget", "message": "the budget is spent",
-        "remaining_s": None, "rows_per_s": None, "cost": 1.5,
+        "notes": [], "remaining_s": None, "rows_per_s": None, "cost": 1.5,
     }  # fmt: skip
 
 
