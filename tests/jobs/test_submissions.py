@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
+import msgspec
 import pytest
 
 from batchmill.errors import Conflict
@@ -80,3 +84,26 @@ async def test_old_names_are_forgotten(database):
     assert await database.read(submissions.standing, KEYED, TAKEN) == "job_1"
     await database.write(submissions.forget_old, TAKEN + KEPT_S + 1)
     assert await database.read(submissions.standing, KEYED, TAKEN) is None
+
+
+async def test_a_note_on_its_way_counts(database):
+    """Who orders again after a reply was delivered is not held up by a slow disk that still writes so down."""
+    begin, slow = threading.Event(), threading.Event()
+
+    def hold_up(db):
+        begin.set()
+        slow.wait()
+
+    await database.write(submissions.enter, spec(), BLIND)
+    held = asyncio.create_task(database.write(hold_up))
+    await asyncio.to_thread(begin.wait)
+    noting = asyncio.create_task(database.write(submissions.answered, BLIND.key, TAKEN + 1))
+    await asyncio.sleep(0)
+    again = msgspec.structs.replace(BLIND, arrived=TAKEN + 2)
+    asking = asyncio.create_task(submissions.known(database, again, TAKEN + 2))
+    await asyncio.sleep(0)
+    await database.read(lambda db: None)  # behind its look at the last commit
+    slow.set()
+    await asyncio.gather(held, noting)
+    assert await asking is None
+    assert await submissions.known(database, msgspec.structs.replace(BLIND, arrived=TAKEN), TAKEN + 2) == "job_1"

@@ -109,6 +109,30 @@ def test_a_key_makes_one_batch_of_many_orders(client, order):
     assert wrong.value.code == "invalid_idempotency_key"
 
 
+def test_a_key_outlives_its_file(client, order):
+    """An order that is known by its key is its batch still when the file that it names is gone."""
+    told = {"Idempotency-Key": "outlives"}
+    first = ended(client, client.batches.create(**order, extra_headers=told))
+    client.files.delete(order["input_file_id"])
+    assert client.batches.create(**order, extra_headers=told).id == first.id
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(**order)
+
+
+def test_a_repeat_costs_nothing(tmp_path):
+    """A batch that is stored is never hidden behind a key's rate; another order is held up by it."""
+    write_project(tmp_path, "[server]\nrequests_per_minute = 2")
+    with RunningServer(tmp_path) as server:
+        order = {**ORDER, "input_file_id": upload(server.url)}
+        first = post(server.url, order, idempotency_key="one")
+        assert first.status_code == 200
+        for _ in range(5):
+            again = post(server.url, order, idempotency_key="one")
+            assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+        other = post(server.url, order, idempotency_key="two")
+        assert other.status_code == 429 and int(other.headers["retry-after"]) > 0
+
+
 def test_a_retry_of_the_package_is_the_first_order(server, order):
     """`x-stainless-retry-count` tells that the client never saw the reply which we believe it has."""
     first = post(server.url, order, x_stainless_retry_count="0").json()["id"]

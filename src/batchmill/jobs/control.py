@@ -18,13 +18,21 @@ from msgspec import Struct
 
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput
 from batchmill.ports import Jobs
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
 from batchmill.wire import messages
 from batchmill.wire.raised import Raised
 
 
 class Submit(Struct, frozen=True, tag="submit"):
     order: JobOrder
+
+
+class Ordered(Struct, frozen=True, tag="ordered"):
+    once: Once
+
+
+class Known(Struct, frozen=True, tag="known"):
+    job: str | None
 
 
 class Answered(Struct, frozen=True, tag="answered"):
@@ -93,8 +101,8 @@ class End(Struct, frozen=True, tag="end"):
     pass
 
 
-_call = msgspec.msgpack.Decoder(Submit | Answered | ListJobs | Ask | Amend | Watch | Tell | Ping)
-_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Audited | Explained | Written | Told | End | Raised)
+_call = msgspec.msgpack.Decoder(Submit | Ordered | Answered | ListJobs | Ask | Amend | Watch | Tell | Ping)
+_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Known | Audited | Explained | Written | Told | End | Raised)
 ANSWER_S = 15.0
 VERBS = {"show", "pause", "resume", "cancel", "retry", "explain", "partial", "verify", "rebuild"}
 
@@ -165,6 +173,8 @@ async def _replies(jobs: Jobs, call: Struct) -> AsyncIterator[Struct]:
     match call:
         case Submit(order):
             yield Taken(await jobs.submit(order))
+        case Ordered(once):
+            yield Known(await jobs.ordered(once))
         case Answered(key):
             await jobs.answered(key)
             yield End()
@@ -239,6 +249,9 @@ class ControlClient:
 
     async def submit(self, order: JobOrder) -> Submitted:
         return (await self._ask(Submit(order))).submitted
+
+    async def ordered(self, once: Once) -> str | None:
+        return (await self._ask(Ordered(once))).job
 
     async def answered(self, key: str) -> None:
         await self._ask(Answered(key))

@@ -51,7 +51,7 @@ class Entrance:
         if once is None:
             return await self._take(order)
         async with self._roster.alone(once.key):
-            known = await self._books.ledger.database.read(submissions.standing, once, self._clock.now())
+            known = await submissions.known(self._books.ledger.database, once, self._clock.now())
             return await self._take(order) if known is None else Submitted(known, "repeated")
 
     async def _take(self, order: JobOrder) -> Submitted:

@@ -152,7 +152,7 @@ class JobService:
         return submitted
 
     async def ordered(self, once: Once) -> str | None:
-        return await self._read(submissions.standing, once, self._clock.now())
+        return await submissions.known(self._ledger.database, once, self._clock.now())
 
     async def answered(self, key: str) -> None:
         await self._ledger.database.write(submissions.answered, key, self._clock.now())

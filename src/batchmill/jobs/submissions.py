@@ -6,12 +6,21 @@ import sqlalchemy as sa
 
 from batchmill.errors import Conflict
 from batchmill.jobs import ledger_snapshot
+from batchmill.store.database import Database
 from batchmill.store.tables import submissions
 from batchmill.types import Once
 from batchmill.wire.job_spec import JobSpec
 
 BLIND_S = 3600.0  # an order without a key of the caller's stands for its job so long, if its reply never went out
 KEPT_S = 86_400.0  # and one with a key so long
+
+
+async def known(database: Database, once: Once, now: float) -> str | None:
+    """As `standing`, with every reply counted whose delivery was heard of before this was asked."""
+    found = await database.read(standing, once, now)
+    if found is None or not once.blind:
+        return found
+    return await database.write(standing, once, now)  # behind the note of a reply, which may be on its way to the disk
 
 
 def standing(db: sa.Connection, once: Once, now: float) -> str | None:

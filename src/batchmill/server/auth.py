@@ -12,7 +12,7 @@ from batchmill.ports import Clock
 from batchmill.server.limits import Buckets
 from batchmill.types import Caller, Scope
 
-FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a key that was let in before is not held up
+FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a right one is never held up
 TOKEN_CHARS_MAX = 4096
 ANYBODY = Caller("default", Scope.ADMIN)  # where no key was ever made
 
@@ -23,8 +23,6 @@ class Keys(Protocol):
     async def any_exist(self) -> bool: ...
 
     async def authenticate(self, token: str) -> Caller: ...
-
-    def is_cached(self, token: str) -> bool: ...
 
 
 def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
@@ -52,16 +50,19 @@ class Gate:
         self._requests, self._failures = Buckets(), Buckets()
 
     async def admit(self, headers: Sequence[tuple[bytes, bytes]], address: str, scope: Scope) -> Caller:
-        """Raises: Unauthenticated, Forbidden, RateLimited."""
+        """Who asks, if they may. Raises: Unauthenticated, Forbidden; RateLimited for too many wrong keys."""
         caller = await self._caller(headers, address)
         if not caller.may(scope):
             raise Forbidden(f"this key has the scope {caller.scope.value}; the request needs {scope.value}")
+        return caller
+
+    def spend(self, caller: Caller) -> None:
+        """Count a request of a caller. Raises: RateLimited."""
         per_minute = caller.requests_per_minute or self._per_minute
         if per_minute is not None:
             wait_s = self._requests.take(caller.key or "", per_minute, self._clock.monotonic())
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
-        return caller
 
     async def knows(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> bool:
         """Whoever asks has a key, or needs none. For what anybody may ask, and not everybody is told in full."""
@@ -77,13 +78,10 @@ class Gate:
         token, now = token_of(headers), self._clock.monotonic()
         if token is None:
             raise Unauthenticated("you did not provide an API key: send it as `Authorization: Bearer KEY`")
-        if self._keys.is_cached(token):
-            return await self._keys.authenticate(token)
-        wait_s = self._failures.wait_s(address, FAILURES_PER_MINUTE, now)
-        if wait_s:
-            raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s)
-        try:
+        try:  # also of an address with too many wrong ones: behind a proxy it is everybody's
             return await self._keys.authenticate(token)
         except Unauthenticated:
-            self._failures.take(address, FAILURES_PER_MINUTE, now)
+            wait_s = self._failures.take(address, FAILURES_PER_MINUTE, now)
+            if wait_s:
+                raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s) from None
             raise

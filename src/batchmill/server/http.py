@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -129,6 +130,9 @@ class HttpRoot:
         address = (scope.get("client") or ("",))[0]
         caller = ANYBODY if operation.scope is None else await self._gate.admit(headers, address, operation.scope)
         served.project, served.key = caller.project, caller.key
+        spend = partial(self._gate.spend, caller)
+        if operation.scope is not None and not operation.spends_itself:
+            spend()
         query = parse_query(scope["query_string"], operation.query)
         limit = self._body_max if operation.body_bytes_max is None else operation.body_bytes_max
         reader = BodyReader(receive, headers, limit)
@@ -136,7 +140,7 @@ class HttpRoot:
             raw, body = await read_body(operation, reader)
             scope["path_params"] = found.parameters
             request = Request(scope, reader.receive)
-            call = Call(request, caller, served.id, query, body, raw)
+            call = Call(request, caller, served.id, query, body, raw, spend=spend)
             return call, await operation.handler(call)
         finally:
             served.bytes_in = reader.bytes

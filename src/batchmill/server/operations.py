@@ -16,6 +16,10 @@ from batchmill.types import Caller, Scope
 Callback = Callable[[], Awaitable[None]]
 
 
+def _spend_nothing() -> None:
+    """Of a call that nobody counts."""
+
+
 class Call(Struct, frozen=True):
     """One request on its way through an operation: who asks, and what, already checked."""
 
@@ -26,6 +30,7 @@ class Call(Struct, frozen=True):
     body: Any = None  # the operation's `body`, filled
     raw: bytes = b""  # the body as it came, of an operation that takes JSON
     callbacks: list[Callback] = []
+    spend: Callable[[], None] = _spend_nothing  # count the request; raises RateLimited. See Operation
 
     def on_delivered(self, callback: Callback) -> None:
         """Run `callback` once the client's machine has taken the whole reply; never, if the client left before.
@@ -74,6 +79,7 @@ class Operation(Struct, frozen=True):
     errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
+    spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
 
 
 class Dialect(Protocol):

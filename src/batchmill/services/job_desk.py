@@ -18,7 +18,7 @@ from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileRecord, FileService
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
-from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
+from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
 
 SHOWN_CHARS = 64  # of an id nobody knows, in a message
 KNOWN_RESULTS_MAX = 10_000  # ended jobs whose result files are remembered
@@ -48,6 +48,10 @@ class JobDesk:
         if order.origin is not None and (trace := traceparent.get()) is not None:
             order = msgspec.structs.replace(order, origin=order.origin | {"traceparent": trace})
         return await self._jobs.submit(order)
+
+    async def ordered(self, once: Once) -> str | None:
+        """As `ports.Jobs.ordered`."""
+        return await self._jobs.ordered(once)
 
     async def answered(self, key: str) -> None:
         """As `ports.Jobs.answered`."""

@@ -40,7 +40,7 @@ class Jobs:
         return (
             Operation(
                 "createJob", "POST", JOBS, "Run the rows of uploaded files", Scope.SUBMIT, self.create,
-                body=NewJob, reply=Accepted, status=201, errors=(MISSING, CONFLICT),
+                body=NewJob, reply=Accepted, status=201, errors=(MISSING, CONFLICT), spends_itself=True,
             ),
             Operation(
                 "listJobs", "GET", JOBS, "Jobs, the newest first", Scope.READ, self.list,
@@ -83,6 +83,13 @@ class Jobs:
             call.caller, f"POST {JOBS}", call.raw, headers.get("idempotency-key"),
             retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
+        # An order that is known already is answered whatever has become of its files, its models or the key's rate.
+        known = await self._desk.ordered(once)
+        if known is not None:
+            call.on_delivered(lambda: self._desk.answered(once.key))
+            view = self._shown.job(*await self._desk.show_with_results(call.caller, known))
+            return json_reply(Accepted("repeated", view), 201)
+        call.spend()
         async with self._orders.inputs(call.caller, asked) as records:
             order = self._orders.job(call.caller, asked, records, once)
             submitted = await self._desk.submit(call.caller, order)

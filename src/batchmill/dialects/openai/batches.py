@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.responses import Response
@@ -65,7 +65,7 @@ class Batches:
         return (
             Operation(
                 "createBatch", "POST", "/v1/batches", "Run the requests of a file", Scope.SUBMIT, self.create,
-                body=CreateBatch, reply=Batch, errors=(404, 409, 503),
+                body=CreateBatch, reply=Batch, errors=(404, 409, 503), spends_itself=True,
             ),
             Operation(
                 "listBatches", "GET", "/v1/batches", "Batches, the newest first", Scope.READ, self.list,
@@ -81,19 +81,18 @@ class Batches:
         )  # fmt: skip
 
     async def create(self, call: Call) -> Response:
-        asked: CreateBatch = call.body
-        arrived = self._services.clock.now()
-        hours = window_hours(asked.completion_window)
-        self._check_endpoint(call.caller, asked.endpoint)
-        async with self._input(call.caller, asked.input_file_id) as record:
-            order, once = self._order(call, record, arrived, hours)
-            submitted = await self._desk.submit(call.caller, order)
+        once = self._once(call)
+        # An order that is known already is answered whatever has become of its file, its model or the key's rate.
+        job = await self._desk.ordered(once)
+        if job is None:
+            call.spend()
+            job = await self._submit(call, once)
         call.on_delivered(lambda: self._desk.answered(once.key))
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
-            view, results = await self._desk.show_with_results(call.caller, submitted.id)
+            view, results = await self._desk.show_with_results(call.caller, job)
         except BatchmillError:
-            view, results = self._as_ordered(submitted.id, order), NO_RESULTS
+            view, results = self._as_ordered(job, call), NO_RESULTS
         return json_reply(batch_of(view, results))
 
     async def retrieve(self, call: Call) -> Response:
@@ -139,35 +138,45 @@ class Batches:
         is_short = view.state == JobState.FAILED and view.problems_total > len(view.problems)
         return await self._desk.show(caller, view.id) if is_short else view
 
-    def _order(self, call: Call, record: FileRecord, arrived: float, hours: int) -> tuple[JobOrder, Once]:
-        asked: CreateBatch = call.body
-        config, headers = self._services.config, call.request.headers
-        kept = {"endpoint": asked.endpoint, "completion_window": asked.completion_window}
-        expires = asked.output_expires_after
-        if expires is not None:
-            kept["output_expires_s"] = expires.seconds
-        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+    def _once(self, call: Call) -> Once:
+        headers = call.request.headers
         retries = retry_count_of(headers.get("x-stainless-retry-count"))
-        once = once_for(call.caller, ROUTE, call.raw, headers.get("idempotency-key"), retries, arrived=arrived)
-        order = JobOrder(
+        key, arrived = headers.get("idempotency-key"), self._services.clock.now()
+        return once_for(call.caller, ROUTE, call.raw, key, retries, arrived=arrived)
+
+    async def _submit(self, call: Call, once: Once) -> str:
+        """The id of the job that an order became."""
+        asked: CreateBatch = call.body
+        hours = window_hours(asked.completion_window)
+        self._check_endpoint(call.caller, asked.endpoint)
+        async with self._input(call.caller, asked.input_file_id) as record:
+            submitted = await self._desk.submit(call.caller, self._order(call, record, once, hours))
+        return submitted.id
+
+    def _order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
+        asked: CreateBatch = call.body
+        config = self._services.config
+        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+        return JobOrder(
             DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
             self._services.catalogue.specs(call.caller),
-            policy=Policy(deadline=arrived + hours * 3600, on_engine_failure="fail"),
+            policy=Policy(deadline=self._services.clock.now() + hours * 3600, on_engine_failure="fail"),
             endpoint=asked.endpoint,
             rows_max=config.server.rows_max,
             default_model=False,
             project=call.caller.project,
             labels=asked.metadata or {},
-            origin={"door": DOOR, "input_file_id": record.id, "key": call.caller.key, **kept},
+            origin=_origin(call),
             once=once,
         )
-        return order, once
 
-    def _as_ordered(self, job: str, order: JobOrder) -> JobView:
-        """The job as it was stored, where it cannot be looked at just now."""
+    def _as_ordered(self, job: str, call: Call) -> JobView:
+        """The job as it was ordered, where it cannot be looked at just now."""
+        asked: CreateBatch = call.body
+        now = self._services.clock.now()
         return JobView(
-            job, JobState.VALIDATING, order.project, order.labels, order.origin,
-            deadline=order.policy.deadline, created=self._services.clock.now(),
+            job, JobState.VALIDATING, call.caller.project, asked.metadata or {}, _origin(call),
+            deadline=now + window_hours(asked.completion_window) * 3600, created=now,
         )  # fmt: skip
 
     @contextlib.asynccontextmanager
@@ -191,6 +200,17 @@ class Batches:
             param="endpoint",
             code="invalid_endpoint",
         )
+
+
+def _origin(call: Call) -> dict[str, Any]:
+    """What is kept with the job for this API alone."""
+    asked: CreateBatch = call.body
+    expires = asked.output_expires_after
+    kept = {} if expires is None else {"output_expires_s": expires.seconds}
+    return {
+        "door": DOOR, "input_file_id": asked.input_file_id, "key": call.caller.key, "endpoint": asked.endpoint,
+        "completion_window": asked.completion_window, **kept,
+    }  # fmt: skip
 
 
 def window_hours(window: str) -> int:
