@@ -47,19 +47,14 @@ class HeldKeys:
 
     def __init__(self, **callers: Caller) -> None:
         self.callers = callers
-        self.asked = 0
 
     async def any_exist(self) -> bool:
         return bool(self.callers)
 
     async def authenticate(self, token: str) -> Caller:
-        self.asked += 1
         if token not in self.callers:
             raise Unauthenticated("the API key is not valid")
         return self.callers[token]
-
-    def is_cached(self, token: str) -> bool:
-        return token in self.callers
 
 
 class SmallDialect:

@@ -38,7 +38,7 @@ async def test_a_key_stands_for_its_caller(keys):
     made = await make(keys, models=frozenset({"m"}), requests_per_minute=7)
     caller = await keys.authenticate(made.key)
     assert caller == Caller("one", Scope.SUBMIT, made.record.id, frozenset({"m"}), 7)
-    assert await keys.authenticate(made.key) == caller and keys.is_cached(made.key)
+    assert await keys.authenticate(made.key) == caller
 
 
 async def test_the_key_itself_is_nowhere(keys, database, tmp_path):
@@ -67,7 +67,7 @@ async def test_revoking_takes_effect_at_once(keys):
     made = await make(keys)
     await keys.authenticate(made.key)
     revoked = await keys.revoke(made.record.id, "one")
-    assert revoked.revoked is not None and not keys.is_cached(made.key)
+    assert revoked.revoked is not None
     with pytest.raises(Unauthenticated):
         await keys.authenticate(made.key)
     assert await keys.revoke(made.record.id, None) == revoked
@@ -91,6 +91,34 @@ async def test_a_project_sees_its_own_keys(keys):
     assert {each.id for each in await keys.list(None)} == {mine.record.id, other.record.id}
     with pytest.raises(UnknownName):
         await keys.revoke(other.record.id, "one")
+
+
+async def test_ended_keys_make_room(keys, clock, monkeypatch):
+    """There is a limit to the keys that are valid; beyond it the record of the one that ended first is forgotten."""
+    monkeypatch.setattr("batchmill.services.keys.KEYS_MAX", 3)
+    kept, ended, revoked = await make(keys), await make(keys, expires=clock.now() + 10), await make(keys)
+    with pytest.raises(InvalidInput, match="revoke one"):
+        await make(keys)
+    await keys.revoke(revoked.record.id, None)
+    clock.at += 20
+    fresh = [await make(keys), await make(keys)]
+    with pytest.raises(InvalidInput):
+        await make(keys)
+    assert {each.id for each in await keys.list(None)} == {each.record.id for each in (kept, *fresh)}
+    for each in (kept, *fresh):
+        await keys.authenticate(each.key)
+    for each in (ended, revoked):
+        with pytest.raises(Unauthenticated):
+            await keys.authenticate(each.key)
+
+
+async def test_guessing_keeps_the_database_from_nobody(keys, database, monkeypatch):
+    """Keys whose id was never given out are refused without a look at the database."""
+    await make(keys)
+    monkeypatch.setattr(database, "read", None)
+    for n in range(3):
+        with pytest.raises(Unauthenticated):
+            await keys.authenticate(f"bm_{n:016x}_{'x' * 43}")
 
 
 async def test_revoking_the_last_key_opens_nothing(keys, database, clock):

@@ -64,7 +64,7 @@ class KeyService:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database, self._clock = database, clock
         self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
-        self._exist: bool | None = None  # None: not looked yet; nobody else makes keys while this process owns them
+        self._ids: set[str] | None = None  # None: not looked yet; nobody else makes keys while this process owns them
         self._used: dict[str, float] = {}  # key id -> last use, until it is written down
         self._revocations = 0
 
@@ -94,8 +94,9 @@ class KeyService:
         key = f"bm_{key_id}_{secret}"
         listed = None if models is None else sorted(models)
         record = KeyRecord(key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None)
+        known = await self._all_ids()
         await self._database.write(_insert, record, _digest(key))
-        self._exist = True
+        known.add(key_id)
         return NewKey(key, record)
 
     async def list(self, project: str | None) -> list[KeyRecord]:
@@ -116,19 +117,13 @@ class KeyService:
             raise Unauthenticated(REFUSAL)
         key_id, digest = match[1], _digest(token)
         known = self._known.get(key_id)
-        if known is None:
+        if known is None and key_id in await self._all_ids():  # whoever guesses keeps the database from nobody
             known = await self._look_up(key_id)
         is_right = hmac.compare_digest(digest, known.digest if known is not None else _digest(""))
         if known is None or not is_right or (known.expires is not None and known.expires <= self._clock.now()):
             raise Unauthenticated(REFUSAL)
         self._used[key_id] = self._clock.now()
         return known.caller
-
-    def is_cached(self, token: str) -> bool:
-        """This very key was let in before: it costs no look-up."""
-        match = _KEY.fullmatch(token)
-        known = self._known.get(match[1]) if match is not None else None
-        return known is not None and hmac.compare_digest(_digest(token), known.digest)
 
     async def _look_up(self, key_id: str) -> _Known | None:
         before = self._revocations
@@ -145,10 +140,14 @@ class KeyService:
 
     async def any_exist(self) -> bool:
         """A key was ever made here: from then on every request needs one. Revoking the last opens nothing."""
-        if self._exist is None:
-            found = await self._database.read(_any)
-            self._exist = self._exist or found  # one may have been made meanwhile
-        return self._exist
+        return bool(await self._all_ids())
+
+    async def _all_ids(self) -> set[str]:
+        if self._ids is None:
+            found = await self._database.read(_all_ids)
+            if self._ids is None:  # else somebody else was quicker, and may have added to it
+                self._ids = found
+        return self._ids
 
     async def write_uses(self) -> None:
         """Write down when keys were used last."""
@@ -194,12 +193,23 @@ def _within(
 
 def _insert(db: sa.Connection, record: KeyRecord, digest: str) -> None:
     if (db.execute(sa.select(sa.func.count()).select_from(keys)).scalar() or 0) >= KEYS_MAX:
-        raise InvalidInput(f"there are {KEYS_MAX:,} keys already, the most that there can be", code="too_many_keys")
+        _make_room(db, record.created)
     values: dict[str, Any] = msgspec.structs.asdict(record)
     listed = values.pop("models")
     values |= {"scopes": values.pop("scope").value, "hash": digest}
     values["models"] = None if listed is None else msgspec.json.encode(listed).decode()
     db.execute(keys.insert().values(values))
+
+
+def _make_room(db: sa.Connection, now: float) -> None:
+    """Forget the key that ended first. Raises: InvalidInput where all are valid."""
+    ended = sa.func.coalesce(keys.c.revoked, keys.c.expires)
+    first = db.execute(sa.select(keys.c.id).where(ended <= now).order_by(ended).limit(1)).scalar()
+    if first is None:
+        raise InvalidInput(
+            f"there are {KEYS_MAX:,} valid keys, the most that there can be: revoke one", code="too_many_keys"
+        )
+    db.execute(keys.delete().where(keys.c.id == first))
 
 
 def _list(db: sa.Connection, project: str | None) -> list[KeyRecord]:
@@ -222,8 +232,8 @@ def _revoke(db: sa.Connection, key_id: str, project: str | None, now: float) -> 
     return _record(_row(db, key_id) or row)
 
 
-def _any(db: sa.Connection) -> bool:
-    return db.execute(sa.select(keys.c.id).limit(1)).first() is not None
+def _all_ids(db: sa.Connection) -> set[str]:
+    return set(db.execute(sa.select(keys.c.id)).scalars())
 
 
 def _note_uses(db: sa.Connection, used: dict[str, float]) -> None:
