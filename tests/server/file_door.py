@@ -26,7 +26,7 @@ class FileDialect:
     """The part of OpenAI's dialect that needs no jobs and no models."""
 
     name = "openai"
-    refusal = staticmethod(errors.refusal)
+    refusal = staticmethod(lambda error: errors.refusal(error, error.message))
     error_schema = staticmethod(errors.schema)
 
     def __init__(self, services: Any) -> None:

@@ -126,6 +126,16 @@ def test_a_batch_whose_rows_all_failed_says_so(client):
     assert len(result_lines(client, done.error_file_id)) == 3
 
 
+def test_where_files_lie_is_not_told(client, server):
+    """No message of a refused or a failed batch says where its file lies on the server."""
+    for data in (b"", b"\n\n", "{}".encode("utf-16"), b"PAR1" + bytes(64) + b"PAR1", b"not json\n"):
+        try:
+            told = ended(client, submit(client, data)).to_json()
+        except openai.APIStatusError as refused:
+            told = refused.response.text
+        assert str(server.folder) not in told
+
+
 def test_what_validation_refuses_has_line_numbers(client):
     """A file with wrong lines fails before any row has run, and every wrong line is named."""
     good = lines([row("a", "x")])

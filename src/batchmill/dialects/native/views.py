@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from batchmill.services.files import FileRecord
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
+from batchmill.services.places import Places
 from batchmill.types import JobView, LedgerReport, Wait
 from batchmill.wire.native import FileInfo
 from batchmill.wire.previews import SealReport
@@ -19,13 +20,7 @@ class Shown:
     """What is told to clients of a server whose files lie in `data_dir`."""
 
     def __init__(self, data_dir: Path) -> None:
-        self._folders = (f"{data_dir / 'files'}/", f"{data_dir / 'jobs'}/", f"{data_dir}/")
-
-    def text(self, text: str) -> str:
-        """A sentence without the folders of the server: what is left of a file is its id."""
-        for folder in self._folders:
-            text = text.replace(folder, "")
-        return text
+        self.text = Places(data_dir).hide
 
     def job(self, view: JobView, results: ResultIds = NO_RESULTS) -> JobView:
         """`input`, `output` and `errors_output` are ids of files; of `origin` what is no door's own business."""

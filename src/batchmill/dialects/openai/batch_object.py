@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
 
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
 from batchmill.states import EXPIRED, JobState
-from batchmill.types import JobView, Problem
+from batchmill.types import JobView
 
 JOB, BATCH = "job_", "batch_"
 
@@ -112,14 +113,15 @@ def job_id(batch_id: str) -> str:
     return JOB + batch_id.removeprefix(BATCH) if batch_id.startswith(BATCH) else ""
 
 
-def batch_of(view: JobView, results: ResultIds = NO_RESULTS) -> Batch:
+def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[str], str] = str) -> Batch:
+    """`hide` takes out of a sentence what only the server's operator may read."""
     state, origin = JobState(view.state), view.origin or {}
     has_expired = state is JobState.EXPIRED or view.reason == EXPIRED
     return Batch(
         id=batch_id(view.id),
         endpoint=origin.get("endpoint", ""),
         model=view.model if view.model and "," not in view.model else None,
-        errors=_errors(view) if state is JobState.FAILED else None,
+        errors=_errors(view, hide) if state is JobState.FAILED else None,
         input_file_id=origin.get("input_file_id", ""),
         completion_window=origin.get("completion_window", ""),
         status=_status(state, has_expired),
@@ -138,8 +140,15 @@ def batch_of(view: JobView, results: ResultIds = NO_RESULTS) -> Batch:
         usage=_usage(view),
         metadata=view.labels or None,
         batchmill=Progress(
-            view.id, view.state, view.reason, view.message, view.notes, view.remaining_s, view.rows_per_s, view.cost
-        ),
+            view.id,
+            view.state,
+            view.reason,
+            hide(view.message),
+            [hide(note) for note in view.notes],
+            view.remaining_s,
+            view.rows_per_s,
+            view.cost,
+        ),  # fmt: skip
     )
 
 
@@ -156,19 +165,15 @@ def _ended(view: JobView, state: JobState) -> int | None:
     return _seconds(view.finished) if view.state == state else None
 
 
-def _errors(view: JobView) -> BatchErrors:
+def _errors(view: JobView, hide: Callable[[str], str]) -> BatchErrors:
     """Why no row ran: what validation found, or what the engine said."""
     if not view.problems:
-        return BatchErrors([BatchError(view.reason or "failed", view.message)])
-    found = [_problem(each) for each in view.problems]
+        return BatchErrors([BatchError(view.reason or "failed", hide(view.message))])
+    found = [BatchError(each.code, hide(each.message), each.line or None) for each in view.problems]
     more = view.problems_total - len(found)
     if more > 0:
         found.append(BatchError("more_errors", f"{more:,} more errors are not listed"))
     return BatchErrors(found)
-
-
-def _problem(problem: Problem) -> BatchError:
-    return BatchError(problem.code, problem.message, problem.line or None)
 
 
 def _usage(view: JobView) -> BatchUsage:

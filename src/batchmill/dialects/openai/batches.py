@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -18,6 +19,7 @@ from batchmill.server.bodies import Refusal
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
+from batchmill.services.places import Places
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState
@@ -59,6 +61,7 @@ class Batches:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._desk = services.jobs
+        self._show = partial(batch_of, hide=Places(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
         one = "/v1/batches/{batch_id}"
@@ -93,10 +96,10 @@ class Batches:
             view, results = await self._desk.show_with_results(call.caller, job)
         except BatchmillError:
             view, results = self._as_ordered(job, call), NO_RESULTS
-        return json_reply(batch_of(view, results))
+        return json_reply(self._show(view, results))
 
     async def retrieve(self, call: Call) -> Response:
-        return json_reply(batch_of(*await self._own(call.caller, call.path["batch_id"])))
+        return json_reply(self._show(*await self._own(call.caller, call.path["batch_id"])))
 
     async def list(self, call: Call) -> Response:
         query: ListBatches = call.query
@@ -105,23 +108,23 @@ class Batches:
             after = (await self._own(call.caller, query.after))[0].id
         wanted = JobQuery(origin=DOOR, after=after, limit=query.limit + 1)
         found = await self._desk.list_with_results(call.caller, wanted)
-        shown = [batch_of(await self._whole(call.caller, view), ids) for view, ids in found[: query.limit]]
+        shown = [self._show(await self._whole(call.caller, view), ids) for view, ids in found[: query.limit]]
         first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
         return json_reply(BatchPage(shown, len(found) > query.limit, first, last))
 
     async def cancel(self, call: Call) -> Response:
         view, results = await self._own(call.caller, call.path["batch_id"])
         if view.state == JobState.CANCELLING:
-            return json_reply(batch_of(view, results))
+            return json_reply(self._show(view, results))
         has_asked = retry_count_of(call.request.headers.get("x-stainless-retry-count")) > 0
         try:
             await self._desk.cancel(call.caller, view.id)
         except InvalidTransition:
             is_done = view.state == JobState.CANCELLED and has_asked  # only the first reply was lost
             if JobState(view.state).is_at_rest and not is_done:
-                status = batch_of(view).status
+                status = self._show(view).status
                 raise Conflict(f"Cannot cancel a batch with status '{status}'.", code="batch_has_ended") from None
-        return json_reply(batch_of(*await self._own(call.caller, batch_id(view.id))))
+        return json_reply(self._show(*await self._own(call.caller, batch_id(view.id))))
 
     async def _own(self, caller: Caller, shown_id: str) -> tuple[JobView, ResultIds]:
         """A batch of this caller's. Raises: UnknownName for every other id, in one sentence."""

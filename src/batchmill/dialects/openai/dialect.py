@@ -13,6 +13,7 @@ from batchmill.dialects.openai.inference import Inference
 from batchmill.dialects.openai.models import Models
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
+from batchmill.services.places import Places
 from batchmill.services.services import Services
 
 
@@ -21,6 +22,7 @@ class OpenAIDialect:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._places = Places(services.config.data_dir)
 
     def operations(self) -> Sequence[Operation]:
         services = self._services
@@ -34,7 +36,7 @@ class OpenAIDialect:
         ]
 
     def refusal(self, error: BatchmillError) -> Response:
-        return errors.refusal(error)
+        return errors.refusal(error, self._places.hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
         return errors.schema()

@@ -107,16 +107,17 @@ def row_of(error: BatchmillError) -> Row:
     return known or next(row for kind, row in BY_CLASS if isinstance(error, kind))
 
 
-def envelope(error: BatchmillError) -> Envelope:
+def envelope(error: BatchmillError, message: str) -> Envelope:
+    """`message` is the error's, fit for whoever asked."""
     row = row_of(error)
     param = error.param if isinstance(error, Refusal | UnknownParam) else row.param
-    return Envelope(Detail(error.message, row.type, param, error.code if row.code == "" else row.code))
+    return Envelope(Detail(message, row.type, param, error.code if row.code == "" else row.code))
 
 
-def refusal(error: BatchmillError) -> Response:
+def refusal(error: BatchmillError, message: str) -> Response:
     """The reply to a request that failed. Never raises."""
     status = row_of(error).status
-    return json_reply(envelope(error), status, _headers(error, status))
+    return json_reply(envelope(error, message), status, _headers(error, status))
 
 
 def _headers(error: BatchmillError, status: int) -> dict[str, str]:

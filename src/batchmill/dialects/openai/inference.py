@@ -14,6 +14,7 @@ from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone
+from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import LiveHead, Scope
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
@@ -47,7 +48,7 @@ _PATHS = (
 
 class Inference:
     def __init__(self, services: Services) -> None:
-        self._live = services.live
+        self._live, self._hide = services.live, Places(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
         return [
@@ -69,7 +70,7 @@ class Inference:
     async def _begin(self, call: Call, url: str, body: bytes) -> Response:
         head, pieces = await self._live.predict(call.caller, url, body)
         if head.content_type.startswith(EVENTS):
-            return EventReply(head, pieces)
+            return EventReply(head, pieces, self._hide)
         whole = bytearray()
         try:
             async for piece in pieces:
