@@ -16,7 +16,7 @@ from file_room import FileRoom
 
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
-from batchmill.services import files
+from batchmill.services import file_records, files
 from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
 from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
@@ -359,6 +359,24 @@ async def test_a_file_that_is_held_stays(room):
         await deleting
     with pytest.raises(UnknownName):
         await room.files.hold("one", record.id).__aenter__()
+
+
+async def test_a_file_that_expires_while_its_job_is_made_stays(room, monkeypatch):
+    """A sweep leaves what was held when it looked at the jobs, though the job is stored before it gets to the file."""
+    record = await room.upload(expires_s=10)
+    held = room.files.hold("one", record.id)
+    await held.__aenter__()
+    room.clock.at += 20
+    look = file_records.in_use
+
+    def look_and_let_go(db, paths, project=None):
+        found = look(db, paths, project)
+        room.files._held.clear()
+        return found
+
+    monkeypatch.setattr(file_records, "in_use", look_and_let_go)
+    assert await room.files.sweep() == 0 and room.files.path(record).exists()
+    assert await room.files.sweep() == 1 and not room.files.path(record).exists()
 
 
 async def test_a_file_is_deleted_once(room):

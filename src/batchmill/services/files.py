@@ -255,9 +255,10 @@ class FileService:
         gone, after = 0, ""
         while found := await self._database.read(file_records.expired, self._clock.now(), after, SWEEP_MAX):
             after = found[-1].id
+            held = set(self._held)  # a job that is being made of one is stored a moment later
             used = await self._database.read(file_records.in_use, [str(self.path(record)) for record in found])
             for record in found:
-                if str(self.path(record)) in used:
+                if record.id in held or str(self.path(record)) in used:
                     continue
                 with contextlib.suppress(Conflict, UnknownName):  # held, or deleted just now
                     await self._remove(record, None)
