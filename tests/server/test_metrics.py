@@ -39,9 +39,9 @@ def metrics(jobs: EndedJobs, outbox: Outbox) -> Metrics:
     return Metrics(jobs.database, jobs.jobs.dispatcher, outbox)
 
 
-async def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+async def samples(metrics: Metrics, project: str | None = None) -> dict[tuple[str, ...], float]:
     """(name, label value …) -> value, of a page that a Prometheus parser has read."""
-    page = (await metrics.render()).decode()
+    page = (await metrics.render(project)).decode()
     found = {}
     for family in text_string_to_metric_families(page):
         assert family.documentation.endswith("."), family.name
@@ -69,6 +69,17 @@ async def test_rows_tokens_and_errors_are_counted(jobs: EndedJobs, metrics: Metr
     told = {kind: found["batchmill_tokens_total", kind, "m", "p"] for kind in ("input", "cached", "output")}
     assert told == {"input": 11, "cached": 4, "output": 7}
     assert found["batchmill_row_errors_total", "boom", "m", "p"] == 2
+
+
+async def test_a_project_reads_of_its_own(jobs: EndedJobs, metrics: Metrics):
+    """A page for one project has nothing of what others did, not even their names, and all that is nobody's."""
+    tallies = jobs.jobs.dispatcher.tallies
+    tallies.count("p", "m", commit(1, 1, Usage(), boom=1))
+    tallies.count("p.secret", "m", commit(7, 1, Usage(), **{'project="p"': 1}))
+    metrics.live(LiveCall("m", "/v1/x", 200, 0.1, "p.secret", Usage(1, 0, 1)))
+    whole, own = await samples(metrics), await samples(metrics, "p")
+    assert {key for key in whole if "p.secret" in key} and not {key for key in own if "p.secret" in key}
+    assert {key for key in whole if "p.secret" not in key} == set(own)
 
 
 async def test_requests_are_counted_by_route(metrics: Metrics):

@@ -90,11 +90,12 @@ class Metrics:
 
     # -- the page -----------------------------------------------------------------------------------------------------
 
-    async def render(self) -> bytes:
-        """The page in Prometheus' text format, version 0.0.4."""
+    async def render(self, project: str | None = None) -> bytes:
+        """The page in Prometheus' text format, version 0.0.4. `project`: without what other projects did."""
         self._jobs = await self._database.read(_count_jobs)
         self._events_waiting = await self._outbox.count_waiting()
-        return prometheus.generate_latest(self._registry)
+        page = prometheus.generate_latest(self._registry)
+        return page if project is None else _without_others(page, project)
 
     def collect(self) -> Iterable[Family]:
         """What is counted or measured elsewhere."""
@@ -119,6 +120,12 @@ class Metrics:
             "webhook_events_waiting", "Events that no endpoint has taken yet.", [], {(): self._events_waiting}
         )
         yield from models(self._dispatcher.gauges())
+
+
+def _without_others(page: bytes, project: str) -> bytes:
+    own = f'project="{project}"'.encode()  # a project's name needs no escapes
+    lines = page.splitlines(keepends=True)
+    return b"".join(line for line in lines if line.startswith(b"#") or own in line or b'project="' not in line)
 
 
 class _Now(Collector):

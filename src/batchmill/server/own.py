@@ -21,7 +21,7 @@ METRICS = "text/plain"
 class Own:
     """`render` makes the text of /metrics; `document` is filled once every operation is known."""
 
-    def __init__(self, health: Health, gate: Gate, render: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, health: Health, gate: Gate, render: Callable[[str | None], Awaitable[bytes]]) -> None:
         self._health, self._gate, self._render = health, gate, render
         self.document: dict[str, object] = {}
         self._encoded = b""
@@ -55,4 +55,7 @@ class Own:
         return Response(self._encoded, media_type="application/json")
 
     async def metrics(self, call: Call) -> Response:
-        return Response(await self._render(), headers={"content-type": CONTENT_TYPE})
+        """Of what projects did, a key that looks after none sees its own project's share."""
+        caller = call.caller
+        page = await self._render(None if caller.may(Scope.ADMIN) else caller.project)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
