@@ -254,13 +254,14 @@ def test_partial_results_are_the_rows_so_far(tmp_path):
 
 
 def test_orders_travel_as_json(tmp_path):
-    """A child process gets its order as JSON and answers in JSON."""
+    """A child process gets its order as JSON and answers in JSON, as often as it is asked."""
     job = folded_job(tmp_path)
     job.run_all()
     order = msgspec.json.encode(job.order(tmp_path / "out.jsonl"))
     assert msgspec.json.decode(order, type=GatherOrder) == job.order(tmp_path / "out.jsonl")
     assert msgspec.json.decode(gather_offloaded(order, quiet), type=Manifest).rows == ROWS
-    assert partial_offloaded(msgspec.json.encode(job.order(tmp_path / "partial.jsonl")), quiet) == b"12"
+    for _ in range(2):  # again, as after the child that was at it has been killed
+        assert partial_offloaded(msgspec.json.encode(job.order(tmp_path / "partial.jsonl")), quiet) == b"12"
     assert (tmp_path / "partial.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
 
 

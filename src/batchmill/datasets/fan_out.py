@@ -27,6 +27,7 @@ AHEAD_MAX = 2  # ranges that a validator has been given: it never waits for the 
 WINDOW = 4  # ranges under way, per validator, ahead of the first that is not done
 HELD_BYTES_MAX = 32 * 1024 * 1024  # findings that came before their turn
 PIPE_BYTES = 1024 * 1024
+VALIDATOR_DIED = "validator_died"
 # Blocks of a few MiB come and go all the time: kept by glibc instead of being mapped anew, that is a fifth faster.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024 * 1024), "MALLOC_TRIM_THRESHOLD_": str(256 * 1024 * 1024)}
 
@@ -167,12 +168,12 @@ class Link:
         status = self._process.wait()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         if not self.ranges:
-            return InvalidDataset(f"a validator process ended by itself ({how})", code="validator_died")
+            return InvalidDataset(f"a validator process ended by itself ({how})", code=VALIDATOR_DIED)
         at = self.ranges[0]
         return InvalidDataset(
             f"a validator process died ({how}) over bytes {at.start}-{at.end} of {at.part.source}; "
             "look at the lines there, or for what kills processes on this machine",
-            code="validator_died",
+            code=VALIDATOR_DIED,
         )
 
     def close(self) -> None:

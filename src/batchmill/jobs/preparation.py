@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.fan_out import VALIDATOR_DIED
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidDataset, InvalidInput
 from batchmill.jobs import plan, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
@@ -40,7 +41,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     asked = msgspec.json.decode(order, type=PrepareOrder)
     spec = asked.spec
-    report = seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    report = _seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     causes: dict[str, tuple[int, str]] = {}
     if report.rejected == 0 or spec.policy.on_invalid == "skip":
@@ -52,6 +53,16 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
     return msgspec.json.encode(Prepared(report, planned, causes))
+
+
+def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+    """Seal the dataset; anew, once, where a validator died: it was killed from outside, perhaps."""
+    try:
+        return seal(order, home, progress)
+    except InvalidDataset as error:
+        if error.code != VALIDATOR_DIED:
+            raise
+    return seal(order, home, progress)
 
 
 def seal_order(spec: JobSpec) -> SealOrder:

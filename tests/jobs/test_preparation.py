@@ -1,0 +1,58 @@
+"""Sealing and planning as the owner's child does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import msgspec
+import pytest
+
+from batchmill.datasets import fan_out, inspection
+from batchmill.errors import InvalidDataset
+from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
+from batchmill.types import DatasetSpec, ModelSpec, Policy
+from batchmill.wire.forms import TableForm
+from batchmill.wire.job_spec import JobSpec
+
+ROWS = 30_000
+
+
+@pytest.fixture
+def order(tmp_path) -> bytes:
+    """To prepare a dataset that is large enough for validators."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"n": n, "text": "x" * 40}) + "\n" for n in range(ROWS)))
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec([str(tmp_path / "in.jsonl")]), models=[ModelSpec("m", "function", "a.py:f")],
+        form=TableForm(), policy=Policy(), output=None, identity="", code={}, created=0.0,
+    )  # fmt: skip
+    folders = [tmp_path / name for name in ("dataset", "plan")]
+    for folder in folders:
+        folder.mkdir()
+    return msgspec.json.encode(PrepareOrder(spec, *map(str, folders)))
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_validator_that_was_killed(order, monkeypatch, kills):
+    """The dataset is read anew where a validator was killed, once: a line that always kills is an error."""
+    crews: list[fan_out.Crew] = []
+    real = fan_out.Crew.__init__
+
+    def remember(self, *args):
+        crews.append(self)
+        real(self, *args)
+
+    def kill(_):
+        if len(crews) <= kills:
+            for link in crews[-1]._links:
+                os.kill(link._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(fan_out.Crew, "__init__", remember)
+    monkeypatch.setattr(inspection, "RANGE_BYTES", 50_000)
+    if kills == 1:
+        assert msgspec.json.decode(prepare(order, kill), type=Prepared).plan.rows == ROWS
+    else:
+        with pytest.raises(InvalidDataset, match="signal 9"):
+            prepare(order, kill)
+    assert len(crews) == 2
