@@ -286,6 +286,8 @@ async def test_cancelled_before_any_row_was_read(folder, opened):
     assert (view.state, view.output, view.errors_output) == ("cancelled", None, None)
     with pytest.raises(InvalidTransition):
         await service.cancel(job_id)
+    with pytest.raises(InvalidTransition, match="submit it again"):
+        await service.retry(job_id)
 
 
 async def test_a_deadline_ends_a_running_job(folder, opened):

@@ -333,6 +333,8 @@ class Drive:
         """Open a generation over the rows that failed. Raises: InvalidTransition when none may be run again."""
         record = await self._book.record()
         spec = self.spec
+        if not self._is_planned(record):
+            raise InvalidTransition(f"the job {spec.id} ended before its rows were planned: submit it again")
         blocks = await self._book.call(self._book.ledger.committed, spec.id)
         generation = record["generation"] + 1
         order = retry.RetryOrder(spec, str(self.files.data_dir), blocks, generation)
