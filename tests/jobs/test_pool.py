@@ -16,7 +16,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.pool import Death, Pool, PoolWorker
 from batchmill.jobs.service import JobService
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
-from batchmill.wire.messages import Drain, Failed, Record
+from batchmill.wire.messages import Answered, Drain, Failed, Record
 
 MODEL = ModelSpec("m", "function", "app.py:f")
 FINE = Commit(Lease("job_1", 0, 0, 1), 0, SegmentRef("w.seg", 0, 1), b"", 1, 0, Usage())
@@ -104,6 +104,32 @@ async def test_a_row_that_got_through_ends_the_count(stage):
         await die(executor, 1, FINE)
     await executor.next()
     assert not owner.failure.done()
+
+
+async def test_live_requests_that_kill_are_not_the_models_fault(stage):
+    """Deaths with live requests under way count only past the larger number in a row, and not past an answer."""
+    executor, owner, made = stage
+
+    async def die_answering(*said: Answered) -> None:
+        worker = await executor.next()
+        while worker.name not in made.workers:
+            await asyncio.sleep(0)
+        made.workers[worker.name].calls |= {1: lambda _: None, 2: lambda _: None}
+        for message in said:
+            worker.say(message)
+        worker.exit(1)
+
+    for _ in range(pool.ROW_DEATHS_MAX - 1):
+        await die_answering()
+    await die_answering(Answered(1))
+    for _ in range(pool.ROW_DEATHS_MAX - 2):
+        await die_answering()
+    await executor.next()
+    assert not owner.failure.done()
+    for worker in made.workers.values():
+        worker.calls[1] = lambda _: None
+        worker.handle.exit(1)
+    assert (await owner.failure).code == "worker_crashed"
 
 
 async def test_deaths_we_caused_do_not_count(stage):

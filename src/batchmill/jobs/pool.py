@@ -30,9 +30,9 @@ from batchmill.wire.messages import (
 )
 
 DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
-ROW_DEATHS_MAX = (
-    30  # as many where a row that ran alone was to blame, and no row got through between: it is not the rows
-)
+# As many where a row that ran alone was to blame, and no row got through between: it is not the rows. And as many where
+# live requests were being answered, and none got through between.
+ROW_DEATHS_MAX = 30
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
 GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 DRAIN_S = 10.0  # workers may take so long to record what they have and end
@@ -119,7 +119,7 @@ class Pool:
         self._executor, self._listener, self._clock, self._after = executor, listener, clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
-        self._deaths = self._row_deaths = 0
+        self._deaths = self._row_deaths = self._call_deaths = 0
         self.failure: Failed | None = None
         self.was_ready = False  # a worker of it has been ready
         self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
@@ -143,13 +143,14 @@ class Pool:
             worker = PoolWorker(name, home, handle)
             failed = await self._listen(worker)
             worker.is_ready = False
+            is_answering = bool(worker.calls)
             worker.end_calls(self._lost())
             code = await handle.wait()
             del self.workers[name]
             death = await self._listener.died(self, worker, code)
             if failed or self._stopping:
                 return
-            self._count_death(worker, death, code)
+            self._count_death(worker, death, code, is_answering=is_answering)
 
     async def _listen(self, worker: PoolWorker) -> bool:
         """Hear a worker out until it has gone; True when it said that it has failed."""
@@ -169,8 +170,11 @@ class Pool:
             return ModelFailed(self.failure.message)
         return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
 
-    def _count_death(self, worker: PoolWorker, death: Death, code: int) -> None:
-        """Give the model up when its workers die one after another; a row that is to blame is given up instead."""
+    def _count_death(self, worker: PoolWorker, death: Death, code: int, *, is_answering: bool) -> None:
+        """Give the model up when its workers die one after another; a row that is to blame is given up instead.
+
+        A live request that kills a worker must not fail the jobs there.
+        """
         for commit in death.adopted:
             self._got_through(commit)
         if worker.is_ended:
@@ -178,17 +182,19 @@ class Pool:
         if death.by_row:
             self._deaths = 0
             self._row_deaths += 1
+        elif is_answering:
+            self._call_deaths += 1
         else:
             self._deaths += 1
-        deaths = max(self._deaths, self._row_deaths)
-        if self._deaths >= DEATHS_MAX or self._row_deaths >= ROW_DEATHS_MAX:
+        deaths = max(self._deaths, self._row_deaths, self._call_deaths)
+        if self._deaths >= DEATHS_MAX or max(self._row_deaths, self._call_deaths) >= ROW_DEATHS_MAX:
             text = f"{deaths} workers of {self.model.name!r} died one after another (exit code {code})"
             text += f"; see {worker.home / worker.name}.log"
             self._fail(Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
 
     def _got_through(self, commit: Commit) -> None:
         """Rows were finished: the deaths before them were not the model's. That a row was given up proves nothing."""
-        self._deaths = 0
+        self._deaths = self._call_deaths = 0
         if commit.rows_ok or commit.errors.keys() - {GIVEN_UP}:
             self._row_deaths = 0
 
@@ -203,6 +209,8 @@ class Pool:
         match message:
             case Chunk() | Head() | Answered():
                 worker.hear(message)
+                if isinstance(message, Answered):
+                    self._call_deaths = 0
             case Ready():
                 worker.is_ready = self.was_ready = True
                 self._change()
