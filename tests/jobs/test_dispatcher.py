@@ -93,8 +93,8 @@ async def test_a_killed_worker_is_buried_first(stage):
     assert not run.is_held_by(worker.name)
 
 
-async def test_a_death_we_caused_is_no_fault_of_the_rows(stage):
-    """Shards of a worker that we killed go on at full speed, not one row at a time."""
+async def test_which_deaths_are_the_rows_fault(stage):
+    """Shards of a worker that we killed, or that died once, go on at full speed; after two deaths a row at a time."""
     run = stage.begin("first")
     worker = await stage.executor.next()
     granted = await grant(worker)
@@ -104,6 +104,9 @@ async def test_a_death_we_caused_is_no_fault_of_the_rows(stage):
     again = await grant(heir)
     assert (again.lease.shard, again.careful) == (granted.lease.shard, False)
     heir.exit(1)
+    second = await stage.executor.next()
+    assert (await grant(second)).careful is False
+    second.exit(1)
     last = await grant(await stage.executor.next())
     assert last.careful and run.held_by(worker.name) == []
 

@@ -21,6 +21,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Grant
 
 CRASHES_MAX = 3  # workers that may die on one row before it is given up
+USER_CODE_DEATHS = 2  # of workers on a shard of user code, which shares their process; one may be killed from outside
 
 
 class Ending(Struct, frozen=True):
@@ -55,7 +56,7 @@ class JobRun:
         self._rows_left: Counter[int] = Counter()  # model -> rows undone
         self._row_costs: defaultdict[int, RowCost] = defaultdict(RowCost)  # model -> what its rows cost lately
         self._done: dict[int, int] = {}
-        self._deaths: dict[int, int] = {}  # shard -> workers that died on it since its last commit
+        self._deaths: dict[int, int] = {}  # shard -> workers that died on it
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
         self.suspects = 0  # times that a worker died while a row ran alone
         self.rows_left = plan.leaders
@@ -160,9 +161,9 @@ class JobRun:
         return messages.replace_rows(Grant(n=0, condemned=given_up, **base), pairs)
 
     def _is_careful(self, shard: Shard) -> bool:
-        """One row at a time after a death: at once for user code, which shares the worker's process."""
+        """One row at a time, and no other job's beside it: it takes long, so one death is not enough."""
         engine = self.spec.models[shard.model].engine
-        return self._deaths.get(shard.number, 0) >= (1 if engine == "function" else CRASHES_MAX)
+        return self._deaths.get(shard.number, 0) >= (USER_CODE_DEATHS if engine == "function" else CRASHES_MAX)
 
     # -- taking back --------------------------------------------------------------------------------------------------
 
