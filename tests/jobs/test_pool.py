@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from batchmill.jobs import pool
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.pool import Death, Pool, PoolWorker
 from batchmill.jobs.service import JobService
+from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
 from batchmill.wire.messages import Answered, Drain, Failed, Record
 
@@ -64,6 +66,25 @@ async def die(executor: ScriptedExecutor, times: int, said: Commit | None = None
         if said is not None:
             worker.say(Record(said))
         worker.exit(1)
+
+
+class Full:
+    """Starts no worker: it has nowhere to write what one says."""
+
+    async def start(self, start):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def sweep(self) -> None:
+        """Nothing to end."""
+
+
+async def test_a_full_disk_is_no_fault_of_the_model(tmp_path):
+    """Where there is no room to start a worker its jobs wait for room; they have not failed."""
+    owner = Owner()
+    made = Pool("key", MODEL, tmp_path, executor=Full(), listener=owner, clock=SystemClock())
+    failure = await owner.failure
+    assert (failure.code, failure.reason) == ("storage_full", PauseReason.STORAGE_FULL)
+    await made.stop(at_once=True)
 
 
 async def test_a_model_that_always_dies_is_given_up(stage):

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 
-from batchmill.errors import ModelFailed, TooLarge, Unavailable
+from batchmill.errors import ModelFailed, StorageFull, TooLarge, Unavailable
 from batchmill.jobs.pool import Pool, PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.tallies import Tallies
 from batchmill.ports import Clock
+from batchmill.states import PauseReason
 from batchmill.types import LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.messages import LIVE_AHEAD_BYTES, MESSAGE_BYTES_MAX, Abandon, Predict, Taken
 
@@ -73,6 +74,8 @@ class LivePath:
                 raise Unavailable(f"{WAITING_MAX} requests wait for {model.name!r} to start; try again later")
             await pool.change()
             if pool.failure is not None and self._pools.is_current(pool):
+                if pool.failure.reason == PauseReason.STORAGE_FULL:  # it may work the next moment
+                    raise StorageFull(pool.failure.message)
                 self._failed[key] = self._clock.monotonic(), pool.failure.message
                 raise ModelFailed(pool.failure.message)
 

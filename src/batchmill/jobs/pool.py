@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ class Pool:
             try:
                 handle = await self._executor.start(Start(name, self.model, str(home), replica))
             except OSError as error:
-                self._fail(Failed("worker_failed", f"a worker cannot be started: {error}", PauseReason.ENGINE_FAILED))
+                self._fail(_not_started(error))
                 return
             worker = PoolWorker(name, home, handle)
             failed = await self._listen(worker)
@@ -305,3 +306,11 @@ class Pool:
             _, late = await asyncio.wait(late, timeout=END_S)
         for task in late:
             task.cancel()
+
+
+def _not_started(error: OSError) -> Failed:
+    """A full disk is no fault of the model's: its jobs go on when there is room."""
+    text = f"a worker cannot be started: {error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failed("storage_full", text, PauseReason.STORAGE_FULL)
+    return Failed("worker_failed", text, PauseReason.ENGINE_FAILED)
