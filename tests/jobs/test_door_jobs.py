@@ -19,6 +19,7 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Clock
+from batchmill.states import JobState
 from batchmill.types import Amendment, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price
 
 CODE = """
@@ -430,17 +431,46 @@ async def test_a_server_waits_for_room(folder, opened):
     assert (view.state, view.rows_ok, view.reason) == ("completed", 50, None)
 
 
+@pytest.mark.parametrize("state", [JobState.PAUSED, JobState.QUEUED])
+async def test_a_server_that_starts_on_a_full_disk(folder, opened, state):
+    """A job that ran when its server was killed goes on by itself once there is room, be it set down before or not."""
+    write(folder, "slow", rows=50)
+    service = await opened()
+    job_id = await midway(service, order(folder, "slow"))
+    await service.pause(job_id)
+    await service._call(service._ledger.note, job_id, reason="interrupted")
+    await service.close(at_once=True)
+    ledger = open_ledger(folder / "data" / "batchmill.db")
+    service = JobService(folder / "data", ledger, LocalExecutor(folder / "data" / "workers"), HastyClock())
+    with no_file_may_grow():
+        await service.recover(resume_doors=True)
+        while job_id not in service._stranded:
+            await asyncio.sleep(0)
+    if state is JobState.QUEUED:  # as where not even that it paused could be written down
+        ledger.move(job_id, state)
+    while (view := await end_of(service, job_id)).state != "completed":
+        await asyncio.sleep(0.01)
+    assert (view.rows_ok, view.reason, service._stranded) == (50, None, set())
+    await service.close(at_once=True)
+
+
+@contextlib.contextmanager
+def no_file_may_grow():
+    """As if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 async def test_an_order_on_a_full_disk(folder, opened):
     """An order that cannot be written down is refused as such, and no folder of it stays."""
     write(folder, "double", rows=3)
     service = await opened()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may grow: as if the disk were full
-    try:
-        with pytest.raises(StorageFull):
-            await service.submit(order(folder, "double"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_file_may_grow(), pytest.raises(StorageFull):
+        await service.submit(order(folder, "double"))
     assert await service.list() == [] and list((folder / "data" / "jobs").iterdir()) == []
     assert (await service.submit(order(folder, "double"))).how == "started"
 

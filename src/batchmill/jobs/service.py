@@ -63,6 +63,7 @@ class JobService:
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
         self._caretaker = Caretaker(clock, self._ballast, self._waiting_for_room, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
+        self._stranded: set[str] = set()  # jobs of doors that would go on, but for a full disk
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -93,7 +94,7 @@ class JobService:
                 ending.append(self._roster.start(spec))
             elif state is JobState.PAUSED:
                 doors += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
-            elif await self._set_down(spec.id):
+            elif await self._set_down(spec.id) or resume_doors:
                 doors += [spec.id] if spec.origin else []
         known = await self._read(job_records.ids)
         await asyncio.to_thread(sweep_orphans, self._data_dir, known)
@@ -108,8 +109,10 @@ class JobService:
     async def _set_down(self, job_id: str) -> bool:
         """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
         try:
-            await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
+            if (await self._record(job_id))["state"] != JobState.PAUSED:
+                await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
         except StorageFull:
+            self._stranded.add(job_id)
             return False
         return True
 
@@ -119,12 +122,15 @@ class JobService:
 
     async def _resume_or_note(self, job_id: str) -> None:
         """Let a paused job go on; one that cannot says why."""
+        is_stranded = job_id in self._stranded
+        self._stranded.discard(job_id)
         try:
-            await self.resume(job_id)
+            if not is_stranded or await self._set_down(job_id):
+                await self.resume(job_id)
         except InvalidTransition:
             return  # somebody else was faster
         except StorageFull:
-            return  # the caretaker tries again
+            self._stranded.add(job_id)  # the caretaker tries again
         except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)
 
@@ -330,7 +336,9 @@ class JobService:
         await self._ledger.database.write(submissions.forget_old, self._clock.now())
 
     async def _waiting_for_room(self) -> Sequence[Waiting]:
-        found = await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)
+        found = [*await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)]
+        paused = {record["id"] for record in found}
+        found += [await self._record(job_id) for job_id in self._stranded - paused]
         specs = [read_spec(record["spec"]) for record in found]
         return [
             Waiting(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
