@@ -173,7 +173,7 @@ async def test_a_closed_ledger_says_so(tmp_path):
     books = Books(open_ledger(tmp_path / "batchmill.db"))
     books.close()
     with pytest.raises(LedgerBroken, match="closed"):
-        await books.call(books.ledger.all_jobs)
+        await books.call(books.ledger.job, "job_1")
 
 
 async def test_a_full_disk_is_told_by_its_code(books):

@@ -473,15 +473,3 @@ async def test_an_order_on_a_full_disk(folder, opened):
         await service.submit(order(folder, "double"))
     assert await service.list() == [] and list((folder / "data" / "jobs").iterdir()) == []
     assert (await service.submit(order(folder, "double"))).how == "started"
-
-
-async def test_who_wants_to_know_that_a_job_rests(folder, opened):
-    """A hook is told of each job that has ended, when its end can be seen."""
-    write(folder, "double", rows=3)
-    service = await opened()
-    told: list[str] = []
-    service.on_rest(told.append)
-    view = await end_of(service, (await service.submit(order(folder, "double"))).id)
-    while not told:
-        await asyncio.sleep(0)
-    assert told == [view.id] and (await service.show(view.id)).state == "completed"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import fields
 
 from batchmill.client import calls
@@ -183,13 +182,6 @@ def described(kind: type[W], files: list[str], options: dict[str, Any]) -> W:
 
 
 # -- pages --------------------------------------------------------------------------------------------------------
-
-
-class Page(Struct, Generic[T], frozen=True):
-    """Items of a listing, and what to ask for the next ones with."""
-
-    items: list[T]
-    after: str | None
 
 
 class Pages(Generic[T]):

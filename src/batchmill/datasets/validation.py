@@ -210,7 +210,6 @@ class TableRules:
 
     def __init__(self, order: SealOrder, form: TableForm) -> None:
         self._form = form
-        self._needed = form.columns()
         self._order = order
         self._resolver = OpenAIRules(order)
         self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> what is wrong with them

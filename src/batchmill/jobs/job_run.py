@@ -111,11 +111,6 @@ class JobRun:
         """What a row of this model costs lately, in tokens where it has any; None: no row has been counted."""
         return self._row_costs[model].now()
 
-    def model_of(self, number: int) -> int | None:
-        """The number of the model of a shard with rows undone."""
-        shard = self._shards.get(number)
-        return None if shard is None else shard.model
-
     def pop(self, model: int, worker: str) -> Shard:
         """The next shard of a model that `has_ready`, now in this worker's hands."""
         shard = self._ready[model].popleft()

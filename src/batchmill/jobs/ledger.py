@@ -60,11 +60,6 @@ class Ledger:
         with self._reader.connect() as db:
             return job_records.find(db, job_id)
 
-    def all_jobs(self) -> Sequence[sa.RowMapping]:
-        """Every job, the newest first."""
-        with self._reader.connect() as db:
-            return db.execute(sa.select(jobs).order_by(jobs.c.created.desc(), jobs.c.id)).mappings().all()
-
     def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
         """The jobs of this identity that were not ended early or refused, the newest first."""
         query = (

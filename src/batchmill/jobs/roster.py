@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
@@ -27,7 +27,6 @@ class Roster:
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: defaultdict[str, int] = defaultdict(int)  # lock -> those that hold it or wait for it
         self.outputs = asyncio.Lock()  # held, before any other, by whoever decides which job writes to a named file
-        self.rest_hooks: list[Callable[[str], None]] = []  # told the id of a job whose drive has ended
 
     @asynccontextmanager
     async def alone(self, name: str) -> AsyncIterator[None]:
@@ -65,13 +64,8 @@ class Roster:
         drive = Drive(spec, self._tools)
         drive.task = asyncio.create_task(drive.run())
         self._drives[spec.id] = drive
-        drive.task.add_done_callback(lambda _: self._ended(drive))
+        drive.task.add_done_callback(lambda _: self.forget(drive))
         return drive
-
-    def _ended(self, drive: Drive) -> None:
-        self.forget(drive)
-        for hook in self.rest_hooks:
-            hook(drive.spec.id)
 
     def forget(self, drive: Drive) -> None:
         if self._drives.get(drive.spec.id) is drive:

@@ -47,11 +47,6 @@ def order_of(candidate: Candidate) -> tuple:
     return -candidate.rank, urgency, candidate.ahead, deadline, candidate.created, candidate.job
 
 
-def choose(candidates: Sequence[Candidate]) -> str | None:
-    """The job that goes first."""
-    return min(candidates, key=order_of).job if candidates else None
-
-
 def is_late(deadline: float | None, now: float, *, work: float, per_s: float | None) -> bool:
     """Whether a job with so much work left misses its deadline unless it has the workers to itself.
 

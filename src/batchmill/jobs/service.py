@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -218,10 +218,6 @@ class JobService:
             path.unlink(missing_ok=True)
             raise
         return str(path)
-
-    def on_rest(self, hook: Callable[[str], None]) -> None:
-        """Be told the id of each job that has ended or paused, on the loop, once that can be seen."""
-        self._roster.rest_hooks.append(hook)
 
     # -- steering -----------------------------------------------------------------------------------------------------
 

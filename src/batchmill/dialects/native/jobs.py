@@ -21,7 +21,7 @@ from batchmill.wire.native import PAGE_DEFAULT, PAGE_MAX, PREFIX, Accepted, Chan
 JOBS = f"{PREFIX}/jobs"
 ONE = f"{JOBS}/{{job_id}}"
 SCANNED_MAX = 5000  # jobs that one page with a filter looks at
-CONFLICT, MISSING, BUSY = 409, 404, 503
+CONFLICT, MISSING = 409, 404
 
 
 class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
