@@ -233,6 +233,20 @@ async def test_results_can_be_fetched_when_their_event_arrives(jobs: EndedJobs, 
     assert (record.job, record.bytes) == (job_id, 3)
 
 
+async def test_its_end_is_heard_at_any_moment(jobs: EndedJobs):
+    """Whoever cancels it is heard wherever it is between two turns: a server that stops waits for it."""
+    outbox = jobs.outbox()
+    for steps in range(12):
+        resting = asyncio.create_task(outbox._rest())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        was_done = resting.done()
+        resting.cancel()
+        await asyncio.wait({resting})
+        assert was_done or resting.cancelled(), steps
+    assert was_done
+
+
 def test_delays_grow_and_spread():
     """Delays grow from seconds to a day; one event always waits as long, and an endpoint may ask for more."""
     events = [f"msg_{number:032x}" for number in range(0, 0x10000, 0x1111)]

@@ -7,7 +7,6 @@ at least once, however often this process dies. Endpoints that fail hold up nobo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
@@ -101,8 +100,7 @@ class Outbox:
         finally:
             for each in waits:
                 each.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*waits, return_exceptions=True)
+            await asyncio.wait(waits)  # whoever ends `run` in this very moment is heard
         self._wake.clear()
 
     # -- what ended ---------------------------------------------------------------------------------------------------
