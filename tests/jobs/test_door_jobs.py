@@ -139,6 +139,16 @@ async def test_a_model_whose_file_is_gone(folder, opened):
     assert (await end_of(service, again.id)).rows_ok == 50
 
 
+async def test_a_cancel_that_comes_with_a_resume(folder, opened):
+    """A job that is let go on at the moment in which it is cancelled is cancelled."""
+    write(folder, "slow")
+    service = await opened()
+    job_id = await midway(service, order(folder, "slow"))
+    await service.pause(job_id)
+    await asyncio.gather(service.resume(job_id), service.cancel(job_id))
+    assert (await end_of(service, job_id)).state == "cancelled"
+
+
 async def test_a_cancel_that_comes_with_the_last_row(folder, opened):
     """A job whose rows are all counted while its end is being written down ends; nothing of it is left to do."""
     write(folder, "double", rows=3)

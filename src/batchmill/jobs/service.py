@@ -274,19 +274,21 @@ class JobService:
 
         Raises: InvalidTransition.
         """
-        drive = self._roster.active(job_id)
-        if drive is not None:
-            await drive.end_early(early)
-            if (await self._record(job_id))["state"] != JobState.PAUSED:
-                return drive
-        async with self._roster.alone(job_id):
-            await self._roster.let_rest(job_id)
-            record = await self._record(job_id)
-            if record["state"] != JobState.PAUSED:
-                raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
-            cancelling = endings.begins_at(early, record["deadline"], self._clock.now())
-            await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
-            return self._roster.start(read_spec(record["spec"]))
+        while True:
+            drive = self._roster.active(job_id)
+            if drive is not None:
+                await drive.end_early(early)
+                if (await self._record(job_id))["state"] != JobState.PAUSED:
+                    return drive
+            async with self._roster.alone(job_id):
+                if await self._roster.let_rest(job_id) is not None:
+                    continue  # somebody has let it go on meanwhile
+                record = await self._record(job_id)
+                if record["state"] != JobState.PAUSED:
+                    raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
+                cancelling = endings.begins_at(early, record["deadline"], self._clock.now())
+                await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
+                return self._roster.start(read_spec(record["spec"]))
 
     async def retry(self, job_id: str) -> JobView:
         record = await self._record(job_id)
