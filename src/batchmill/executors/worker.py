@@ -49,6 +49,7 @@ from batchmill.wire.messages import (
 )
 
 HEARTBEAT_S = 0.5
+STEP_BACK = 5  # of niceness
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
 
 
@@ -257,6 +258,16 @@ def _told(error: BaseException, who: str) -> BatchmillError:
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 
+def _step_back() -> None:
+    """Rows may wait a moment for the owner, and for whoever asks it something: it decides and commits for all.
+
+    Where the kernel groups processes by session, as most desktops do, it is the group's place that counts.
+    """
+    os.nice(STEP_BACK)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(STEP_BACK))
+
+
 async def main(fd: int) -> int:
     """Speak to the owner on socket `fd` until it is over."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
@@ -267,6 +278,8 @@ async def main(fd: int) -> int:
     assert isinstance(start, Start)
     if start.model.limits.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
+    if start.model.engine != "llm":  # an engine server would inherit it, and live requests wait for that one
+        _step_back()
     os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
     code = await Worker(start, reader, writer).run()
     writer.close()
