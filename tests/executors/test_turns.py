@@ -60,9 +60,8 @@ def test_who_comes_late_begins_where_the_others_are(lanes, before):
     turns.leave(late)
     serve(turns, takes, 50)
     turns.enter(late)
-    assert late.due >= min(lane.due for lane in made.values()) - max(
-        takes[job] * lane.row_cost / lane.share for job, lane in made.items()
-    )
+    largest = max(takes[job] * lane.row_cost / lane.share for job, lane in made.items())
+    assert late.due * (1 + 1e-9) >= min(lane.due for lane in made.values()) - largest
 
 
 def test_priority_is_strict():
