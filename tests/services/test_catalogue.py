@@ -105,3 +105,21 @@ def test_a_model_that_cannot_be(tmp_path, text, words):
     with pytest.raises(InvalidConfig) as caught:
         make(tmp_path, text)
     assert words in caught.value.message and str(tmp_path / "batchmill.toml") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("told", "flags"),
+    [
+        ("", {"allowed-media-domains": "media.invalid"}),
+        ("engine_args = { seed = 1 }", {"seed": 1, "allowed-media-domains": "media.invalid"}),
+        ('engine_args = { allowed-media-domains = "a.com" }', {"allowed-media-domains": "a.com"}),
+        ('engine_args = { allowed_media_domains = "a.com" }', {"allowed_media_domains": "a.com"}),
+    ],
+)
+def test_an_engine_server_fetches_nothing_for_a_caller(tmp_path, told, flags):
+    """Images by URL come from no host that the configuration does not open: it stands where callers may not."""
+    (tmp_path / "model").mkdir()
+    catalogue = make(tmp_path, f'[models.m]\nengine = "vllm"\nsource = "model"\n{told}\n')
+    [model] = catalogue.models()
+    assert model.engine_args == flags
+    assert catalogue.find(caller(), "m").model == model

@@ -14,6 +14,8 @@ from batchmill.models import registry
 from batchmill.types import Caller, ModelSpec
 from batchmill.wire.forms import URLS
 
+MEDIA_FLAG, NO_HOST = "allowed-media-domains", "media.invalid"  # a name that no host can have: RFC 2606
+
 
 class Served(Struct, frozen=True):
     """A name that a request may be sent to."""
@@ -36,7 +38,7 @@ class Catalogue:
                 model = registry.resolve(name, config, cwd=cwd)
             except BatchmillError as error:
                 raise InvalidConfig(f"{place}models.{name}: {error.message}", code=error.code) from None
-            self._models[name] = model
+            model = self._models[name] = _guarded(model)
             for served in (Served(name, model), *(Served(adapter, model, adapter) for adapter in model.adapters)):
                 if served.name in self._served:
                     other = self._served[served.name].model.name
@@ -86,3 +88,13 @@ class Catalogue:
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
         return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)
+
+
+def _guarded(model: ModelSpec) -> ModelSpec:
+    """An engine server of ours fetches no image or video that a caller names: it stands inside, the caller may not.
+
+    Media inside a request are taken. `engine_args = { allowed-media-domains = "example.com" }` opens a host.
+    """
+    if model.engine != "llm" or any(name.replace("_", "-") == MEDIA_FLAG for name in model.engine_args):
+        return model
+    return replace(model, engine_args={**model.engine_args, MEDIA_FLAG: NO_HOST})
