@@ -22,6 +22,8 @@ from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport
 from batchmill.wire import messages
 from batchmill.wire.raised import Raised
 
+PAGE_JOBS = 500  # views that travel in one message
+
 
 class Submit(Struct, frozen=True, tag="submit"):
     order: JobOrder
@@ -257,7 +259,16 @@ class ControlClient:
         await self._ask(Answered(key))
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        return (await self._ask(ListJobs(query))).views
+        """Of a long list one page after another: each is one message."""
+        views: list[JobView] = []
+        while query.limit is None or len(views) < query.limit:
+            wanted = PAGE_JOBS if query.limit is None else min(PAGE_JOBS, query.limit - len(views))
+            after = views[-1].id if views else query.after
+            page = (await self._ask(ListJobs(msgspec.structs.replace(query, after=after, limit=wanted)))).views
+            views += page
+            if len(page) < wanted:
+                break
+        return views
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         async with contextlib.aclosing(self._talk(Watch(job_id, interval_s))) as replies:
