@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from batchmill import errors
 from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.bodies import Refusal
 from batchmill.server.operations import json_reply
+from batchmill.wire.json_bytes import decode
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "requests"
 
@@ -118,6 +120,28 @@ def refusal(error: BatchmillError, message: str) -> Response:
     """The reply to a request that failed. Never raises."""
     status = row_of(error).status
     return json_reply(envelope(error, message), status, _headers(error, status))
+
+
+def as_ours(status: int, answer: bytes) -> Envelope:
+    """An engine's or a service's error in this form. vLLM gives the name of a class as type and the status as code."""
+    try:
+        told = decode(answer)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        told = None
+    fields = told if isinstance(told, dict) else {}
+    error = fields["error"] if isinstance(fields.get("error"), dict) else {"message": fields.get("error")}
+    texts = {name: value for name, value in error.items() if isinstance(value, str) and value}
+    message = texts.get("message") or fields.get("message") or fields.get("detail")
+    kind, code = texts.get("type", ""), texts.get("code", "")
+    own = RATE if status == 429 else SERVER if status >= 500 else INVALID
+    return Envelope(
+        Detail(
+            message if isinstance(message, str) else f"the model answered with status {status}",
+            kind if kind.islower() else own,
+            texts.get("param"),
+            None if not code or code.isdigit() else code,
+        )
+    )
 
 
 def _headers(error: BatchmillError, status: int) -> dict[str, str]:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
+from batchmill.dialects.openai.errors import as_ours
 from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import BatchmillError, UnknownName
-from batchmill.server.operations import Call, Content, Operation
+from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone
 from batchmill.services.places import Places
 from batchmill.services.services import Services
@@ -60,7 +61,7 @@ class Inference:
         ]  # fmt: skip
 
     async def answer(self, call: Call) -> Response:
-        """The answer of a model. Its errors come as the model's engine words them, in the same envelope."""
+        """The answer of a model. Its errors come as the model's engine words them, in this API's envelope."""
         url = call.request.scope["path"]
         if url.split("/")[2] in RESERVED:
             raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]})", code="unknown_url")
@@ -85,6 +86,8 @@ class Inference:
 
     @staticmethod
     def _whole(head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
+        if head.status >= 400:
+            return json_reply(as_ours(head.status, answer), head.status)
         if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
             answer = with_encoding(answer, encoding)
         return Response(answer, head.status, {"content-type": head.content_type})
