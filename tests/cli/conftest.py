@@ -16,6 +16,14 @@ from batchmill.states import JobState
 from batchmill.types import JobView, LedgerReport, Submitted, Wait
 
 
+@pytest.fixture(autouse=True)
+def hangs_up_as_at_a_terminal():
+    """A run of the tests that ignores SIGHUP, as under nohup, shows what a command does at a terminal all the same."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class MemoryJobs:
     """`ports.Jobs` over a list of views for each job; `watch` goes through them and stays at the last."""
 

@@ -134,7 +134,9 @@ def codes_of(folder: Path) -> set[str]:
     places = {"RowError": 0, "Problem": 0, "Rejection": 1, "_refuse": 1, "Refused": 2}
     found: set[str] = set()
     for path in sorted(folder.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+        for node in ast.walk(tree):
             values: list[ast.AST] = []
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
@@ -143,7 +145,7 @@ def codes_of(folder: Path) -> set[str]:
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "code":
                 values = [node.value]
             for value in values:
-                found |= constants_of(value)
+                found |= constants_of(named.get(ast.unparse(value), value))
     return found
 
 
