@@ -23,12 +23,6 @@ def server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        yield client
-
-
 def test_from_a_file_to_its_results(client):
     """A batch goes from upload to output; every field says what happened, and results are in the file's order."""
     before = int(time.time())

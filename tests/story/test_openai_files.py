@@ -27,12 +27,6 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def client(server):
-    with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
 async def aclient(server):
     async with AsyncOpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
         yield client

@@ -7,7 +7,7 @@ import struct
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 from openai_story import FUNCTIONS, TIMEOUT_S, until, write_project
 from running_server import RunningServer
 
@@ -18,12 +18,6 @@ def server(tmp_path_factory):
     write_project(folder)
     with RunningServer(folder) as running:
         yield running
-
-
-@pytest.fixture
-def client(server):
-    with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        yield client
 
 
 def say(text: str) -> list:

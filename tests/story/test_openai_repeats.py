@@ -32,12 +32,6 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def client(server):
-    with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
 def order(server) -> dict:
     """A batch that was not ordered yet."""
     return {**ORDER, "input_file_id": upload(server.url)}

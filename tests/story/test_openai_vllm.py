@@ -42,12 +42,6 @@ def server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        yield client
-
-
 def ask(client: OpenAI, model: str, **fields):
     messages = [{"role": "user", "content": "Say: hello world"}]
     return client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=48, **fields)

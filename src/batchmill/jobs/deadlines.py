@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from batchmill.errors import BatchmillError
 from batchmill.ports import Clock
+
+log = logging.getLogger("batchmill.jobs")
 
 LONGEST_S = 60.0  # of one sleep: the clock on the wall may be set, and a machine may be suspended
 AGAIN_S = 5.0  # before a job is tried again that could not be ended
@@ -42,7 +45,8 @@ class Deadlines:
             self._changed.clear()
             try:
                 next_s = await self._end_due()
-            except BatchmillError:  # the database could not be read: that is for its other users to report
+            except BatchmillError as error:
+                log.warning("deadlines could not be read: %s", error.message)
                 next_s = AGAIN_S
             if next_s is None:
                 await self._changed.wait()
@@ -71,7 +75,8 @@ class Deadlines:
     async def _end(self, job_id: str) -> None:
         try:
             await self._expire(job_id)
-        except BatchmillError:  # a full disk, or it has just changed its state: it is looked at again
+        except Exception as error:  # a full disk, a change of its state, or a bug of ours: told, and looked at again
+            log.warning("the job %s could not be ended at its deadline: %s: %s", job_id, type(error).__name__, error)
             await self._clock.sleep(AGAIN_S)
         finally:
             del self._ending[job_id]

@@ -142,10 +142,12 @@ class Pool:
                 self._fail(_not_started(error))
                 return
             worker = PoolWorker(name, home, handle)
-            failed = await self._listen(worker)
-            worker.is_ready = False
-            is_answering = bool(worker.calls)
-            worker.end_calls(self._lost())
+            try:
+                failed = await self._listen(worker)
+            finally:  # nobody hears it any more: whoever waits for an answer of it is told
+                worker.is_ready = False
+                is_answering = bool(worker.calls)
+                worker.end_calls(self._lost())
             code = await handle.wait()
             del self.workers[name]
             death = await self._listener.died(self, worker, code)

@@ -80,8 +80,7 @@ class HttpRoot:
         await self._deliveries.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise NotImplementedError(f"no {scope['type']} here")
+        assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
         served = Served(_request_id(scope["headers"]), scope["method"], started=self._clock.monotonic())
         reply = _Reply(scope, send, served)
         found = self.routes.find(scope["method"], scope["path"])
