@@ -16,7 +16,7 @@ PARAMETERS_MAX = 9
 
 # A module may import from its own row and the rows above it.
 ROWS = {
-    1: ("types", "states", "errors", "faults"),
+    1: ("types", "states", "errors", "faults", "function_side"),
     2: ("ports", "config", "wire"),
     3: ("datasets", "models", "store"),
     4: ("engines", "executors"),

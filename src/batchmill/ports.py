@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from batchmill.types import (
     Amendment,
+    Ask,
+    CallStats,
     EngineStats,
     JobOrder,
     JobQuery,
@@ -26,7 +28,7 @@ from batchmill.types import (
 )
 
 if TYPE_CHECKING:
-    from batchmill.wire.messages import Start, ToOwner
+    from batchmill.wire.messages import Answer, Start, ToOwner
 
 
 class Feed(Protocol):
@@ -76,6 +78,26 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
+
+
+class Answering(Protocol):
+    """Where an engine leaves answers to Asks, in any order, each exactly once."""
+
+    def put(self, answer: Answer) -> None:
+        """Take an answer over. Returns at once. Concurrency: on the event loop's thread only."""
+
+
+class CallEngine(Engine, Protocol):
+    """An engine of deployed functions: it takes Asks besides rows and live requests."""
+
+    def ask(self, ask: Ask, answering: Answering) -> None:
+        """Take a call over; returns at once. Its answer goes to `answering`, an error as `raised`."""
+
+    def abandon(self, ask_id: int) -> None:
+        """Nobody waits for this answer any more: none is put, and rows of it that have not begun never run."""
+
+    def taken_stats(self) -> CallStats | None:
+        """What has been counted since this was last called; None: nothing."""
 
 
 class SegmentSink(Protocol):
@@ -168,6 +190,11 @@ class Live(Protocol):
 
         Raises: ModelFailed, with the engine's own words, when it cannot be started; Unavailable when too many wait.
         """
+
+    async def ask(
+        self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None
+    ) -> Answer:
+        """Call a deployed function; see `Ask`. Raises as `predict`, and what the function or its form raised."""
 
 
 class WorkerHandle(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 
 class Usage(Struct, frozen=True, gc=False):
@@ -49,11 +49,53 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int | None = None  # address space of one worker
 
 
+class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """One input or output of a typed function."""
+
+    name: str
+    datatype: str | None = None  # of the Open Inference Protocol, or STRING: BYTES that are UTF-8; None: any JSON value
+    shape: list[int] = field(default_factory=lambda: [1])  # [1]: one value, not a list; -1: any length
+    required: bool = True
+    example: Any = None  # JSON; None: there is none
+    is_array: bool = False  # the function takes (returns) a numpy array
+
+
+class Interface(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a function takes and returns, as its code or its schema says it."""
+
+    inputs: list[Tensor] = []  # in the order of the function's own parameters
+    outputs: list[Tensor] | None = None  # None: whatever it returns
+    calls: str = "row"  # row: called for each; list: for many, a list for each parameter; frame: for many, a data frame
+    takes: str = "arguments"  # arguments: by name or position; dict: one dict (Inferless); rows: a list of dicts
+    has_schema: bool = False  # inputs are checked against it; otherwise types are what the hints say, and a hint
+    takes_more: bool = False  # further arguments by any name
+    is_async: bool = False
+    streams: bool = False  # it is a generator, or sends its events itself
+    summary: str = ""  # the first line of its docstring
+
+
+class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of a function as it was deployed: its code, and how it is called in a process of its own."""
+
+    version: str  # "main/3"
+    folder: str  # absolute: holds its code, and nothing writes there any more; `source` is relative to it
+    digest: str  # sha256 of the code and of the environment
+    interface: Interface = Interface()
+    batch_size: int = 0  # rows of live requests and jobs that go together in one call; 0: as the function is marked
+    batch_window_s: float = 0.0  # how long an idle worker waits for a batch to fill
+    frame_columns: list[str] = []  # of a data-frame function
+    is_idempotent: bool = False  # a call whose worker died may be made again
+    environment: dict[str, str] = {}  # variables
+    secrets: dict[str, str] = {}  # variable -> "env:NAME" or "file:PATH"
+    gpus: int = 0  # of each worker
+    received_shapes: bool = False  # a tensor of one element is a single value, whatever the schema says (Inferless)
+
+
 class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A name that rows can be sent to, as the job saw it when it was submitted."""
 
     name: str
-    engine: str  # a name of the engine table: function, llm (vllm), http (openai)
+    engine: str  # a name of the engine table: function, function_process (deployed), llm (vllm), http (openai)
     source: str  # what the engine loads: FILE.py:NAME, a model directory or id, a remote model name
     adapters: dict[str, str] = {}  # name -> path or id
     base_url: str | None = None
@@ -64,6 +106,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     price: Price | None = None
     limits: Limits = Limits()
     allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
+    function: FunctionSpec | None = None  # of the engine function_process
 
     def targets(self) -> dict[str, str | None]:
         """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
@@ -119,6 +162,65 @@ class LiveRequest(Struct, frozen=True):
     url: str  # "/v1/chat/completions"
     body: bytes  # the JSON object as it came
     stream: bool = False  # answer in pieces, as server-sent events
+    form: str = "arguments"  # how a function reads `body`: a name of wire.call_forms
+    head: bytes = b""  # what that form needs beside the body
+
+
+class Ask(Struct, frozen=True, gc=False):
+    """A call of a deployed function that somebody waits for: one row or many in one body, answered in one piece."""
+
+    id: int
+    form: str  # a name of wire.call_forms: arguments, rows, tensors
+    body: bytes
+    head: bytes = b""  # what the form needs beside the body
+    timeout_s: float | None = None  # from now on; None: the model's own limit
+
+
+class BatchTimes(Struct, frozen=True, gc=False):
+    """Calls of user code with this many rows in each, and what they took, summed."""
+
+    batch_size: int
+    executions: int
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+class CallStats(Struct, frozen=True):
+    """What became of the calls of one function. Sums; `rows` counts rows, of live requests and of jobs."""
+
+    rows: int = 0
+    executions: int = 0
+    succeeded: int = 0  # requests; the rows of jobs count as one each
+    succeeded_ns: int = 0  # from their arrival at the worker to their answer
+    failed: int = 0
+    failed_ns: int = 0
+    queue_ns: int = 0  # that requests waited before their rows were called
+    batches: list[BatchTimes] = []  # by size
+    last_at: float = 0.0  # seconds since the epoch
+
+    def __add__(self, other: CallStats) -> CallStats:
+        sizes = {each.batch_size: each for each in self.batches}
+        for each in other.batches:
+            had = sizes.get(each.batch_size, BatchTimes(each.batch_size, 0))
+            sizes[each.batch_size] = BatchTimes(
+                each.batch_size,
+                had.executions + each.executions,
+                had.input_ns + each.input_ns,
+                had.infer_ns + each.infer_ns,
+                had.output_ns + each.output_ns,
+            )
+        return CallStats(
+            self.rows + other.rows,
+            self.executions + other.executions,
+            self.succeeded + other.succeeded,
+            self.succeeded_ns + other.succeeded_ns,
+            self.failed + other.failed,
+            self.failed_ns + other.failed_ns,
+            self.queue_ns + other.queue_ns,
+            [sizes[size] for size in sorted(sizes)],
+            max(self.last_at, other.last_at),
+        )
 
 
 class LiveHead(Struct, frozen=True):

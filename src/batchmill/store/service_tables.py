@@ -90,3 +90,27 @@ outbox = Table(  # events on their way to an endpoint; written with, or made fro
     Column("failure", Text),  # of the last attempt
     Index("outbox_by_due", "due", "endpoint"),
 )
+
+model_versions = Table(  # functions as they were deployed; a row never changes once its state is ready or failed
+    "model_versions",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("branch", String(200), primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … within a branch; a number is never used again
+    Column("state", String(16), nullable=False),  # building, ready, failed, removed
+    Column("created", Float, nullable=False),
+    Column("finished", Float),
+    Column("source", Text, nullable=False),  # for people: app.py:fn, a git URL at its revision
+    Column("spec", LargeBinary),  # types.ModelSpec as JSON, once it is ready
+    Column("error", Text),  # why it failed: the traceback
+)
+
+model_routes = Table(  # what a branch's `latest`, or an alias, stands for
+    "model_routes",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("label", String(200), primary_key=True),  # "main", "feat/x"; "@prod" is the alias prod
+    Column("backends", LargeBinary, nullable=False),  # JSON: [[branch, number, weight], …]; one for a branch
+    Column("mirrors", LargeBinary, nullable=False),  # JSON: [[branch, number], …]: shadow copies
+    Column("changed", Float, nullable=False),
+)

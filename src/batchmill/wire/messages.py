@@ -8,7 +8,7 @@ from array import array
 import msgspec
 from msgspec import Struct
 
-from batchmill.types import Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import Ask, CallStats, Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
@@ -84,6 +84,12 @@ class Predict(Struct, frozen=True, tag="predict"):
 
     id: int
     request: LiveRequest
+
+
+class Asks(Struct, frozen=True, tag="asks"):
+    """Owner: answer these calls of a deployed function, in any order; as many as came in one turn of its loop."""
+
+    asks: list[Ask]
 
 
 class Abandon(Struct, frozen=True, tag="abandon"):
@@ -163,8 +169,24 @@ class Answered(Struct, frozen=True, tag="answered"):
     raised: Raised | None = None
 
 
-ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Predict | Abandon | Taken | Drain
-ToOwner = Ready | Want | Record | Released | Heartbeat | Failed | Head | Chunk | Answered
+class Answer(Struct, frozen=True, gc=False):
+    """What a function answered to an Ask, in the Ask's own form, or why it did not."""
+
+    id: int
+    body: bytes = b""
+    head: bytes = b""  # what the form says beside the body
+    raised: Raised | None = None
+
+
+class Answers(Struct, frozen=True, tag="answers"):
+    """Worker: answers that became ready together, and what has been counted since the last of these messages."""
+
+    answers: list[Answer] = []
+    stats: CallStats | None = None
+
+
+ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Predict | Asks | Abandon | Taken | Drain
+ToOwner = Ready | Want | Record | Released | Heartbeat | Failed | Head | Chunk | Answered | Answers
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
