@@ -27,7 +27,7 @@ def pack(meta, buffers=()):
     """The pieces of a frame, to be written one after another; large buffers are not copied."""
     text = json.dumps(meta, separators=(",", ":")).encode()
     head = HEAD.pack(MAGIC, len(text), len(buffers), zlib.crc32(text))
-    sizes = struct.pack("<%dQ" % len(buffers), *[len(each) for each in buffers])
+    sizes = struct.pack(f"<{len(buffers)}Q", *[len(each) for each in buffers])
     return [head + sizes + text, *buffers]
 
 
@@ -62,10 +62,10 @@ class Reader:
         begin = at + HEAD.size + 8 * count
         if len(data) < begin + text_size:
             return None
-        sizes = struct.unpack_from("<%dQ" % count, data, at + HEAD.size)
+        sizes = struct.unpack_from(f"<{count}Q", data, at + HEAD.size)
         end = begin + text_size + sum(sizes)
         if end - at > BYTES_MAX:
-            raise BrokenFrame("a frame of %d bytes" % (end - at))
+            raise BrokenFrame(f"a frame of {end - at} bytes")
         if len(data) < end:
             return None
         text = bytes(data[begin : begin + text_size])
