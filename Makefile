@@ -1,5 +1,6 @@
 # make demo   set everything up, run a real batch through a real LLM with two adapters, show the results
 # make test   set everything up, check the style, pass the tests
+# make clients  set up the published clients that the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style alone
 # make clean  remove everything that these made
@@ -9,6 +10,7 @@ SHELL := /bin/sh
 PYTHON ?=
 VENV := .venv
 VLLM_VENV := .venv-vllm
+CLIENT_VENVS := .venv-clients
 INSTALLED := $(VENV)/.batchmill-installed
 PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill upload many_jobs get_latency \
@@ -17,7 +19,7 @@ PYTEST_ARGS ?=
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help test demo bench lint clean vllm
+.PHONY: help test demo bench lint clean vllm clients
 .DEFAULT_GOAL := help
 
 help:
@@ -35,16 +37,21 @@ vllm: $(INSTALLED)
 	@echo "--> making sure that vLLM is in $(VLLM_VENV) (the first time this takes some minutes)"
 	@$(VENV)/bin/python tools/install_vllm.py --venv $(VLLM_VENV)
 
+# The published clients of the APIs that the server speaks, each in an environment of its own.
+clients:
+	@PYTHON="$(PYTHON)" tools/client_envs.sh $(CLIENT_VENVS)
+
 demo: vllm
 	@BATCHMILL="$(VENV)/bin/batchmill" BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
 
-# The tests run even where vLLM cannot be installed; those that need it then fail, and say why.
+# The tests run even where vLLM or a client cannot be installed; those that need it then fail, and say why.
 test: lint
 	@$(MAKE) --no-print-directory vllm || echo "--> vLLM could not be installed: the tests that need it will fail"
+	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
-	    $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	@echo "--> checking the style"
@@ -60,7 +67,7 @@ bench: vllm
 
 clean:
 	@echo "--> removing environments, caches and what the demo and the benchmarks wrote"
-	@rm -rf $(VENV) $(VLLM_VENV) demo-output .pytest_cache .ruff_cache .hypothesis build dist \
+	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENT_VENVS) demo-output .pytest_cache .ruff_cache .hypothesis build dist \
 	    benchmarks/.venvs benchmarks/.data
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

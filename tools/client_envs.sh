@@ -1,0 +1,25 @@
+#!/bin/sh
+# Make an environment for each published client that the tests use, in the folder given: their pins contradict each other.
+# What is there and whole is left as it is. PYTHON chooses the interpreter.
+set -eu
+folder="$1"
+
+# name: what is installed
+clients() {
+    cat <<LIST
+modelbit modelbit==0.44.3 pandas setuptools<81
+inferless inferless==0.2.15
+tritonclient tritonclient[http,grpc]==2.73.0 ml_dtypes
+kserve kserve
+LIST
+}
+
+clients | while read -r name packages; do
+    home="$folder/$name"
+    if [ "$(cat "$home/.packages" 2>/dev/null)" = "$packages" ]; then continue; fi
+    echo "--> installing the client $name into $home"
+    PYTHON="${PYTHON:-}" "$(dirname "$0")/make_venv.sh" "$home"
+    # shellcheck disable=SC2086
+    "$home/bin/python" -m pip install -qq --disable-pip-version-check $packages
+    printf '%s\n' "$packages" >"$home/.packages"
+done
