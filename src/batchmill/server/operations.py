@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
+from batchmill.server.express import Express
 from batchmill.types import Caller, Scope
 
 Callback = Callable[[], Awaitable[None]]
@@ -80,6 +81,9 @@ class Operation(Struct, frozen=True):
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
+    express: Express | None = (
+        None  # a shorter way for plain requests, with the same answers; never with `spends_itself`
+    )
 
 
 class Dialect(Protocol):
