@@ -41,7 +41,9 @@ class Refusal(InvalidInput):
 class BodyReader:
     """The body of one request, counted as it arrives: what Content-Length claims is only a first hint."""
 
-    def __init__(self, receive: Receive, headers: Sequence[tuple[bytes, bytes]], bytes_max: int) -> None:
+    def __init__(
+        self, receive: Receive, headers: Sequence[tuple[bytes, bytes]], bytes_max: int, *, any_encoding: bool = False
+    ) -> None:
         self._receive, self._max = receive, bytes_max
         self.bytes = 0
         named = dict(headers)
@@ -49,7 +51,7 @@ class BodyReader:
         self.is_there = b"transfer-encoding" in named or named.get(b"content-length", b"0").strip() != b"0"
         self.is_done = not self.is_there
         self._replay: bytes | None = None
-        if named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        if not any_encoding and named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
         if len(claimed := named.get(b"content-length", b"0")) > 18 or int(claimed) > bytes_max:
             raise self._too_large()
@@ -97,6 +99,8 @@ async def read_body(operation: Operation, reader: BodyReader) -> tuple[bytes, An
     if wanted is None:
         if reader.is_there and (await reader.read()).strip() not in (b"", b"{}", b"null"):
             raise Refusal("this request has no body: leave it out", code="unexpected_body")
+        return b"", None
+    if operation.is_raw:
         return b"", None
     media = wanted.media if isinstance(wanted, Content) else JSON
     if operation.body_is_optional and reader.is_there and not reader.media and not await reader.read():

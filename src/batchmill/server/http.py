@@ -134,7 +134,7 @@ class HttpRoot:
             spend()
         query = parse_query(scope["query_string"], operation.query)
         limit = self._body_max if operation.body_bytes_max is None else operation.body_bytes_max
-        reader = BodyReader(receive, headers, limit)
+        reader = BodyReader(receive, headers, limit, any_encoding=operation.is_raw)
         try:
             raw, body = await read_body(operation, reader)
             scope["path_params"] = found.parameters

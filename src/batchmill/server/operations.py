@@ -80,6 +80,7 @@ class Operation(Struct, frozen=True):
     errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
+    is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`
