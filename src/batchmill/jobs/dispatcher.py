@@ -449,6 +449,7 @@ class Dispatcher:
         """End every worker; returns when they have gone."""
         self._dispatching.cancel()
         await self._pools.close(at_once=at_once)
+        await self.live.close()
 
 
 def _has_room(worker: PoolWorker, job_id: str) -> bool:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
 
-from batchmill.errors import ModelFailed, StorageFull, TooLarge, Unavailable
+from batchmill.errors import BatchmillError, ModelFailed, StorageFull, TooLarge, Unavailable
+from batchmill.jobs.live_asks import BYTES_IN_FLIGHT_MAX, Cancel, HearAnswer, Line, LiveAsk
 from batchmill.jobs.pool import Pool, PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.tallies import Tallies
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.types import LiveHead, LiveRequest, ModelSpec
-from batchmill.wire.messages import LIVE_AHEAD_BYTES, MESSAGE_BYTES_MAX, Abandon, Predict, Taken
+from batchmill.types import Ask, CallStats, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.messages import LIVE_AHEAD_BYTES, MESSAGE_BYTES_MAX, Abandon, Answer, Predict, Taken
 
 WAITING_MAX = 1024  # requests that wait for the first worker of one model
 IN_FLIGHT_MAX = 8192  # requests of one model that its workers are answering
 BODY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # so that the message around it fits too
 TRY_AGAIN_S = 15.0  # a model that could not be started is started again for a request that comes later than this
-
-
 LOADING_S = 300.0  # how long a request waits for the first worker of its model
+HOLD_S = 5.0  # a pool is held for so long, and twice that at most, after the last call of its model
+LINES_MAX = 4096  # models whose calls are remembered; beyond that those without any are not
 
 
 class LivePath:
@@ -32,6 +34,8 @@ class LivePath:
         self._loading_s = loading_s
         self._numbers = itertools.count(1)
         self._failed: dict[str, tuple[float, str]] = {}  # pool key -> when it could not be started, and why
+        self._lines: dict[int, Line] = {}  # id of a spec, which its line keeps alive -> its calls
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         """Raises, besides what `ports.Live` says: TooLarge for a body that does not fit one message."""
@@ -52,6 +56,155 @@ class LivePath:
             self._pools.leave(key, user)
             if not has_begun:
                 self._tallies.count_live(model.name, None)
+
+    # -- calls of deployed functions ----------------------------------------------------------------------------------
+
+    def ask_now(
+        self,
+        model: ModelSpec,
+        form: str,
+        body: bytes,
+        *,
+        head: bytes = b"",
+        timeout_s: float | None = None,
+        hear: HearAnswer,
+    ) -> Cancel | None:
+        """Begin a call at once; None where it would have to wait, or would be refused: then `ask` it.
+
+        `hear` gets the answer, later and once, its `raised` included; never after the call was cancelled.
+        """
+        line = self._line(model)
+        worker = self._free_worker(line)
+        if worker is None or len(body) > BODY_BYTES_MAX or not line.has_room(len(body)):
+            return None
+        call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s), hear, self._ask_again)
+        call.begin(worker)
+        return call.cancel
+
+    async def ask(
+        self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None
+    ) -> Answer:
+        """See `ports.Live`. Raises: TooLarge for a body that does not fit one message."""
+        if len(body) > BODY_BYTES_MAX:
+            raise TooLarge(f"a body of {len(body)} bytes; a live request may have {BODY_BYTES_MAX}")
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def hear(answer: Answer) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, hear=hear)
+        if cancel is None:
+            line = self._line(model)
+            if not line.has_room(len(body)):
+                raise Unavailable(f"{BYTES_IN_FLIGHT_MAX:,} bytes are on their way to {model.name!r}; try again")
+            call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s), hear, self._ask_again)
+            cancel = call.cancel
+            try:
+                await self._begin(call)
+            except BaseException:
+                cancel()
+                raise
+        try:
+            answer = await answered
+        finally:
+            cancel()
+        if answer.raised is not None:
+            raise answer.raised.error()
+        return answer
+
+    async def load(self, model: ModelSpec) -> None:
+        """Have a worker ready for calls, and keep it so until `unload`. Raises as `ask`."""
+        key = self._line(model).key
+        try:
+            await self._loaded(_loader(key), model, key)
+        except BaseException:
+            self._pools.leave(key, _loader(key))
+            raise
+
+    def unload(self, model: ModelSpec) -> None:
+        """Keep it no more: its workers end when nobody has called them for a while."""
+        key = self._line(model).key
+        self._pools.leave(key, _loader(key))
+
+    def is_ready(self, model: ModelSpec) -> bool:
+        """A call would not wait for a worker to start."""
+        return self._free_worker(self._line(model), hold=False) is not None
+
+    def stats(self, model: ModelSpec) -> CallStats:
+        """What became of this model's calls, and of its rows in jobs, since this process began."""
+        return self._pools.sums(self._line(model).key).total()
+
+    def _line(self, model: ModelSpec) -> Line:
+        line = self._lines.get(id(model))
+        if line is None:
+            if len(self._lines) >= LINES_MAX:
+                self._lines = {at: each for at, each in self._lines.items() if each.in_flight or each.is_held}
+            line = self._lines[id(model)] = Line(model, self._pools.key_of(model), f"calls {next(self._numbers)}")
+        return line
+
+    def _free_worker(self, line: Line, *, hold: bool = True) -> PoolWorker | None:
+        """A worker that takes one more call at once."""
+        pool = self._pools.get(line.key)
+        if pool is None or pool.failure is not None or self._pools.is_closed:
+            return None
+        worker = pool.least_live()
+        if worker is None or sum([len(each.calls) for each in pool.workers.values()]) >= IN_FLIGHT_MAX:
+            return None
+        if hold and not line.is_held:
+            self._hold(line)
+        return worker
+
+    async def _begin(self, call: LiveAsk) -> None:
+        """Have a worker take a call, once there is one. Raises as `ask`."""
+        line = call.line
+        user = f"live {next(self._numbers)}"
+        try:
+            call.begin(await self._loaded(user, line.model, line.key))
+            if not line.is_held:
+                self._hold(line)
+        finally:
+            self._pools.leave(line.key, user)
+
+    def _ask_again(self, call: LiveAsk) -> None:
+        """Its worker died with it, and it may be made once more."""
+        self._spawn(self._begin_again(call))
+
+    async def _begin_again(self, call: LiveAsk) -> None:
+        try:
+            await self._begin(call)
+        except BatchmillError as error:
+            call.fail(error)
+
+    def _hold(self, line: Line) -> None:
+        """Keep the pool while calls come: to take and leave it with each would cost more than the calls."""
+        self._pools.use(line.user, line.model, line.key)
+        line.is_held = True
+        self._spawn(self._hold_while_called(line))
+
+    async def _hold_while_called(self, line: Line) -> None:
+        begun = -1
+        while line.in_flight or begun != line.begun:
+            begun = line.begun
+            await self._clock.sleep(HOLD_S)
+            if self._pools.is_closed:
+                return
+        line.is_held = False
+        self._pools.leave(line.key, line.user)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Hold nothing any more. The pools have been closed, or are about to be."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- a worker -----------------------------------------------------------------------------------------------------
 
     async def _loaded(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
         """As `_worker`, for a while: the model goes on loading, and who asks again may find it ready."""
@@ -108,3 +261,8 @@ class LivePath:
         finally:
             if worker.calls.pop(asked.id, None) is not None:  # its end has not been heard
                 worker.handle.send(Abandon(asked.id))
+
+
+def _loader(key: str) -> str:
+    """Who holds a pool that is to be ready whether it is called or not."""
+    return f"loaded {key}"

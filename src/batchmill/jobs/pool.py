@@ -12,12 +12,18 @@ from typing import Protocol
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable
+from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.claims import Weight
 from batchmill.ports import Clock, Executor, WorkerHandle
 from batchmill.states import PauseReason
-from batchmill.types import Commit, EngineStats, LiveHead, ModelSpec
+from batchmill.types import Ask, Commit, EngineStats, LiveHead, ModelSpec
 from batchmill.wire.messages import (
+    LIVE_ASKS_BYTES,
+    Abandon,
+    Answer,
     Answered,
+    Answers,
+    Asks,
     Chunk,
     Drain,
     Failed,
@@ -40,7 +46,8 @@ DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
 
 
-Hear = Callable[[LiveHead | bytes | Exception | None], None]  # None: the answer is complete
+# None: the answer is complete. An Ask has one Answer, or an error.
+Hear = Callable[[Answer | LiveHead | bytes | Exception | None], None]
 
 
 class PoolWorker:
@@ -57,6 +64,7 @@ class PoolWorker:
         self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
         self.heard = 0.0
+        self._asks: list[Ask] = []  # of this turn of the loop: they go in one message
 
     def end(self) -> None:
         """Kill it because we want it gone."""
@@ -78,6 +86,36 @@ class PoolWorker:
                 hear, piece = self.calls.pop(id_, None), None if raised is None else raised.error()
         if hear is not None:
             hear(piece)
+
+    def ask(self, ask: Ask, hear: Hear) -> None:
+        """Have it answer a call, with all the others of this turn of the loop."""
+        self.calls[ask.id] = hear
+        if not self._asks:
+            asyncio.get_running_loop().call_soon(self._send_asks)
+        self._asks.append(ask)
+
+    def _send_asks(self) -> None:
+        asks, self._asks = self._asks, []
+        begin = size = 0
+        for at, ask in enumerate(asks):
+            size += len(ask.body) + len(ask.head)
+            if size > LIVE_ASKS_BYTES and at > begin:
+                self.handle.send(Asks(asks[begin:at]))
+                begin, size = at, len(ask.body) + len(ask.head)
+        if asks:
+            self.handle.send(Asks(asks[begin:]))
+
+    def abandon(self, ask_id: int) -> None:
+        """Nobody waits for this answer any more."""
+        if self.calls.pop(ask_id, None) is not None:
+            self._send_asks()
+            self.handle.send(Abandon(ask_id))
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            hear = self.calls.pop(answer.id, None)
+            if hear is not None:
+                hear(answer)
 
     def end_calls(self, error: BatchmillError) -> None:
         """It answers nothing any more."""
@@ -123,6 +161,7 @@ class Pool:
         self._deaths = self._row_deaths = self._call_deaths = 0
         self.failure: Failed | None = None
         self.was_ready = False  # a worker of it has been ready
+        self.sums = CallSums()
         self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
         self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
         for task in self._tending:
@@ -210,6 +249,12 @@ class Pool:
     async def _hear(self, worker: PoolWorker, message: object) -> bool:
         """Pass on what a worker said; True when it said that it has failed."""
         match message:
+            case Answers(answers, stats):
+                worker.answer(answers)
+                if answers:
+                    self._call_deaths = 0
+                if stats is not None:
+                    self.sums.add(stats)
             case Chunk() | Head() | Answered():
                 worker.hear(message)
                 if isinstance(message, Answered):

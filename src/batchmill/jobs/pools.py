@@ -14,12 +14,14 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
+from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.pool import Pool, PoolListener, PoolWorker
 from batchmill.models import functions
 from batchmill.ports import Clock, Executor
 from batchmill.types import ModelSpec
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
+SUMS_MAX = 10_000  # models whose calls are summed; those that were first used longest ago are forgotten
 
 
 class CodeDigests:
@@ -59,6 +61,7 @@ class Pools:
         self._idle: dict[str, asyncio.Task[None]] = {}  # pools that nobody uses, in the order in which that came
         self.dying: set[Pool] = set()  # on their way to their end
         self.endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
+        self._sums: dict[str, CallSums] = {}  # pool key -> what its workers have counted, whichever pool had them
         self._second_tries: set[str] = set()  # keys of pools that were started again with more room
         self.is_closed = False
 
@@ -88,6 +91,15 @@ class Pools:
 
     def users(self, key: str) -> set[str]:
         return self._users.get(key, set())
+
+    def sums(self, key: str) -> CallSums:
+        """What the workers of this key have counted; it survives them."""
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = CallSums()
+            if len(self._sums) > SUMS_MAX:
+                del self._sums[next(iter(self._sums))]
+        return found
 
     def workers(self) -> Iterator[PoolWorker]:
         """Every worker, those that are ending too."""
@@ -120,6 +132,7 @@ class Pools:
         pool = Pool(
             key, everybodys, home, executor=self._executor, listener=self._listener, clock=self._clock, after=after
         )
+        pool.sums = self.sums(key)
         self._pools[key] = pool
         return pool
 

@@ -13,6 +13,7 @@ from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+LIVE_ASKS_BYTES = 32 * 1024 * 1024  # of the bodies in one Asks; a longer one goes alone
 LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends before its owner says that they were handed on
 
 
