@@ -1,0 +1,260 @@
+"""Calls between the messages of gRPC and the bodies of the protocol's HTTP side, so that one parser checks both.
+
+A request becomes a JSON head with its tensors' bytes behind it, as the binary extension has it, and a reply is read so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.dialects.open_inference.grpc.messages import message
+from batchmill.errors import InvalidInput, LedgerBroken
+
+InferResponse = message("ModelInferResponse")
+STREAMS_LAST = "triton_final_response"
+WANTS_LAST = "triton_enable_empty_final_response"
+RAW_FIELD = b"\x32"  # raw_output_contents of ModelInferResponse: number 6, its length first
+
+# datatype -> the field of InferTensorContents, and its elements as struct has them
+CONTENTS: dict[str, tuple[str, str]] = {
+    "BOOL": ("bool_contents", "?"),
+    "INT8": ("int_contents", "b"),
+    "INT16": ("int_contents", "h"),
+    "INT32": ("int_contents", "i"),
+    "INT64": ("int64_contents", "q"),
+    "UINT8": ("uint_contents", "B"),
+    "UINT16": ("uint_contents", "H"),
+    "UINT32": ("uint_contents", "I"),
+    "UINT64": ("uint64_contents", "Q"),
+    "FP32": ("fp32_contents", "f"),
+    "FP64": ("fp64_contents", "d"),
+    "BYTES": ("bytes_contents", ""),
+}
+# What only travels between a request and its body, whatever a client says of it.
+OWN = frozenset({"binary_data", "binary_data_size", "binary_data_output", WANTS_LAST})
+
+
+class _Tensor(Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, Any] = {}
+    data: list[Any] | None = None
+
+
+class Reply(Struct):
+    """The JSON of a reply's body."""
+
+    outputs: list[_Tensor]
+    model_name: str = ""
+    model_version: str = ""
+    id: str = ""
+    parameters: dict[str, Any] = {}
+
+
+_encode = msgspec.json.Encoder().encode
+_reply = msgspec.json.Decoder(Reply, strict=True).decode
+
+
+def is_raw(request: Any) -> bool:
+    """The tensors come as bytes, or there are none: the reply's do too."""
+    return bool(request.raw_input_contents) or not any(each.HasField("contents") for each in request.inputs)
+
+
+def body_of(request: Any) -> tuple[bytes, bytes]:
+    """A ModelInferRequest as the body of an infer request, and the length of its JSON as the header has it.
+
+    Raises: InvalidInput where a tensor's elements do not stand where they should; what they are the parser checks.
+    """
+    inputs, buffers = _inputs(request)
+    told: dict[str, Any] = {
+        "inputs": inputs,
+        "parameters": {**_parameters(request.parameters), "binary_data_output": True},
+    }
+    if request.id:
+        told["id"] = request.id
+    if request.outputs:
+        told["outputs"] = [
+            {"name": each.name, "parameters": {**_parameters(each.parameters), "binary_data": True}}
+            for each in request.outputs
+        ]
+    try:
+        head = _encode(told)
+    except UnicodeEncodeError as error:  # protobuf lets no such text through; a runtime of its own might
+        raise InvalidInput(f"a text is not UTF-8: {error.reason}") from None
+    return b"".join([head, *buffers]), str(len(head)).encode()
+
+
+def _inputs(request: Any) -> tuple[list[dict[str, Any]], list[bytes]]:
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise InvalidInput(
+            f"raw_input_contents has {len(raws)} items for {len(request.inputs)} inputs: one is for each"
+        )
+    inputs, buffers = [], []
+    for number, each in enumerate(request.inputs):
+        parameters = _parameters(each.parameters)
+        if "shared_memory_region" in parameters:
+            raise InvalidInput(f"input '{each.name}': this server has no shared memory; send its bytes")
+        if raws and each.HasField("contents"):
+            raise InvalidInput(
+                f"contents field must not be specified when using raw_input_contents for '{each.name}' "
+                f"for model '{request.model_name}'"
+            )
+        told: dict[str, Any] = {"name": each.name, "shape": list(each.shape), "datatype": each.datatype}
+        data = raws[number] if raws else _elements(each)
+        if isinstance(data, bytes):
+            parameters["binary_data_size"] = len(data)
+            buffers.append(data)
+        else:
+            told["data"] = data
+        if parameters:
+            told["parameters"] = parameters
+        inputs.append(told)
+    return inputs, buffers
+
+
+def _elements(tensor: Any) -> bytes | list[int]:
+    """A tensor's `contents` as raw bytes; integers that do not fit their datatype as they are, for the parser to say."""
+    name, kind = CONTENTS.get(tensor.datatype, ("", ""))
+    others = [field.name for field, _ in tensor.contents.ListFields() if field.name != name]
+    if others:
+        wanted = f"has its elements in {name}" if name else "comes in raw_input_contents"
+        raise InvalidInput(f"input '{tensor.name}': {tensor.datatype} {wanted}, not in {others[0]}")
+    if not name:
+        return b""  # the parser knows whether there is such a datatype, and how many bytes are missing
+    values = getattr(tensor.contents, name)
+    if not kind:
+        return _lengths_first(values)
+    try:
+        return struct.pack(f"<{len(values)}{kind}", *values)
+    except struct.error:
+        return list(values)
+
+
+def _lengths_first(values: Sequence[bytes]) -> bytes:
+    return b"".join(part for each in values for part in (len(each).to_bytes(4, "little"), each))
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as JSON has them."""
+    found = {}
+    for name, value in given.items():
+        choice = value.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidInput(f"parameter '{name}' has no value")
+        if name not in OWN:
+            found[name] = getattr(value, choice)
+    return found
+
+
+# -- replies ---------------------------------------------------------------------------------------------------------
+
+
+def read_reply(body: bytes, head: bytes = b"") -> tuple[Reply, list[bytes | memoryview | list[Any]]]:
+    """A reply's body, and the elements of each output: bytes, or a flat list where they stand in the JSON."""
+    length = int(head) if head else len(body)
+    view = memoryview(body)
+    reply = _reply(view[:length])
+    elements: list[bytes | memoryview | list[Any]] = []
+    at = length
+    for each in reply.outputs:
+        size = each.parameters.pop("binary_data_size", None)
+        if size is None:
+            elements.append(each.data or [])
+        else:
+            elements.append(view[at : at + size])
+            at += size
+    if at != len(body):
+        raise LedgerBroken(f"a reply of {len(body)} bytes, of which {at} belong to its outputs", code="internal_error")
+    return reply, elements
+
+
+def response_of(body: bytes, head: bytes, *, raw: bool) -> bytes:
+    """A reply's body as a ModelInferResponse that is written already. Copies each tensor once if `raw`."""
+    reply, elements = read_reply(body, head)
+    response = _response(reply)
+    if not (raw or all(each.datatype in CONTENTS for each in reply.outputs)):
+        raw = True  # nothing but raw bytes can hold an FP16; and it is all of them or none
+    if not raw:
+        for output, each, data in zip(response.outputs, reply.outputs, elements, strict=True):
+            _fill(output.contents, each, data)
+        return response.SerializeToString()
+    parts: list[bytes | memoryview] = [response.SerializeToString()]
+    for each, data in zip(reply.outputs, elements, strict=True):
+        written = _packed(each, data) if isinstance(data, list) else data
+        parts += (RAW_FIELD, _varint(len(written)), written)
+    return b"".join(parts)
+
+
+def _response(reply: Reply) -> Any:
+    response = InferResponse(model_name=reply.model_name, model_version=reply.model_version, id=reply.id)
+    set_parameters(response.parameters, reply.parameters)
+    for each in reply.outputs:
+        output = response.outputs.add(name=each.name, datatype=each.datatype, shape=each.shape)
+        set_parameters(output.parameters, each.parameters)
+    return response
+
+
+def set_parameters(parameters: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool):
+            parameters[name].bool_param = value
+        elif isinstance(value, int):
+            setattr(parameters[name], "int64_param" if value < 2**63 else "uint64_param", value)
+        elif isinstance(value, float):
+            parameters[name].double_param = value
+        else:
+            parameters[name].string_param = str(value)
+
+
+def _fill(contents: Any, tensor: _Tensor, data: bytes | memoryview | list[Any]) -> None:
+    name, kind = CONTENTS[tensor.datatype]
+    if isinstance(data, list):
+        values: Sequence[Any] = _as_elements(tensor, data)
+    elif not kind:
+        values = _split(data)
+    else:
+        values = struct.unpack(f"<{len(data) // struct.calcsize(kind)}{kind}", data)
+    getattr(contents, name).extend(values)
+
+
+def _packed(tensor: _Tensor, data: list[Any]) -> bytes:
+    """Elements that stood in the JSON, as raw bytes."""
+    values = _as_elements(tensor, data)
+    if tensor.datatype == "BYTES":
+        return _lengths_first(values)
+    if tensor.datatype == "BF16":
+        return b"".join(struct.pack("<f", each)[2:] for each in values)
+    kind = "e" if tensor.datatype == "FP16" else CONTENTS[tensor.datatype][1]
+    return struct.pack(f"<{len(values)}{kind}", *values)
+
+
+def _as_elements(tensor: _Tensor, data: list[Any]) -> list[Any]:
+    """What JSON writes otherwise: texts are bytes, and a float that it lacks is null."""
+    if tensor.datatype == "BYTES":
+        return [each.encode() for each in data]
+    return [float("nan") if each is None else each for each in data]
+
+
+def _split(data: bytes | memoryview) -> list[bytes]:
+    values, at = [], 0
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        values.append(bytes(data[at + 4 : end]))
+        at = end
+    return values
+
+
+def _varint(number: int) -> bytes:
+    written = bytearray()
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
