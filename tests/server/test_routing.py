@@ -1,6 +1,7 @@
 """What a path means."""
 
 import pytest
+from msgspec.structs import replace
 from small_api import SmallDialect
 
 from batchmill.server.routing import Routes
@@ -59,3 +60,22 @@ def test_two_operations_cannot_share_a_place():
     small = SmallDialect()
     with pytest.raises(ValueError, match="two operations"):
         Routes([(small, small.operations()), (small, small.operations()[:1])], small)
+
+
+def test_an_operation_leaves_what_it_does_not_claim():
+    """A path whose parameters an operation does not claim means what the next template says, and nothing is hidden."""
+    picky, wide = SmallDialect("picky"), SmallDialect("wide")
+    one, rest = picky.operations()[2], wide.operations()[5]
+    mine = replace(one, path="/v1/{name}/{version}", claims=lambda path: path["name"] != "files")
+    routes = Routes([(wide, [replace(rest, path="/v1/{rest:path}")]), (picky, [mine])], wide)
+    assert routes.find("GET", "/v1/double/latest").route.dialect is picky
+    assert routes.find("POST", "/v1/files/x").parameters == {"rest": "files/x"}
+    assert routes.find("POST", "/v1/double/latest").methods == ("GET",)
+
+
+def test_what_an_operation_passes_on(routes):
+    """After an operation that does not want a path comes the next template that fits it, and in the end nothing."""
+    first = routes.find("GET", "/small/things/a").route
+    assert routes.find("GET", "/small/things/a", first).route is None
+    second = routes.find("POST", "/small/things/a", first)
+    assert (second.route.operation.name, second.parameters) == ("any", {"rest": "things/a"})

@@ -15,6 +15,7 @@ from email.utils import formatdate
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -26,7 +27,7 @@ from batchmill.server.auth import ANYBODY, Gate
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
 from batchmill.server.hosts import Hosts
-from batchmill.server.operations import Call, Dialect, Operation
+from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
 from batchmill.server.routing import Found, Routes
 
 log = logging.getLogger("batchmill.server")
@@ -82,8 +83,8 @@ class HttpRoot:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
         served = Served(_request_id(scope["headers"]), scope["method"], started=self._clock.monotonic())
-        reply = _Reply(scope, send, served)
         found = self.routes.find(scope["method"], scope["path"])
+        reply = _Reply(scope, send, served, found.dialect)
         if found.route is not None:
             served.route = found.route.operation.path
         self._under_way += 1
@@ -101,7 +102,7 @@ class HttpRoot:
     async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> None:
         served, call = reply.served, None
         try:
-            call, response = await self._handle(scope, receive, found, served)
+            call, response = await self._handle(scope, receive, reply, found)
             await response(scope, call.request.receive, reply.send)
         except ClientDisconnect:
             raise
@@ -117,8 +118,8 @@ class HttpRoot:
             if call.callbacks and reply.was_sent and reply.transport is not None:
                 await self._deliveries.follow(reply.transport, call.callbacks)
 
-    async def _handle(self, scope: Scope, receive: Receive, found: Found, served: Served) -> tuple[Call, Response]:
-        headers = scope["headers"]
+    async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> tuple[Call, Response]:
+        headers, served = scope["headers"], reply.served
         self._hosts.check(scope["method"], headers)
         await self._deliveries.look()
         if found.route is None:
@@ -141,14 +142,27 @@ class HttpRoot:
             request = Request(scope, reader.receive)
             call = Call(request, caller, served.id, query, body, raw, spend=spend)
             return call, await operation.handler(call)
+        except Elsewhere as passed:
+            return await self._pass_on(reply, found, msgspec.structs.replace(call, raw=passed.raw))
         finally:
             served.bytes_in = reader.bytes
+
+    async def _pass_on(self, reply: _Reply, found: Found, call: Call) -> tuple[Call, Response]:
+        """To the next operation whose template fits the path, which answers in its own dialect's words."""
+        scope = call.request.scope
+        other = self.routes.find(scope["method"], scope["path"], found.route)
+        reply.dialect = other.dialect
+        if other.route is None:
+            raise _no_route(scope, other)
+        scope["path_params"] = other.parameters
+        reply.served.route = other.route.operation.path
+        return call, await other.route.operation.handler(call)
 
     async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Found, error: BatchmillError) -> None:
         reply.served.code, error.request_id = error.code, reply.served.id
         if reply.has_begun:
             return  # the connection is closed in the middle: whoever reads sees that something is missing
-        response = found.dialect.refusal(error)
+        response = reply.dialect.refusal(error)
         response.status_code = STATUS.get(error.code, response.status_code)
         if response.status_code == 405:
             response.headers["allow"] = ", ".join(found.methods)
@@ -183,8 +197,9 @@ def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
 class _Reply:
     """The way back to the client: headers that every reply has, and what became of it."""
 
-    def __init__(self, scope: Scope, send: Send, served: Served) -> None:
+    def __init__(self, scope: Scope, send: Send, served: Served, dialect: Dialect) -> None:
         self._send, self.served = send, served
+        self.dialect = dialect  # whose words a refusal has
         self.transport: asyncio.Transport | None = scope.get("state", {}).get("transport")
         self.has_begun = False
         self.was_sent = False  # whole, to a client that was there

@@ -51,6 +51,17 @@ class Call(Struct, frozen=True):
         return self.request.path_params
 
 
+class Elsewhere(Exception):
+    """A handler looked at its request: it is for the next operation whose template fits its path.
+
+    `raw` is the body, which it has read.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__()
+        self.raw = raw
+
+
 class Content(Struct, frozen=True):
     """A body or a reply that is no JSON of a struct."""
 
@@ -81,6 +92,7 @@ class Operation(Struct, frozen=True):
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
     is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
+    claims: Callable[[dict[str, str]], bool] | None = None  # of its path's parameters; False: for the next template
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`

@@ -40,6 +40,11 @@ class _Template(Struct, frozen=True):
         """It takes whatever nobody else has: with another method there is nothing there."""
         return self.rank == (0, 2)
 
+    def claims(self, parameters: dict[str, str]) -> bool:
+        """Some operation of it wants a path with these parameters."""
+        wanted = [route.operation.claims for route in self.methods.values()]
+        return any(each is None or each(parameters) for each in wanted)
+
 
 class Routes:
     """Raises: ValueError when two operations claim one method of one path."""
@@ -58,11 +63,14 @@ class Routes:
         self._exact = {path: each for path, each in exact.items() if "{" not in path}
         self._templates = sorted((each for path, each in exact.items() if "{" in path), key=lambda each: each.rank)
 
-    def find(self, method: str, path: str) -> Found:
-        """What a decoded path means. HEAD is answered by GET where nothing else is said."""
-        template, parameters = self._exact.get(path), {}
+    def find(self, method: str, path: str, after: Route | None = None) -> Found:
+        """What a decoded path means. HEAD is answered by GET where nothing else is said.
+
+        `after`: an operation that had the path and does not want it; what it means to those that come behind it.
+        """
+        template, parameters = None if after is not None else self._exact.get(path), {}
         if template is None:
-            template, parameters = self._match(path)
+            template, parameters = self._match(path, after)
         if template is None or any(len(value) > NAME_CHARS_MAX for value in parameters.values()):
             return Found(self._owners.get(_first(path), self._fallback))
         methods = template.methods
@@ -73,9 +81,11 @@ class Routes:
             return Found(next(iter(methods.values())).dialect, methods=tuple(sorted(methods)))
         return Found(route.dialect, route, parameters)
 
-    def _match(self, path: str) -> tuple[_Template | None, dict[str, str]]:
+    def _match(self, path: str, after: Route | None) -> tuple[_Template | None, dict[str, str]]:
         for template in self._templates:
-            if match := template.pattern.fullmatch(path):
+            if after is not None:
+                after = None if template.path == after.operation.path else after
+            elif (match := template.pattern.fullmatch(path)) and template.claims(match.groupdict()):
                 return template, match.groupdict()
         return None, {}
 
