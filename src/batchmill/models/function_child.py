@@ -126,7 +126,7 @@ class FunctionChild:
                 resource.prlimit(self.pid, resource.RLIMIT_DATA, (DATA_ROOM * limit,) * 2)
 
     def _start_frame(self) -> dict[str, Any]:
-        function = self._function
+        function, memory_bytes = self._function, self._spec.limits.memory_bytes
         return {
             "kind": "start",
             "source": self._spec.source,
@@ -135,7 +135,7 @@ class FunctionChild:
             "batch_window_s": function.batch_window_s,
             "frame_columns": function.frame_columns,
             "received_shapes": function.received_shapes,
-            "memory_bytes": None if self._spec.limits.memory_bytes is None else DATA_ROOM * self._spec.limits.memory_bytes,
+            "memory_bytes": None if memory_bytes is None else DATA_ROOM * memory_bytes,
         }
 
     # -- what it says -------------------------------------------------------------------------------------------------

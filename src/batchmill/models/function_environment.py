@@ -13,9 +13,12 @@ REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # What a process needs of the machine it runs on. Nothing else of ours is user code's to see: keys lie there.
 KEPT = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR "
-    "HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy CUDA_HOME CUDA_PATH NVIDIA_VISIBLE_DEVICES "
-    "XDG_CACHE_HOME XDG_RUNTIME_DIR HF_HOME HF_HUB_OFFLINE OMP_NUM_THREADS".split()
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
+        *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR", "OMP_NUM_THREADS"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+        *("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES"),
+    }
 )
 
 
@@ -51,5 +54,3 @@ def _gpus(ours: Mapping[str, str]) -> list[str]:
         return [name.strip() for name in visible.split(",") if name.strip()]
     paths = Path("/dev").glob("nvidia[0-9]*")
     return [str(number) for number in sorted(int(path.name[6:]) for path in paths if path.name[6:].isdecimal())]
-
-
