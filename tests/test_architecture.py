@@ -65,6 +65,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.jobs.offload_child._main": "what serves them, once the child is bound to its parent",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
+    "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
     "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",
 }

@@ -1,0 +1,223 @@
+"""The form "rows": Modelbit's bodies. `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
+
+Ids and values are cut out of the bytes and put together again, never decoded: an id comes back as it was written.
+Source: Modelbit's REST documentation, and what its SDK sends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from batchmill.errors import InvalidInput, TooLarge
+from batchmill.types import Interface
+from batchmill.wire.arguments_form import only_value
+from batchmill.wire.call_errors import CALLER_CODES, check_text, failure, last_line, parse
+from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, Asked, CallError, Results
+
+ROWS_MAX = 1_000_000  # of one body
+ID_CHARS_SHOWN = 60
+
+
+class RowsBody(Struct, forbid_unknown_fields=True, gc=False):
+    """The body of a call. The door answers for `response_…` before it asks; `model` and `stream` say where it goes."""
+
+    data: Raw
+    timeout_seconds: Annotated[int, Meta(gt=0, le=2**31)] | None = None
+    response_format: Literal["links"] | None = None
+    response_webhook: Annotated[str, Meta(pattern="^https://.", max_length=4096)] | None = None
+    response_webhook_ignore_timeout: bool | None = None
+    row_errors: bool = False  # ours: a row that fails is [id, null, {"error": "Type: message"}], and the others are ok
+    model: str | None = None
+    stream: bool | None = None
+
+
+class _Id(Struct, array_like=True, gc=False):
+    """The first item of a row."""
+
+    id: Raw
+
+
+class _Told(Struct, gc=False):
+    ids: Sequence[_Id] | None  # None: one call, not a batch
+    row_errors: bool = False
+
+
+FIELDS = RowsBody.__struct_fields__
+_body = msgspec.json.Decoder(RowsBody)
+_members = msgspec.json.Decoder(dict[str, Raw])
+_ids = msgspec.json.Decoder(list[_Id])
+_items = msgspec.json.Decoder(list[Raw])
+_rows = msgspec.json.Decoder(list[list[Raw]])
+_encode = msgspec.json.Encoder().encode
+_is_batch = re.compile(rb"\s*\[\s*\[").match
+
+
+class RowsForm:
+    """A list whose first item is a list is a batch; anything else is one call."""
+
+    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> Asked:
+        """Raises: InvalidInput for a body that is not as Modelbit has it, TooLarge for too many rows."""
+        check_text(body)
+        fields = body_of(body)
+        data, timeout_s = fields.data, fields.timeout_seconds
+        if not _is_batch(data):
+            told = _Told(None, fields.row_errors)
+            layout, calls = _single(data, interface)
+            return Asked(1, layout, calls, timeout_s=timeout_s, shares_errors=not fields.row_errors, told=told)
+        ids = _ids_of(data)
+        layout, calls = WITH_IDS, bytes(data)
+        if interface.takes != "arguments":
+            layout, calls = _objects(data, interface)
+        told = _Told(ids, fields.row_errors)
+        return Asked(len(ids), layout, calls, timeout_s=timeout_s, shares_errors=not fields.row_errors, told=told)
+
+    def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
+        """Raises: ModelFailed, InvalidInput where a row failed and the request did not ask for errors by row."""
+        told: _Told = asked.told
+        errors = results.errors
+        if errors and not told.row_errors:
+            row = min(errors)
+            raise failure(errors[row], _place(row, told.ids))
+        if told.ids is None:
+            if errors:
+                return b'{"data":null,"error":' + _encode(_text(errors[0])) + b"}", b""
+            return b'{"data":' + only_value(results.values) + b"}", b""
+        values = _items.decode(results.values)
+        ids = [row.id for row in told.ids]
+        if not errors:
+            return b'{"data":' + _encode(list(zip(ids, values, strict=True))) + b"}", b""
+        rows: list[tuple] = list(zip(ids, values, strict=True))
+        for row, error in errors.items():
+            rows[row] = (ids[row], None, {"error": _text(error)})
+        return b'{"data":' + _encode(rows) + b"}", b""
+
+    def event(self, asked: Asked, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+        return b'{"data":' + values + b"}"
+
+
+def body_of(body: bytes) -> RowsBody:
+    """The fields of a body, `data` unread. Raises: InvalidInput, naming the nearest field for one nobody knows."""
+    try:
+        return _body.decode(body)
+    except msgspec.ValidationError as error:
+        members = parse(_members, body)
+        for name in members:
+            if name not in FIELDS:
+                raise _unknown(name) from None
+        if "data" not in members:
+            raise InvalidInput('the body lacks "data"', code="invalid_field") from None
+        raise InvalidInput(_explained(str(error)), code="invalid_field") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return parse(_body, body)
+
+
+def _unknown(name: str) -> InvalidInput:
+    near = difflib.get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}"
+    return InvalidInput(f"the body has an unknown field {name[:ID_CHARS_SHOWN]!r}; {hint}", code="unknown_field")
+
+
+def _explained(message: str) -> str:
+    """msgspec's sentence, in the words of this form where those of a pattern say little."""
+    if "response_webhook`" in message:
+        return "response_webhook must be a URL that begins with https://"
+    if "timeout_seconds" in message:
+        return "timeout_seconds must be a positive integer"
+    return f"the body is not as it should be: {message}"
+
+
+def _ids_of(data: Raw) -> list[_Id]:
+    try:
+        ids = _ids.decode(data)
+    except msgspec.ValidationError:
+        raise _odd_row(data) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        ids = parse(_ids, data)
+    if len(ids) > ROWS_MAX:
+        raise TooLarge(f"{len(ids):,} rows are more than the {ROWS_MAX:,} that one body may have")
+    return ids
+
+
+def _odd_row(data: Raw) -> InvalidInput:
+    """What is wrong with a batch of which not every row is `[id, argument, …]`."""
+    for number, item in enumerate(_items.decode(data)):
+        text = bytes(item).lstrip()
+        if text[:1] != b"[" or text[1:].lstrip()[:1] == b"]":
+            shown = text[:ID_CHARS_SHOWN].decode(errors="replace")
+            message = f"row {number + 1} must be a list [id, argument, …], like the first one, and is {shown}"
+            return InvalidInput(message, code="invalid_field")
+    raise AssertionError("a batch was refused, and every row of it is a list with an id")
+
+
+def _single(data: Raw, interface: Interface) -> tuple[str, bytes]:
+    """Layout and calls of one call: the value itself for one parameter, a list or an object for several."""
+    value, inputs = bytes(data).strip(), interface.inputs
+    is_object, is_list = value[:1] == b"{", value[:1] == b"["
+    if interface.takes != "arguments":
+        return NAMED, b"[" + _object(value, interface, "data") + b"]"
+    if interface.calls == "frame" or (len(inputs) == 1 and not interface.takes_more):
+        return POSITIONAL, b"[[" + value + b"]]"
+    if is_object:
+        return NAMED, b"[" + value + b"]"
+    if is_list and inputs:
+        return POSITIONAL, b"[" + value + b"]"
+    if not inputs and value in (b"null", b"[]"):
+        return POSITIONAL, b"[[]]"
+    if sum(each.required for each in inputs) == 1 or len(inputs) == 1:
+        return POSITIONAL, b"[[" + value + b"]]"
+    names = ", ".join(each.name for each in inputs)
+    message = f"the function takes {names}: data must be a list of them, in this order, or an object"
+    if not inputs:
+        message = "the function takes nothing: data must be null, [] or {}"
+    raise InvalidInput(message, code="invalid_argument")
+
+
+def _objects(data: Raw, interface: Interface) -> tuple[str, bytes]:
+    """The rows of a batch for a function that takes a dict: `[id, {name: value}]`, or `[id, value]` for one input."""
+    calls = []
+    for number, row in enumerate(parse(_rows, data)):
+        if len(row) != 2:
+            return _positions(data, interface)
+        calls.append(_object(bytes(row[1]).strip(), interface, f"row {number + 1}"))
+    return NAMED, b"[" + b",".join(calls) + b"]"
+
+
+def _positions(data: Raw, interface: Interface) -> tuple[str, bytes]:
+    """The rows of a batch whose values stand in the order of a dict's inputs."""
+    names = [each.name for each in interface.inputs]
+    calls = []
+    for number, row in enumerate(parse(_rows, data)):
+        if len(row) - 1 > len(names):
+            message = f"row {number + 1} has {len(row) - 1} arguments, and the function takes {len(names)}"
+            raise InvalidInput(message, code="invalid_argument")
+        calls.append(dict(zip(names, row[1:], strict=False)))
+    return NAMED, _encode(calls)
+
+
+def _object(value: bytes, interface: Interface, place: str) -> bytes:
+    if value[:1] == b"{":
+        return value
+    if len(interface.inputs) == 1:
+        return _encode({interface.inputs[0].name: Raw(value)})
+    names = ", ".join(each.name for each in interface.inputs)
+    raise InvalidInput(f"{place} must be an object with the inputs {names or 'by name'}", code="invalid_argument")
+
+
+def _place(row: int, ids: Sequence[_Id] | None) -> str:
+    if ids is None or len(ids) == 1:
+        return ""
+    shown = bytes(ids[row].id).decode(errors="replace")[:ID_CHARS_SHOWN]
+    return f"row {row + 1} of {len(ids)} (id {shown})"
+
+
+def _text(error: CallError) -> str:
+    """One row's error, in one line."""
+    if error.code in CALLER_CODES:
+        return f"InvalidInput: {' '.join(error.message.split())}"
+    return last_line(error)
