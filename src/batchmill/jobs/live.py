@@ -122,6 +122,17 @@ class LivePath:
             self._pools.leave(key, _loader(key))
             raise
 
+    async def warm(self, model: ModelSpec) -> None:
+        """Have a worker ready as if the model had just been called. Raises as `ask`."""
+        line = self._line(model)
+        user = f"live {next(self._numbers)}"
+        try:
+            await self._loaded(user, model, line.key)
+            if not line.is_held:
+                self._hold(line)
+        finally:
+            self._pools.leave(line.key, user)
+
     def unload(self, model: ModelSpec) -> None:
         """Keep it no more: its workers end when nobody has called them for a while."""
         key = self._line(model).key

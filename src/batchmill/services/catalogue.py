@@ -47,12 +47,12 @@ class Catalogue:
 
     def names(self, caller: Caller) -> list[Served]:
         """What a caller may use, each model before its adapters."""
-        return [served for served in self._served.values() if self._may(caller, served.name)]
+        return [served for served in self._served.values() if self.may(caller, served.name)]
 
     def find(self, caller: Caller, name: str) -> Served:
         """Raises: UnknownName, in the same words for a name that is unknown and for one that is not the caller's."""
         served = self._served.get(name)
-        if served is not None and self._may(caller, name):
+        if served is not None and self.may(caller, name):
             return served
         near = difflib.get_close_matches(name[:256], [each.name for each in self.names(caller)], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -67,7 +67,7 @@ class Catalogue:
         """
         found = []
         for model in self._models.values():
-            allowed = [name for name in (model.name, *model.adapters) if self._may(caller, name)]
+            allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
             if allowed:
                 found.append(replace(model, allowed=allowed))
         return found
@@ -83,7 +83,7 @@ class Catalogue:
         """All of them, for who looks after the server."""
         return list(self._models.values())
 
-    def _may(self, caller: Caller, name: str) -> bool:
+    def may(self, caller: Caller, name: str) -> bool:
         """Both the key and its project allow the very name: a model's does not stand for its adapters'."""
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
