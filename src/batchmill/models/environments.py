@@ -1,0 +1,158 @@
+"""Environments of deployed functions: a virtual environment for each interpreter and list of requirements, shared.
+
+One is whole once it has its mark; what an interrupted build left has none, and goes when it is met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from batchmill.errors import InvalidInput, ModelFailed
+
+MARK = "batchmill-complete"
+BUILD_S_MAX = 3600.0
+ASK_S_MAX = 30.0
+SHOWN_CHARS = 6000  # of what pip said, in a message
+VERSION_MIN = (3, 9)
+_ELSEWHERE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
+_VERSION = re.compile(r"3\.\d{1,2}")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_ASK = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
+
+
+class Environments:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._building: dict[str, asyncio.Lock] = {}
+
+    async def python(self, wanted: str | None, requirements: str | None, log: Path) -> str | None:
+        """The interpreter in which a function is to run; None: batchmill's own.
+
+        Args:
+            wanted: a path, or "3.11": the interpreter of that version on this machine's PATH.
+            requirements: the text of a requirements file; with it, a virtual environment is made, or found.
+            log: where pip's output goes.
+
+        Raises: InvalidInput for an interpreter that is not there; ModelFailed with what pip said.
+        """
+        base = None if wanted is None else find_python(wanted)
+        if base is not None:
+            await _version_of(base)
+        if requirements is None:
+            return base
+        check_requirements(requirements)
+        base = base or sys.executable
+        key = hashlib.sha256(f"{await _version_of(base)}\n{requirements}".encode()).hexdigest()
+        place = self._folder / key
+        async with self._building.setdefault(key, asyncio.Lock()):
+            if not (place / MARK).exists():
+                await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+                await self._build(place, base, requirements, log)
+        return str(place / "bin" / "python")
+
+    async def _build(self, place: Path, base: str, requirements: str, log: Path) -> None:
+        place.mkdir(parents=True, mode=0o700)
+        try:
+            (place / "requirements.txt").write_text(requirements)
+            await _run([base, "-m", "venv", str(place)], log, "the environment cannot be made")
+            install = [str(place / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+            install += ["--no-input", "--progress-bar", "off", "-r", str(place / "requirements.txt")]
+            await _run(install, log, "the requirements cannot be installed")
+            (place / MARK).touch()
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, place, ignore_errors=True))
+            raise
+
+    def sweep(self) -> None:
+        """Remove what was not finished. No other process builds here."""
+        for place in self._folder.glob("*"):
+            if not (place / MARK).exists():
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def find_python(wanted: str) -> str:
+    """The interpreter's path. Raises: InvalidInput."""
+    if _VERSION.fullmatch(wanted):
+        found = shutil.which(f"python{wanted}")
+        if found is None and wanted == f"{sys.version_info.major}.{sys.version_info.minor}":
+            found = sys.executable
+        if found is None:
+            raise InvalidInput(
+                f"there is no python{wanted} on the PATH: install it, or give the path of an interpreter",
+                code="unknown_python",
+            )
+        return found
+    path = Path(wanted).expanduser()
+    if not path.is_absolute() or not os.access(path, os.X_OK) or path.is_dir():
+        raise InvalidInput(f"there is no Python interpreter at {wanted}", code="unknown_python")
+    return str(path)
+
+
+def check_requirements(text: str) -> None:
+    """Only the text itself is kept: what it refers to elsewhere would not be. Raises: InvalidInput."""
+    if match := _ELSEWHERE.search(text):
+        line = text[match.start() :].strip().splitlines()[0][:80]
+        raise InvalidInput(
+            f"the requirement {line!r} refers to another file: write it out, or publish it as a package",
+            code="invalid_requirements",
+        )
+
+
+async def _version_of(python: str) -> str:
+    """What tells one interpreter from another. Raises: InvalidInput for one that is too old or none."""
+    process = await asyncio.create_subprocess_exec(
+        python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(ASK_S_MAX):
+            told, _ = await process.communicate()
+    except TimeoutError:
+        raise InvalidInput(f"{python} is no Python interpreter: it does not answer", code="unknown_python") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    words = told.decode(errors="replace").split()
+    if process.returncode or len(words) < 5 or not words[0].isdigit():
+        raise InvalidInput(f"{python} is no Python interpreter", code="unknown_python")
+    if (int(words[0]), int(words[1])) < VERSION_MIN:
+        raise InvalidInput(f"{python} is Python {words[0]}.{words[1]}: 3.9 or newer is needed", code="unknown_python")
+    return " ".join(words)
+
+
+async def _run(command: list[str], log: Path, told: str) -> None:
+    """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+    with log.open("ab") as out:
+        begin = out.tell()
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(BUILD_S_MAX):
+                code = await process.wait()
+        except TimeoutError:
+            raise ModelFailed(f"{told}: it took longer than {BUILD_S_MAX:.0f} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+    if code:
+        raise ModelFailed(f"{told}:\n{_end_of(log, begin)}")
+
+
+def _end_of(log: Path, begin: int) -> str:
+    with log.open("rb") as file:
+        file.seek(begin)
+        text = file.read().decode(errors="replace")
+    return _CREDENTIALS.sub("***", text.strip()[-SHOWN_CHARS:])

@@ -1,0 +1,90 @@
+"""What a deployed function, its branches and its aliases may be called, and how one text names a version of it.
+
+`NAME`, `NAME@3`, `NAME@prod` (an alias), `NAME@feat/x/3`, `NAME@feat/x/latest`: the last part is the version.
+"""
+
+from __future__ import annotations
+
+import re
+
+from batchmill.errors import InvalidInput
+
+MAIN, LATEST = "main", "latest"
+NAME_CHARS_MAX = 100
+SHOWN_CHARS = 80
+_NAME = re.compile(r"[a-zA-Z0-9_]+")
+_BRANCH = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9_.+=-]*(/[a-zA-Z0-9_][a-zA-Z0-9_.+=-]*)*")
+_ALIAS = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]*")
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
+
+# First segments below /v1 (and /v2) that mean something else in one of the public APIs.
+RESERVED_NAMES = frozenset({
+    "assistants", "audio", "batch", "batches", "chat", "classify", "completions", "containers",
+    "conversations", "datasets", "deployments", "detokenize", "embeddings", "endpoints", "evals", "events",
+    "files", "fine_tuning", "images", "jobs", "keys", "metrics", "models", "moderations", "organization",
+    "pooling", "projects", "realtime", "rerank", "responses", "score", "threads", "tokenize", "uploads",
+    "usage", "v1", "v2", "vector_stores", "videos", "webhook_endpoints", "webhooks",
+})  # fmt: skip
+
+
+def check_name(name: str, taken: frozenset[str] = frozenset()) -> str:
+    """The name, if a function may be deployed under it. `taken`: names of the configuration. Raises: InvalidInput."""
+    if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
+        raise InvalidInput(
+            f"Names should be alphanumeric with underscores. {name[:SHOWN_CHARS]!r} is not, or is longer than "
+            f"{NAME_CHARS_MAX} characters",
+            code="invalid_name",
+        )
+    if name in RESERVED_NAMES:
+        raise InvalidInput(
+            f"{name!r} is a reserved name: /v1/{name} means something else in another API; choose another name",
+            code="reserved_name",
+        )
+    if name in taken:
+        raise InvalidInput(
+            f"the configuration has a model {name!r} already: choose another name, or remove models.{name} there",
+            code="name_taken",
+        )
+    return name
+
+
+def check_branch(branch: str) -> str:
+    """The branch's name. `~` stands for `/` in URLs, and so is part of none. Raises: InvalidInput."""
+    is_version = _VERSION.fullmatch(branch) or branch == LATEST
+    if not _BRANCH.fullmatch(branch) or len(branch) > NAME_CHARS_MAX or is_version:
+        raise InvalidInput(
+            f"a branch is called by letters, digits and _ . + = - /, {NAME_CHARS_MAX} at most, and not as a version; "
+            f"{branch[:SHOWN_CHARS]!r} is not",
+            code="invalid_branch",
+        )
+    return branch
+
+
+def check_alias(alias: str) -> str:
+    """Raises: InvalidInput."""
+    if not _ALIAS.fullmatch(alias) or len(alias) > NAME_CHARS_MAX or alias == LATEST:
+        raise InvalidInput(
+            f"an alias is made of letters, digits, _ and -, begins with no digit and is not {LATEST!r}; "
+            f"{alias[:SHOWN_CHARS]!r} is none",
+            code="invalid_alias",
+        )
+    return alias
+
+
+def read_version(version: str) -> int | None:
+    """The number that a text is; None: it is `latest` or an alias."""
+    return int(version) if _VERSION.fullmatch(version) else None
+
+
+def read_reference(text: str) -> tuple[str, str | None, str]:
+    """Name, branch (None: not said) and version of what a text like `NAME@feat/x/3` means."""
+    name, at, rest = text.partition("@")
+    if not at:
+        return name, None, LATEST
+    branch, slash, version = rest.rpartition("/")
+    return name, (branch if slash else None), version
+
+
+def folder_of(branch: str) -> str:
+    """A branch as one part of a path or URL."""
+    return branch.replace("/", "~")

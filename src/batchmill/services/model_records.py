@@ -1,0 +1,88 @@
+"""The database's rows of deployed functions. Each function runs in its caller's transaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill.store.service_tables import model_routes, model_versions
+from batchmill.types import ModelSpec
+from batchmill.wire.deploys import Backend, ModelVersion, Route
+
+BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
+INTERRUPTED = "it was interrupted while it was being deployed: deploy it again"
+
+
+def begin(db: sa.Connection, name: str, branch: str, source: str, now: float) -> ModelVersion:
+    """A new version of this branch, with a number that none ever had."""
+    of_branch = (model_versions.c.name == name) & (model_versions.c.branch == branch)
+    last = db.execute(sa.select(sa.func.max(model_versions.c.number)).where(of_branch)).scalar() or 0
+    version = ModelVersion(name, branch, last + 1, BUILDING, now, source=source)
+    values = {"name": name, "branch": branch, "number": version.number, "state": BUILDING, "created": now}
+    db.execute(model_versions.insert().values(values | {"source": source}))
+    return version
+
+
+def fail(db: sa.Connection, version: ModelVersion) -> None:
+    """Write down why a version did not come to be."""
+    values = {"state": version.state, "finished": version.finished, "error": version.error}
+    db.execute(model_versions.update().where(_is(version)).values(values))
+
+
+def publish(db: sa.Connection, version: ModelVersion, route: Route) -> None:
+    """The version is ready and its branch's latest: both or neither."""
+    spec = msgspec.json.encode(version.spec)
+    values = {"state": version.state, "finished": version.finished, "spec": spec}
+    db.execute(model_versions.update().where(_is(version)).values(values))
+    set_route(db, route)
+
+
+def set_route(db: sa.Connection, route: Route) -> None:
+    place = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
+    db.execute(model_routes.delete().where(place))
+    values: dict[str, Any] = {"name": route.name, "label": route.label, "changed": route.changed}
+    values |= {"backends": msgspec.json.encode(route.backends), "mirrors": msgspec.json.encode(route.mirrors)}
+    db.execute(model_routes.insert().values(values))
+
+
+def remove(db: sa.Connection, gone: list[ModelVersion], routes: list[Route], dropped: list[Route]) -> None:
+    """Versions are no more; what stood for them stands for others now, or for nothing."""
+    for version in gone:
+        db.execute(model_versions.update().where(_is(version)).values(state=REMOVED))
+    for route in routes:
+        set_route(db, route)
+    for route in dropped:
+        place = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
+        db.execute(model_routes.delete().where(place))
+
+
+def end_interrupted(db: sa.Connection, now: float) -> None:
+    """What was being built when an earlier owner died has failed."""
+    values = {"state": FAILED, "finished": now, "error": INTERRUPTED}
+    db.execute(model_versions.update().where(model_versions.c.state == BUILDING).values(values))
+
+
+def read_all(db: sa.Connection) -> tuple[list[ModelVersion], list[Route]]:
+    order = (model_versions.c.name, model_versions.c.branch, model_versions.c.number)
+    versions = [_version(row) for row in db.execute(sa.select(model_versions).order_by(*order)).mappings()]
+    routes = [_route(row) for row in db.execute(sa.select(model_routes)).mappings()]
+    return versions, routes
+
+
+def _is(version: ModelVersion) -> sa.ColumnElement[bool]:
+    table = model_versions.c
+    return (table.name == version.name) & (table.branch == version.branch) & (table.number == version.number)
+
+
+def _version(row: sa.RowMapping) -> ModelVersion:
+    spec = None if row["spec"] is None else msgspec.json.decode(row["spec"], type=ModelSpec)
+    told = {name: row[name] for name in ("name", "branch", "number", "state", "created", "finished", "source", "error")}
+    return ModelVersion(**told, spec=spec)
+
+
+def _route(row: sa.RowMapping) -> Route:
+    backends = msgspec.json.decode(row["backends"], type=list[Backend])
+    mirrors = msgspec.json.decode(row["mirrors"], type=list[Backend])
+    return Route(row["name"], row["label"], backends, mirrors, row["changed"])

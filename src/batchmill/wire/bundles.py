@@ -1,0 +1,154 @@
+"""An archive of code to be deployed: a tar.gz whose first member is deploy.json, and whose others lie below code/.
+
+Writing is told what to take; reading trusts nothing: names, kinds, sizes and numbers of members are all bounded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import msgspec
+
+from batchmill.errors import InvalidInput, TooLarge
+from batchmill.wire.deploys import DeployOrder
+
+ORDER, CODE = "deploy.json", "code"
+FILES_MAX = 20_000
+BYTES_MAX = 2 * 1024**3  # of all files together, unpacked
+ORDER_BYTES_MAX = 4 * 1024 * 1024
+HEADER_BYTES_MAX = 64 * 1024  # of what a tar says of one member beside its own block
+PATH_CHARS_MAX = 1000
+PIECE_BYTES = 1024 * 1024
+SHOWN_CHARS = 80
+
+
+def write(out: BinaryIO, order: DeployOrder, files: Mapping[str, Path | bytes]) -> None:
+    """An archive of these files, by their places in the folder of code. Raises: InvalidInput, TooLarge."""
+    if len(files) > FILES_MAX:
+        raise TooLarge(f"{len(files):,} files are more than the {FILES_MAX:,} that can be deployed together")
+    left = BYTES_MAX
+    with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.PAX_FORMAT, compresslevel=1) as archive:
+        _add(archive, ORDER, io.BytesIO(msgspec.json.encode(order)), 0o644)
+        for place in sorted(files):
+            check_place(place)
+            content = files[place]
+            try:
+                left -= os.path.getsize(content) if isinstance(content, Path) else len(content)
+                if left < 0:
+                    raise TooLarge(f"the files are more than {BYTES_MAX:,} bytes: deploy fewer, or smaller ones")
+                if isinstance(content, bytes):
+                    _add(archive, f"{CODE}/{place}", io.BytesIO(content), 0o644)
+                    continue
+                with content.open("rb") as file:
+                    _add(archive, f"{CODE}/{place}", file, os.fstat(file.fileno()).st_mode)
+            except OSError as error:
+                raise InvalidInput(f"{content} cannot be read: {error.strerror}", code="unreadable_file") from None
+
+
+def _add(archive: tarfile.TarFile, name: str, file: BinaryIO, mode: int) -> None:
+    """The same file is the same bytes here, whoever owns it and whenever it was made."""
+    info = tarfile.TarInfo(name)
+    info.mode = 0o755 if mode & 0o100 else 0o644
+    info.size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    archive.addfile(info, file)
+
+
+def read(source: BinaryIO, folder: Path) -> DeployOrder:
+    """Unpack an archive: its files below `folder`, which must be empty; returns what it is to become.
+
+    Raises: InvalidInput (`invalid_bundle`) for anything that no `write` makes; TooLarge.
+    """
+    try:
+        with (
+            gzip.GzipFile(fileobj=source) as unpacked,
+            tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_PlainInfo) as archive,
+        ):
+            members = iter(archive)
+            order = _read_order(archive, next(members, None))
+            _unpack(archive, members, folder)
+    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError) as error:
+        raise _invalid(f"it is no tar.gz: {error}") from None
+    return order
+
+
+class _PlainInfo(tarfile.TarInfo):
+    """A member whose extended headers cannot fill the memory."""
+
+    def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:
+        if not (self.isreg() or self.isdir()) and self.size > HEADER_BYTES_MAX:
+            raise _invalid(f"a header of {self.size:,} bytes")
+        return super()._proc_member(tarfile_)  # type: ignore[misc]
+
+
+def _read_order(archive: tarfile.TarFile, first: tarfile.TarInfo | None) -> DeployOrder:
+    if first is None or first.name != ORDER or not first.isreg() or first.size > ORDER_BYTES_MAX:
+        raise _invalid(f"its first member is not {ORDER}")
+    file = archive.extractfile(first)
+    assert file is not None
+    try:
+        return msgspec.json.decode(file.read(), type=DeployOrder)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _invalid(f"{ORDER}: {error}") from None
+
+
+def _unpack(archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo], folder: Path) -> None:
+    left = BYTES_MAX
+    for count, member in enumerate(members, 1):
+        if count > FILES_MAX:
+            raise TooLarge(f"the bundle holds more than {FILES_MAX:,} files")
+        if member.isdir():
+            continue
+        top, _, place = member.name.partition("/")
+        if not member.isreg() or member.issparse() or top != CODE:
+            raise _invalid(f"{member.name[:SHOWN_CHARS]!r} is no file below {CODE}/")
+        left -= member.size
+        if left < 0:
+            raise TooLarge(f"the bundle unpacks to more than {BYTES_MAX:,} bytes")
+        _write_file(archive, member, folder / check_place(place))
+
+
+def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    file = archive.extractfile(member)
+    assert file is not None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as out:
+            while piece := file.read(PIECE_BYTES):
+                out.write(piece)
+        path.chmod(0o755 if member.mode & 0o100 else 0o644)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise _invalid(f"{member.name[:SHOWN_CHARS]!r} stands there twice") from None
+
+
+def check_place(place: str) -> str:
+    """The place of a file, if it lies below the folder whatever is made of it. Raises: InvalidInput."""
+    parts = PurePosixPath(place).parts
+    is_plain = place and "\\" not in place and place.isprintable() and len(place) <= PATH_CHARS_MAX
+    if not is_plain or place.startswith("/") or ".." in parts or str(PurePosixPath(place)) != place:
+        raise _invalid(f"{place[:SHOWN_CHARS]!r} is no place of a file")
+    return place
+
+
+def _invalid(told: str) -> InvalidInput:
+    return InvalidInput(f"this is no bundle of code: {told}", code="invalid_bundle")
+
+
+def digest(folder: Path) -> str:
+    """sha256 over every file below a folder: its place, whether it may be run, its bytes."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                inner = hashlib.file_digest(file, "sha256").digest()
+            name = str(path.relative_to(folder)).encode()
+            total.update(len(name).to_bytes(4, "little") + name + bytes([path.stat().st_mode & 0o100 != 0]) + inner)
+    return total.hexdigest()

@@ -1,0 +1,238 @@
+"""Versions of deployed functions: made, checked, chosen, moved between, removed."""
+
+import asyncio
+import io
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes.held_clock import HeldClock
+
+from batchmill.errors import Conflict, InvalidInput, ModelFailed, UnknownName
+from batchmill.services.deploying import Workshop
+from batchmill.services.model_versions import ModelVersions
+from batchmill.store.database import Database
+from batchmill.types import Interface, Tensor
+from batchmill.wire import bundles
+from batchmill.wire.deploys import Backend, DeployOrder
+
+DOUBLER = "def example_doubler(foo: int):\n    return 2 * foo\n"
+
+
+class Place:
+    """A data directory whose versions are tried by what a test says."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.clock = HeldClock()
+        self.tried = []
+        self.trouble = None  # raised by the next trial
+
+    def open(self):
+        self.database = Database(self.folder / "batchmill.db")
+        workshop = Workshop(self.folder, self.try_it)
+        self.versions = ModelVersions(
+            self.database, self.folder, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
+            chance=random.Random(7),
+        )  # fmt: skip
+        return self.versions
+
+    async def try_it(self, spec, home, order):
+        self.tried.append(spec)
+        if self.trouble is not None:
+            raise self.trouble
+        return Interface(inputs=[Tensor("foo")])
+
+    async def deploy(self, text=DOUBLER, name="example_doubler", **told):
+        path = self.folder / "bundle.tar.gz"
+        order = DeployOrder(**{"name": name, "target": "app.py:example_doubler", "source": "app.py:fn"} | told)
+        out = io.BytesIO()
+        bundles.write(out, order, {"app.py": text.encode()})
+        path.write_bytes(out.getvalue())
+        return await self.versions.deploy(path)
+
+    def close(self):
+        self.database.close()
+
+
+@pytest.fixture
+async def place(tmp_path):
+    place = Place(tmp_path)
+    await place.open().load()
+    yield place
+    place.close()
+
+
+async def test_versions_are_counted_from_one(place):
+    """Each deployment of other code is the next version, and `latest` stands for it."""
+    first = await place.deploy()
+    second = await place.deploy(DOUBLER + "# more\n")
+    assert (first.version.number, second.version.number) == (1, 2)
+    assert place.versions.choose("example_doubler").version == second.version
+    assert place.versions.choose("example_doubler", None, "1").version == first.version
+    assert second.version.reference == "example_doubler@main/2"
+    assert second.version.spec.function.interface.inputs == [Tensor("foo")]
+    assert (Path(second.version.spec.function.folder) / "app.py").read_text().endswith("# more\n")
+
+
+async def test_the_same_again_is_nothing_new(place):
+    """The same code with the same settings is the version that is there; other settings are another version."""
+    first = await place.deploy()
+    again = await place.deploy(source="from elsewhere")
+    assert (again.is_new, again.version) == (False, first.version)
+    assert (await place.deploy(workers=2)).version.number == 2
+
+
+async def test_a_broken_one_is_refused_and_the_old_one_stays(place):
+    """A version that does not work is written down as failed, with its traceback; `latest` stays where it was."""
+    first = await place.deploy()
+    place.trouble = ModelFailed("Traceback …\nZeroDivisionError: division by zero")
+    with pytest.raises(ModelFailed) as caught:
+        await place.deploy("1 / 0")
+    assert caught.value.code == "deploy_failed" and "ZeroDivisionError" in caught.value.message
+    assert place.versions.choose("example_doubler").version == first.version
+    failed = place.versions.get("example_doubler")[1]
+    assert (failed.state, failed.number) == ("failed", 2) and "ZeroDivisionError" in failed.error
+    with pytest.raises(UnknownName, match="is failed"):
+        place.versions.choose("example_doubler", "main", "2")
+    place.trouble = None
+    assert (await place.deploy(DOUBLER + "#\n")).version.number == 3
+
+
+async def test_versions_outlive_their_owner(place):
+    """What was deployed is there for the next owner, aliases too; what was half done has failed and left nothing."""
+    await place.deploy()
+    await place.versions.set_alias("example_doubler", "prod", [Backend("main", 1)])
+    started = asyncio.Event()
+
+    async def hang(spec, home, order):
+        started.set()
+        await asyncio.Event().wait()
+
+    place.versions._workshop._trial = hang
+    task = asyncio.create_task(place.deploy(DOUBLER + "#\n"))
+    await started.wait()
+    place.close()  # as if killed: the task never gets to write anything down
+    later = place.open()
+    await later.load()
+    assert [each.state for each in later.get("example_doubler")] == ["ready", "failed"]
+    assert later.choose("example_doubler", None, "prod").version.number == 1
+    assert list((place.folder / "models" / "staging").glob("*")) == []
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_latest_moves_once_the_new_version_is_warm(place):
+    """Calls go to the old version until workers of the new one are up; if they do not come up, they stay there."""
+    first = await place.deploy()
+    seen = []
+
+    async def warm(old, new):
+        seen.append((old.function.version, new.function.version))
+        assert place.versions.choose("example_doubler").version == first.version
+
+    place.versions.warm = warm
+    await place.deploy(DOUBLER + "#\n")
+    assert seen == [("main/1", "main/2")]
+
+    async def fail(old, new):
+        raise ModelFailed("no room")
+
+    place.versions.warm = fail
+    with pytest.raises(ModelFailed, match="no room"):
+        await place.deploy(DOUBLER + "##\n")
+    assert place.versions.choose("example_doubler").version.number == 2
+
+
+async def test_rollback_goes_back_and_a_new_version_goes_on(place):
+    """A rollback moves `latest` to an earlier version; numbers go on from the last."""
+    for more in ("", "#\n", "##\n"):
+        await place.deploy(DOUBLER + more)
+    assert (await place.versions.rollback("example_doubler")).number == 2
+    assert place.versions.choose("example_doubler").version.number == 2
+    assert (await place.versions.rollback("example_doubler", "main", 1)).number == 1
+    with pytest.raises(InvalidInput, match="nothing to go back to"):
+        await place.versions.rollback("example_doubler")
+    assert (await place.deploy(DOUBLER + "###\n")).version.number == 4
+
+
+async def test_an_alias_splits_by_weight(place):
+    """Calls of an alias go to its versions in the proportion of their weights; mirrors come along."""
+    for more in ("", "#\n", "##\n"):
+        await place.deploy(DOUBLER + more)
+    backends = [Backend("main", 1, 90), Backend("main", 2, 10)]
+    await place.versions.set_alias("example_doubler", "prod", backends, [Backend("main", 3)])
+    chosen = [place.versions.choose("example_doubler", None, "prod") for _ in range(1000)]
+    counts = Counter(each.version.number for each in chosen)
+    assert 860 < counts[1] < 940 and counts[1] + counts[2] == 1000
+    assert {mirror.number for each in chosen for mirror in each.mirrors} == {3}
+
+
+async def test_branches_count_for_themselves(place):
+    """A branch has numbers and a latest of its own, and can be merged into another."""
+    await place.deploy()
+    await place.deploy(DOUBLER + "#\n", branch="feat/x")
+    assert place.versions.choose("example_doubler", "feat/x").version.reference == "example_doubler@feat/x/1"
+    merged = await place.versions.merge("example_doubler", "feat/x")
+    assert merged.reference == "example_doubler@main/2"
+    assert place.versions.choose("example_doubler").version == merged
+    assert (Path(merged.spec.function.folder) / "app.py").read_text().endswith("#\n")
+
+
+async def test_what_is_used_is_not_removed(place):
+    """A version that `latest`, an alias or a job stands on stays; the rest can go, and a number is never used again."""
+    for more in ("", "#\n", "##\n"):
+        await place.deploy(DOUBLER + more)
+    versions = place.versions
+    await versions.set_alias("example_doubler", "prod", [Backend("main", 2)])
+    for number in ("2", "3"):
+        with pytest.raises(Conflict):
+            await versions.remove("example_doubler", "main", number)
+    versions.is_used = lambda spec: spec.function.version == "main/1"
+    with pytest.raises(Conflict, match="a job"):
+        await versions.remove("example_doubler", "main", "1")
+    versions.is_used = lambda spec: False
+    (gone,) = await versions.remove("example_doubler", "main", "1")
+    assert gone.state == "removed" and not Path(gone.spec.function.folder).exists()
+    with pytest.raises(UnknownName):
+        versions.choose("example_doubler", "main", "1")
+    await versions.remove("example_doubler", None, "prod")
+    assert len(await versions.remove("example_doubler")) == 2
+    with pytest.raises(UnknownName, match="no model is called"):
+        versions.choose("example_doubler")
+    assert (await place.deploy()).version.number == 4
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ({"name": "chat"}, "reserved_name"), ({"name": "a-b"}, "invalid_name"), ({"name": ""}, "invalid_name"),
+        ({"name": "of_config"}, "name_taken"), ({"name": "x" * 101}, "invalid_name"),
+        ({"branch": "3"}, "invalid_branch"), ({"branch": "latest"}, "invalid_branch"),
+        ({"branch": "a~b"}, "invalid_branch"), ({"branch": "../x"}, "invalid_branch"),
+        ({"target": "other.py:f"}, "unknown_function"), ({"target": "../app.py:f"}, "invalid_bundle"),
+        ({"workers": 0}, "invalid_order"), ({"batch_window_s": 61.0}, "invalid_order"),
+        ({"environment": {"A B": "1"}}, "invalid_variable"), ({"secrets": {"KEY": "hunter2"}}, "invalid_secret"),
+        ({"python": "3.99"}, "unknown_python"), ({"requirements": "-r other.txt"}, "invalid_requirements"),
+    ],
+)  # fmt: skip
+async def test_orders_that_fit_nothing_are_refused(place, told, code):
+    """An order with a value that cannot be is refused with a code of its own, and is no version."""
+    with pytest.raises(InvalidInput) as caught:
+        await place.deploy(**told)
+    assert caught.value.code == code
+    assert "hunter2" not in caught.value.message
+    assert all(each.state == "failed" for each in place.versions.get(told.get("name", "example_doubler")))
+
+
+async def test_the_revision_rises_with_every_change(place):
+    """Whoever remembers what a name means learns that it may mean something else."""
+    seen = [place.versions.revision]
+    await place.deploy()
+    seen.append(place.versions.revision)
+    await place.versions.set_alias("example_doubler", "prod", [Backend("main", 1)])
+    seen.append(place.versions.revision)
+    await place.versions.remove("example_doubler")
+    seen.append(place.versions.revision)
+    assert seen == sorted(set(seen))
