@@ -1,0 +1,1 @@
+"""Inferless' API for calling apps. Source: inferless 0.2.15."""

@@ -1,0 +1,45 @@
+"""The Open Inference Protocol (V2) over HTTP, with Triton's extensions: its operations and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from batchmill.dialects.open_inference import errors
+from batchmill.dialects.open_inference.generation import Generation
+from batchmill.dialects.open_inference.inference import Inference
+from batchmill.dialects.open_inference.metadata import Metadata
+from batchmill.dialects.open_inference.repository import Repository
+from batchmill.dialects.open_inference.settings import Settings
+from batchmill.dialects.open_inference.statistics import StatisticsCalls
+from batchmill.errors import BatchmillError
+from batchmill.server.operations import Operation
+from batchmill.server.text_errors import SCHEMA
+from batchmill.services.places import Places
+from batchmill.services.services import Services
+
+
+class OpenInferenceDialect:
+    name = "open_inference"
+
+    def __init__(self, services: Services) -> None:
+        self._hide = Places(services.config.data_dir).hide
+        self._groups = (
+            Inference(services),
+            Metadata(services),
+            StatisticsCalls(services),
+            Repository(services),
+            Generation(services),
+            Settings(services),
+        )
+
+    def operations(self) -> Sequence[Operation]:
+        return [operation for group in self._groups for operation in group.operations()]
+
+    def refusal(self, error: BatchmillError) -> Response:
+        return errors.refusal(error, self._hide(error.message))
+
+    def error_schema(self) -> dict[str, Any]:
+        return SCHEMA

@@ -1,0 +1,88 @@
+"""Bodies that are compressed on their way: gzip, and deflate as HTTP means it (zlib). Nothing grows past its limit.
+
+Source: RFC 9110 sections 8.4 (Content-Encoding) and 12.5.3 (Accept-Encoding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+from starlette.responses import Response
+
+from batchmill.errors import TooLarge
+from batchmill.server.bodies import SHOWN_CHARS, Refusal
+
+WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+OFFERED = ("gzip", "deflate")
+LEVEL = 1  # tensors compress little, and somebody waits
+INLINE_BYTES_MAX = 32 * 1024  # of a body that is handled on the loop; a larger one goes to a thread
+
+
+async def unpacked(body: bytes, encoding: str | None, bytes_max: int) -> bytes:
+    """The body as it was before it was compressed.
+
+    Raises: Refusal for an encoding we do not read or a body that is none of its kind; TooLarge.
+    """
+    name = (encoding or "").strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in WINDOWS:
+        raise Refusal(
+            f"the Content-Encoding {name[:SHOWN_CHARS]!r} is not read: gzip, deflate or none",
+            code="unsupported_media_type",
+        )
+    if len(body) > INLINE_BYTES_MAX:
+        return await asyncio.to_thread(_inflate, body, name, bytes_max)
+    return _inflate(body, name, bytes_max)
+
+
+def _inflate(body: bytes, name: str, bytes_max: int) -> bytes:
+    whole, rest = bytearray(), body
+    try:
+        while rest:
+            reader = zlib.decompressobj(WINDOWS[name])
+            whole += reader.decompress(rest, bytes_max + 1 - len(whole))
+            if len(whole) > bytes_max or reader.unconsumed_tail:
+                raise TooLarge(f"the body is longer than {bytes_max:,} bytes", code="request_too_large")
+            if not reader.eof:
+                raise Refusal(f"the {name} body ends in the middle", code="invalid_encoding")
+            rest = reader.unused_data  # gzip may be several members, one behind the other
+    except zlib.error as error:
+        raise Refusal(
+            f"the body is not {name}, as its Content-Encoding says: {error}", code="invalid_encoding"
+        ) from None
+    return bytes(whole)
+
+
+async def packed(response: Response, accepted: str | None) -> Response:
+    """The reply in an encoding that its client accepts, or as it is where there is none."""
+    name = _chosen(accepted)
+    if name is None or not response.body:
+        return response
+    body = bytes(response.body)
+    deflated = await asyncio.to_thread(_deflate, body, name) if len(body) > INLINE_BYTES_MAX else _deflate(body, name)
+    response.body = deflated
+    response.headers["content-length"] = str(len(deflated))
+    response.headers["content-encoding"] = name
+    response.headers["vary"] = "accept-encoding"
+    return response
+
+
+def _deflate(body: bytes, name: str) -> bytes:
+    writer = zlib.compressobj(LEVEL, zlib.DEFLATED, WINDOWS[name])
+    return writer.compress(body) + writer.flush()
+
+
+def _chosen(accepted: str | None) -> str | None:
+    """The first of ours that is accepted; one with `q=0` is not."""
+    wanted = {}
+    for part in (accepted or "").lower().split(","):
+        name, _, weight = part.partition(";")
+        wanted[name.strip()] = weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return next((name for name in OFFERED if wanted.get(name)), None)
+
+
+def is_wanted(accepted: bytes) -> bool:
+    """Some encoding of ours may be accepted: enough to leave the shorter way."""
+    return any(name.encode() in accepted.lower() for name in OFFERED)
