@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over gRPC. Needs the packages of `batchmill[grpc]`; only `server` is imported from outside."""
+"""The Open Inference Protocol over gRPC. Needs what `batchmill[grpc]` installs, so only a name table imports it."""

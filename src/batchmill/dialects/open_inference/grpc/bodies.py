@@ -6,6 +6,8 @@ A request becomes a JSON head with its tensors' bytes behind it, as the binary e
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +15,14 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.dialects.open_inference.grpc.messages import message
-from batchmill.errors import InvalidInput, LedgerBroken
+from batchmill.errors import InvalidInput, LedgerBroken, TooLarge
 
 InferResponse = message("ModelInferResponse")
 STREAMS_LAST = "triton_final_response"
 WANTS_LAST = "triton_enable_empty_final_response"
 RAW_FIELD = b"\x32"  # raw_output_contents of ModelInferResponse: number 6, its length first
 
-# datatype -> the field of InferTensorContents, and its elements as struct has them
+# datatype -> the field of InferTensorContents, and its elements as `struct` and `array` have them
 CONTENTS: dict[str, tuple[str, str]] = {
     "BOOL": ("bool_contents", "?"),
     "INT8": ("int_contents", "b"),
@@ -66,12 +68,13 @@ def is_raw(request: Any) -> bool:
     return bool(request.raw_input_contents) or not any(each.HasField("contents") for each in request.inputs)
 
 
-def body_of(request: Any) -> tuple[bytes, bytes]:
+def body_of(request: Any, bytes_max: int) -> tuple[bytes, bytes]:
     """A ModelInferRequest as the body of an infer request, and the length of its JSON as the header has it.
 
-    Raises: InvalidInput where a tensor's elements do not stand where they should; what they are the parser checks.
+    Raises: InvalidInput where a tensor's elements do not stand where they should (what they are the parser checks);
+    TooLarge where few bytes of a message would be more than `bytes_max` of a body.
     """
-    inputs, buffers = _inputs(request)
+    inputs, buffers = _inputs(request, bytes_max)
     told: dict[str, Any] = {
         "inputs": inputs,
         "parameters": {**_parameters(request.parameters), "binary_data_output": True},
@@ -83,32 +86,28 @@ def body_of(request: Any) -> tuple[bytes, bytes]:
             {"name": each.name, "parameters": {**_parameters(each.parameters), "binary_data": True}}
             for each in request.outputs
         ]
-    try:
-        head = _encode(told)
-    except UnicodeEncodeError as error:  # protobuf lets no such text through; a runtime of its own might
-        raise InvalidInput(f"a text is not UTF-8: {error.reason}") from None
+    head = _encode(told)
     return b"".join([head, *buffers]), str(len(head)).encode()
 
 
-def _inputs(request: Any) -> tuple[list[dict[str, Any]], list[bytes]]:
+def _inputs(request: Any, bytes_max: int) -> tuple[list[dict[str, Any]], list[bytes]]:
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
-        raise InvalidInput(
-            f"raw_input_contents has {len(raws)} items for {len(request.inputs)} inputs: one is for each"
-        )
+        raise InvalidInput(f"raw_input_contents has {len(raws)} items for {len(request.inputs)} inputs; each has one")
     inputs, buffers = [], []
     for number, each in enumerate(request.inputs):
         parameters = _parameters(each.parameters)
         if "shared_memory_region" in parameters:
-            raise InvalidInput(f"input '{each.name}': this server has no shared memory; send its bytes")
+            raise InvalidInput(f"input '{each.name}': this server has no shared memory; send the tensor's bytes")
         if raws and each.HasField("contents"):
             raise InvalidInput(
                 f"contents field must not be specified when using raw_input_contents for '{each.name}' "
                 f"for model '{request.model_name}'"
             )
         told: dict[str, Any] = {"name": each.name, "shape": list(each.shape), "datatype": each.datatype}
-        data = raws[number] if raws else _elements(each)
+        data = raws[number] if raws else _elements(each, bytes_max)
         if isinstance(data, bytes):
+            bytes_max -= len(data)
             parameters["binary_data_size"] = len(data)
             buffers.append(data)
         else:
@@ -119,8 +118,8 @@ def _inputs(request: Any) -> tuple[list[dict[str, Any]], list[bytes]]:
     return inputs, buffers
 
 
-def _elements(tensor: Any) -> bytes | list[int]:
-    """A tensor's `contents` as raw bytes; integers that do not fit their datatype as they are, for the parser to say."""
+def _elements(tensor: Any, bytes_max: int) -> bytes | list[int]:
+    """A tensor's `contents` as raw bytes, or integers that do not fit its datatype as they are: the parser says so."""
     name, kind = CONTENTS.get(tensor.datatype, ("", ""))
     others = [field.name for field, _ in tensor.contents.ListFields() if field.name != name]
     if others:
@@ -129,12 +128,22 @@ def _elements(tensor: Any) -> bytes | list[int]:
     if not name:
         return b""  # the parser knows whether there is such a datatype, and how many bytes are missing
     values = getattr(tensor.contents, name)
+    size = struct.calcsize(kind) * len(values) if kind else sum(4 + len(each) for each in values)
+    if size > bytes_max:
+        raise TooLarge(
+            f"input '{tensor.name}': {len(values):,} elements are {size:,} bytes, which is more than is taken"
+        )
     if not kind:
         return _lengths_first(values)
+    if kind == "?":
+        return bytes(values)
     try:
-        return struct.pack(f"<{len(values)}{kind}", *values)
-    except struct.error:
+        packed = array(kind, values)
+    except OverflowError:
         return list(values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def _lengths_first(values: Sequence[bytes]) -> bytes:
@@ -175,10 +184,15 @@ def read_reply(body: bytes, head: bytes = b"") -> tuple[Reply, list[bytes | memo
     return reply, elements
 
 
-def response_of(body: bytes, head: bytes, *, raw: bool) -> bytes:
-    """A reply's body as a ModelInferResponse that is written already. Copies each tensor once if `raw`."""
+def response_of(body: bytes, head: bytes, *, raw: bool, is_last: bool | None = None) -> bytes:
+    """A reply's body as a ModelInferResponse that is written already. Copies each tensor once if `raw`.
+
+    Args: is_last: of a stream, whether it is the request's last answer; None: it is none of a stream.
+    """
     reply, elements = read_reply(body, head)
     response = _response(reply)
+    if is_last is not None:
+        response.parameters[STREAMS_LAST].bool_param = is_last
     if not (raw or all(each.datatype in CONTENTS for each in reply.outputs)):
         raw = True  # nothing but raw bytes can hold an FP16; and it is all of them or none
     if not raw:
@@ -188,7 +202,7 @@ def response_of(body: bytes, head: bytes, *, raw: bool) -> bytes:
     parts: list[bytes | memoryview] = [response.SerializeToString()]
     for each, data in zip(reply.outputs, elements, strict=True):
         written = _packed(each, data) if isinstance(data, list) else data
-        parts += (RAW_FIELD, _varint(len(written)), written)
+        parts += (RAW_FIELD, varint(len(written)), written)
     return b"".join(parts)
 
 
@@ -251,7 +265,7 @@ def _split(data: bytes | memoryview) -> list[bytes]:
     return values
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
     written = bytearray()
     while number > 0x7F:
         written.append(number & 0x7F | 0x80)

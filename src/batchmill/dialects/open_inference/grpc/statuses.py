@@ -28,7 +28,7 @@ BY_KIND: tuple[tuple[type[BatchmillError], StatusCode], ...] = (
 # Codes that say more than their kind.
 BY_CODE = {
     "timeout": StatusCode.DEADLINE_EXCEEDED,
-    "not_offered": StatusCode.UNIMPLEMENTED,
+    "streams_only": StatusCode.UNIMPLEMENTED,
 }
 # What logs and metrics call it, where every other request has an HTTP status. Source: google.rpc.Code.
 HTTP_STATUS = {

@@ -1,0 +1,162 @@
+"""What every gRPC call passes: whose it is, how often they may, its line in the log; errors become statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from grpc import StatusCode
+
+from batchmill.dialects.open_inference.grpc.messages import SERVICE, DecodeError, Message, Method
+from batchmill.dialects.open_inference.grpc.statuses import HTTP_STATUS, details_of, status_of
+from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable
+from batchmill.ports import Clock
+from batchmill.server.access_log import Served
+from batchmill.server.auth import ANYBODY, Gate
+from batchmill.types import Caller, Scope
+
+log = logging.getLogger("batchmill.server")
+
+CALLS_MAX = 5000  # under way at once; a further one is told to come again
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ID = "x-request-id"
+
+Context = Any  # a grpc.aio.ServicerContext
+Action = Callable[[Caller, Any], Awaitable[Message | bytes]]
+Write = Callable[[bytes], Awaitable[None]]
+StreamAction = Callable[[Caller, AsyncIterator[Any], Write], Awaitable[None]]
+
+
+class Door:
+    """Makes handlers for grpc of what the service does. `watchers` hear of every call that has ended, as of requests
+    over HTTP; `hide` takes out of a message what is nobody's business.
+    """
+
+    def __init__(
+        self, gate: Gate, clock: Clock, *, hide: Callable[[str], str], watchers: Sequence[Callable[[Served], None]]
+    ) -> None:
+        self._gate, self._clock, self._hide, self._watchers = gate, clock, hide, watchers
+        self._under_way = 0
+
+    def unary(self, method: Method, scope: Scope | None, action: Action) -> grpc.RpcMethodHandler:
+        """One message in, one out. `scope` None: anybody may ask, and it counts for nobody."""
+
+        async def answer(data: bytes, context: Context) -> bytes:
+            served, written = self._begin(method, context), b""
+            served.bytes_in = len(data)
+            async with self._watched(served, context):
+                caller = await self._admit(served, context, scope)
+                if scope is not None:
+                    self.spend(caller)
+                reply = await action(caller, parse(method, data))
+                written = reply if isinstance(reply, bytes) else reply.SerializeToString()
+                served.bytes_out = len(written)
+            return written
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    def stream(self, method: Method, scope: Scope, action: StreamAction) -> grpc.RpcMethodHandler:
+        """Messages in and out until the client ends its side. `action` calls `spend` for each that counts."""
+
+        async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
+            served = self._begin(method, context)
+
+            async def read() -> AsyncIterator[Any]:
+                async for data in requests:
+                    served.bytes_in += len(data)
+                    yield parse(method, data)
+
+            async def write(data: bytes) -> None:
+                await context.write(data)
+                served.bytes_out += len(data)
+
+            async with self._watched(served, context):
+                caller = await self._admit(served, context, scope)
+                await action(caller, read(), write)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    def spend(self, caller: Caller) -> None:
+        """Count a request of a stream. Raises: RateLimited."""
+        self._gate.spend(caller)
+
+    def told(self, error: BatchmillError) -> str:
+        """What whoever asked is told of an error."""
+        return self._hide(error.message)
+
+    def _begin(self, method: Method, context: Context) -> Served:
+        told = next((value for name, value in context.invocation_metadata() or () if name == ID), "")
+        is_good = isinstance(told, str) and REQUEST_ID.fullmatch(told)
+        served = Served(told if is_good else f"req_{secrets.token_hex(12)}", "GRPC", started=self._clock.monotonic())
+        served.route = f"/{SERVICE}/{method.name}"
+        context.set_trailing_metadata(((ID, served.id),))
+        return served
+
+    async def _admit(self, served: Served, context: Context, scope: Scope | None) -> Caller:
+        if self._under_way > CALLS_MAX:
+            raise Unavailable(f"more than {CALLS_MAX:,} calls are under way; try again")
+        if scope is None:
+            return ANYBODY
+        caller = await self._gate.admit(_headers(context), address_of(context.peer()), scope)
+        served.project, served.key = caller.project, caller.key
+        return caller
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, served: Served, context: Context) -> AsyncIterator[None]:
+        self._under_way += 1
+        status, failure = StatusCode.OK, None
+        try:
+            yield
+        except asyncio.CancelledError:  # the client left, its deadline passed, or the server stops
+            left_s = context.time_remaining()
+            status = StatusCode.CANCELLED if left_s is None or left_s > 0 else StatusCode.DEADLINE_EXCEEDED
+            raise
+        except BatchmillError as error:
+            failure, status = error, status_of(error)
+        except Exception as error:  # the edge: whoever asked is told that it is not their fault, and no more
+            log.error("request %s failed", served.id, exc_info=error)
+            failure = BatchmillError(f"the server failed to answer; its log has more under request {served.id}")
+            status = StatusCode.INTERNAL
+        finally:
+            self._under_way -= 1
+            served.seconds = self._clock.monotonic() - served.started
+            served.status, served.code = HTTP_STATUS[status], failure.code if failure is not None else None
+            for watcher in self._watchers:
+                watcher(served)
+        if failure is not None:
+            await self._refuse(served, context, status, failure)
+
+    async def _refuse(self, served: Served, context: Context, status: StatusCode, error: BatchmillError) -> None:
+        if served.status >= 500:
+            told = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
+            log.warning("request %s: %s: %s", served.id, error.code, told)
+        metadata = [(ID, served.id), ("batchmill-code", error.code)]
+        if isinstance(error, RateLimited):
+            metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1000)))))
+        await context.abort(status, details_of(self.told(error)), tuple(metadata))
+
+
+def parse(method: Method, data: bytes) -> Any:
+    """A request. Raises: InvalidInput."""
+    try:
+        return method.request.FromString(data)
+    except DecodeError:
+        raise InvalidInput(f"the message is no {method.request.DESCRIPTOR.name}") from None
+
+
+def address_of(peer: str) -> str:
+    """Where a call comes from, without its port: "ipv4:10.0.0.1:5000", "ipv6:%5B::1%5D:5000"."""
+    kind, _, rest = peer.partition(":")
+    return unquote(rest).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
+
+
+def _headers(context: Context) -> list[tuple[bytes, bytes]]:
+    found = context.invocation_metadata() or ()
+    return [(name.encode(), value.encode("latin-1")) for name, value in found if isinstance(value, str)]
