@@ -1,0 +1,87 @@
+"""Compressed bodies: read within limits, written as a client accepts them."""
+
+import gzip
+import random
+import zlib
+
+import pytest
+from starlette.responses import Response
+
+from batchmill.errors import InvalidInput, TooLarge
+from batchmill.server.encodings import INLINE_BYTES_MAX, packed, unpacked
+
+SMALL, LARGE = b'{"inputs":[]}', random.Random(7).randbytes(4 * INLINE_BYTES_MAX)
+MAX = 1024 * 1024
+READ = {"gzip": gzip.decompress, "deflate": zlib.decompress}
+
+
+@pytest.mark.parametrize("body", [SMALL, LARGE, b""], ids=["small", "large", "empty"])
+@pytest.mark.parametrize(
+    ("name", "write"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP ", gzip.compress)]
+)
+async def test_a_compressed_body_is_read(body, name, write):
+    """What was compressed comes back as it was, however large."""
+    assert await unpacked(write(body), name, MAX) == body
+
+
+@pytest.mark.parametrize("name", [None, "", "identity", " Identity"])
+async def test_a_plain_body_is_left_alone(name):
+    """Without an encoding nothing is read as one."""
+    assert await unpacked(SMALL, name, MAX) is SMALL
+
+
+async def test_members_of_gzip_follow_each_other():
+    """A gzip body may be several, one behind the other."""
+    assert await unpacked(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", MAX) == b"ab"
+
+
+@pytest.mark.parametrize("size", [MAX, MAX + 1])
+async def test_a_body_grows_no_further_than_its_limit(size):
+    """What would become larger than a body may be is refused before it is; exactly as large is taken."""
+    body = gzip.compress(bytes(size))
+    if size == MAX:
+        assert len(await unpacked(body, "gzip", MAX)) == MAX
+        return
+    with pytest.raises(TooLarge, match="longer than 1,048,576 bytes"):
+        await unpacked(body, "gzip", MAX)
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "code"),
+    [
+        (SMALL, "gzip", "invalid_encoding"),
+        (SMALL, "deflate", "invalid_encoding"),
+        (gzip.compress(SMALL)[:-5], "gzip", "invalid_encoding"),
+        (gzip.compress(SMALL) + b"x", "gzip", "invalid_encoding"),
+        (SMALL, "br", "unsupported_media_type"),
+        (SMALL, "gzip, gzip", "unsupported_media_type"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(body, name, code):
+    """A body that is not what it says, is cut short, or is in an encoding of others, is the caller's error."""
+    with pytest.raises(InvalidInput) as refused:
+        await unpacked(body, name, MAX)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize("body", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("accepted", "chosen"),
+    [
+        ("gzip", "gzip"), ("deflate", "deflate"), ("gzip, deflate, br", "gzip"), ("gzip;q=0, deflate", "deflate"),
+        ("GZIP", "gzip"),
+    ],
+)  # fmt: skip
+async def test_a_reply_is_written_as_its_client_accepts_it(body, accepted, chosen):
+    """The first encoding of ours that is accepted is used, and the headers say so."""
+    reply = await packed(Response(body), accepted)
+    assert reply.headers["content-encoding"] == chosen
+    assert int(reply.headers["content-length"]) == len(reply.body)
+    assert READ[chosen](reply.body) == body
+
+
+@pytest.mark.parametrize("accepted", [None, "", "identity", "br", "gzip;q=0", "gzip; q=0.0"])
+async def test_a_reply_stays_as_it_is(accepted):
+    """Where nothing of ours is accepted the reply is not touched."""
+    reply = await packed(Response(SMALL), accepted)
+    assert reply.body == SMALL and "content-encoding" not in reply.headers
