@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 from msgspec import Struct
@@ -25,6 +25,7 @@ class Answer(Struct, frozen=True):
     status: int = 0  # 0: there was no reply
     failure: str = ""
     rest_s: float = 0.0  # Retry-After
+    is_late: bool = False  # it was sent, and no reply came in time
 
 
 class Courier:
@@ -35,27 +36,37 @@ class Courier:
         """Raises: InvalidInput, code `url_not_allowed`, for a URL that would never be called."""
         read_url(url, self._http.private)
 
-    async def deliver(self, url: str, message_id: str, body: bytes, keys: Sequence[Secret]) -> Answer:
-        """Send an event once. Never raises for what the other side does."""
+    async def deliver(
+        self,
+        url: str,
+        message_id: str,
+        body: bytes,
+        keys: Sequence[Secret],
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Send an event once, signed where there are keys. Never raises for what the other side does."""
         try:
             target = read_url(
                 url, self._http.private
             )  # again: what is allowed may have changed since it was registered
         except InvalidInput as refused:
             return Answer(failure=refused.message)
-        headers = {
+        told = {
             "content-type": "application/json",
             "user-agent": f"batchmill/{batchmill.__version__}",
-            **signed_headers(message_id, int(self._clock.now()), body, keys),
+            **(headers or {}),
+            **(signed_headers(message_id, int(self._clock.now()), body, keys) if keys else {}),
         }
         try:
             async with (
                 self._http.session(target, TIMEOUT_S) as session,
-                session.post(url, data=body, headers=headers, allow_redirects=False) as reply,
+                session.post(url, data=body, headers=told, allow_redirects=False) as reply,
             ):
                 return _read(reply)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Answer(failure=_category(error))
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+            return Answer(failure=_category(error), is_late=is_late)
 
     def close(self) -> None:
         self._http.close()

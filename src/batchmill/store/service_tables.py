@@ -114,3 +114,23 @@ model_routes = Table(  # what a branch's `latest`, or an alias, stands for
     Column("mirrors", LargeBinary, nullable=False),  # JSON: [[branch, number], …]: shadow copies
     Column("changed", Float, nullable=False),
 )
+
+late_calls = Table(  # calls whose answers are sent to a URL once they are there; a row goes when that was done
+    "late_calls",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("key", String(64)),  # the public id of the caller's
+    Column("name", String(200), nullable=False),  # of the function; its version:
+    Column("branch", String(200), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("order", LargeBinary, nullable=False),  # how it is asked and told: JSON
+    Column("body", LargeBinary, nullable=False),  # empty once it was answered
+    Column("reply", LargeBinary),  # None: not answered yet
+    Column("bytes", BigInteger, nullable=False),  # of both
+    Column("created", Float, nullable=False),
+    Column("begun", Float),  # when it was asked
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("due", Float, nullable=False),  # when to go on with it
+    Index("late_calls_by_due", "due"),
+)

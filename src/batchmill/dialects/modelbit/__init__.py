@@ -1,0 +1,1 @@
+"""Modelbit's inference API: deployed functions called with lists of arguments."""

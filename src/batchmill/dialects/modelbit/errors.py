@@ -1,0 +1,102 @@
+"""How this API says that something is wrong: `{"error": "<text>"}`, whose last line is `Type: message`.
+
+Its published client repeats 429, 500, 502, 503 and 504 five times, whatever the body says, and shows of a text only the
+last line. So those statuses are for what a repetition may mend: a function that raised is no such thing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from msgspec import Struct
+from starlette.responses import Response
+
+from batchmill import errors
+from batchmill.errors import BatchmillError
+from batchmill.server.operations import json_reply
+
+# Order matters: the first class that fits.
+BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
+    (errors.UnknownName, 404),
+    (errors.TooLarge, 413),
+    (errors.Conflict, 409),
+    (errors.InvalidTransition, 409),
+    (errors.InvalidInput, 400),
+    (errors.Unauthenticated, 401),
+    (errors.Forbidden, 403),
+    (errors.RateLimited, 429),
+    (errors.Refused, 403),
+    (errors.StorageFull, 503),
+    (errors.Unavailable, 503),
+    (errors.JobPaused, 409),
+    (errors.ModelFailed, 422),
+    (BatchmillError, 500),
+)
+BY_CODE: dict[str, int] = {
+    "function_error": 400,
+    "bad_return": 400,
+    "method_not_allowed": 405,
+    "request_timeout": 408,
+    "unsupported_media_type": 415,
+}
+# What stands before our own messages, as the name of an exception does before a function's.
+TYPES: dict[str, str] = {
+    "timeout": "TimeoutError",
+    "memory_limit": "MemoryError",
+    "worker_crashed": "WorkerCrashed",
+    "bad_return": "BadReturn",
+    "rate_limit_exceeded": "RateLimitExceeded",
+}
+# Source: Modelbit's page on rate limits.
+TOO_MANY = "RateLimitExceeded: Concurrency request count limit reached"
+TOO_LARGE = "RateLimitExceeded: Concurrency request size limit reached"
+LIMITS: dict[str, str] = {"too_many_calls": TOO_MANY, "too_many_bytes": TOO_LARGE}
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?", re.ASCII | re.DOTALL)
+
+
+class Envelope(Struct, frozen=True):
+    error: str
+
+
+def status_of(error: BatchmillError) -> int:
+    """The code's own status, or its class's."""
+    return BY_CODE.get(error.code) or next(status for kind, status in BY_CLASS if isinstance(error, kind))
+
+
+def text_of(error: BatchmillError, message: str) -> str:
+    """`message` so that its last line says what is wrong, and of what kind. It is never empty."""
+    if error.code in LIMITS:
+        return f"{LIMITS[error.code]}: {message}"
+    last = message.rstrip().rpartition("\n")[2]
+    if error.code == "function_error" and _EXCEPTION.fullmatch(last):
+        return message.rstrip()
+    kind = TYPES.get(error.code, type(error).__name__)
+    if "\n" not in message.strip():
+        return f"{kind}: {message.strip()}"
+    return (
+        message.rstrip()
+        if _EXCEPTION.fullmatch(last) and ": " in last
+        else f"{message.rstrip()}\n{kind}: {last.strip()}"
+    )
+
+
+def envelope(error: BatchmillError, message: str) -> Envelope:
+    return Envelope(text_of(error, message))
+
+
+def refusal(error: BatchmillError, message: str) -> Response:
+    """The reply to a request that failed; `message` is the error's, fit for whoever asked. Never raises."""
+    status = status_of(error)
+    headers = {}
+    if isinstance(error, errors.RateLimited):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_reply(envelope(error, message), status, headers)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the envelope."""
+    return {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
