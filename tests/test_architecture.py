@@ -46,7 +46,7 @@ PLUGINS = {
     "executors": {"local", "ray"},
 }
 
-HEAVY = {"aiohttp", "numpy", "pyarrow", "rich", "sqlalchemy", "ray", "vllm", "torch", "starlette", "uvicorn"}
+HEAVY = {"aiohttp", "numpy", "pyarrow", "rich", "sqlalchemy", "ray", "vllm", "torch", "starlette", "uvicorn", "grpc"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec"}
 SQL_CALLS = {"execute", "executemany", "executescript", "exec_driver_sql", "text"}
@@ -58,6 +58,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.app, once a command is called",
     "batchmill.dialects.load_dialects": "the dialects",
+    "batchmill.dialects.load_grpc": "what speaks gRPC, which needs grpcio",
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",

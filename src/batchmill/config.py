@@ -19,6 +19,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
 | models.NAME.limits           | the fields of types.Limits                                                |
 | server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
+| server.grpc_port             | where tensors are taken over gRPC (`--grpc-port`); none: nowhere           |
 | server.body_bytes_max        | the largest request that is no upload                                     |
 | server.file_bytes_max        | the largest file                                                          |
 | server.rows_max              | the most rows of one batch; none: no limit                                |
@@ -72,6 +73,7 @@ LIMITS_MAX = {
 }
 SERVER_MAX = {
     "port": 65_535,
+    "grpc_port": 65_535,
     "body_bytes_max": 1024**3,
     "file_bytes_max": 2**50,
     "rows_max": 2**32 - 1,
@@ -113,6 +115,7 @@ class ServerEntry(Struct, frozen=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     body_bytes_max: int = 64 * 1024 * 1024
     file_bytes_max: int = 100 * 1024**3
     rows_max: int | None = None

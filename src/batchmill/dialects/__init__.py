@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from batchmill.errors import InvalidConfig
+
 if TYPE_CHECKING:
+    from batchmill.dialects.open_inference.grpc.server import GrpcServer
+    from batchmill.server.access_log import Served
+    from batchmill.server.auth import Gate
     from batchmill.server.operations import Dialect
     from batchmill.services.services import Services
 
@@ -24,3 +29,15 @@ def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) ->
         module, _, attribute = DIALECTS[name].partition(":")
         loaded.append(getattr(import_module(module), attribute)(services))
     return loaded
+
+
+def load_grpc(services: Services, gate: Gate, watchers: Sequence[Callable[[Served], None]]) -> GrpcServer:
+    """The door of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
+    try:
+        server = import_module("batchmill.dialects.open_inference.grpc.server")
+    except ImportError as error:
+        raise InvalidConfig(
+            f"server.grpc_port is set, but {error.name} is not installed: pip install 'batchmill[grpc]'",
+            code="grpc_not_installed",
+        ) from None
+    return server.GrpcServer(services, gate, watchers)

@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 import msgspec
 from google.protobuf.json_format import ParseDict
-from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, response_of
+from batchmill.dialects.open_inference.grpc.calls import call_of
 from batchmill.dialects.open_inference.grpc.conversations import Conversation
 from batchmill.dialects.open_inference.grpc.door import Action, Door, Write
 from batchmill.dialects.open_inference.grpc.messages import METHODS, Message
+from batchmill.dialects.open_inference.grpc.settings import SettingCalls
 from batchmill.dialects.open_inference.inference import FORM
 from batchmill.dialects.open_inference.metadata import Metadata
 from batchmill.dialects.open_inference.repository import Index, Load, Repository, Unload, UnloadParameters
@@ -34,7 +34,7 @@ class Service:
         self._functions, self._door = services.functions, door
         self._bytes_max = services.config.server.body_bytes_max
         self._metadata, self._statistics = Metadata(services), StatisticsCalls(services)
-        self._repository = Repository(services)
+        self._repository, self._settings = Repository(services), SettingCalls(services)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """Every method of the service by its name."""
@@ -50,6 +50,7 @@ class Service:
             "RepositoryIndex": (Scope.READ, self.index),
             "RepositoryModelLoad": (Scope.ADMIN, self.load),
             "RepositoryModelUnload": (Scope.ADMIN, self.unload),
+            **self._settings.actions(),
         }
         found = {name: self._door.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()}
         streamed = METHODS["ModelStreamInfer"]
@@ -84,11 +85,11 @@ class Service:
         return METHODS["ServerLive"].response(live=True)
 
     async def ready(self, caller: Caller, request: Any) -> Message:
-        reply = await self._metadata.ready(_call(caller))
+        reply = await self._metadata.ready(call_of(caller))
         return METHODS["ServerReady"].response(ready=reply.status_code == 200)
 
     async def server_metadata(self, caller: Caller, request: Any) -> Message:
-        return await _told("ServerMetadata", self._metadata.server, _call(caller))
+        return await _told("ServerMetadata", self._metadata.server, call_of(caller))
 
     async def model_ready(self, caller: Caller, request: Any) -> Message:
         reply = await self._metadata.model_ready(_call_of_model(caller, request))
@@ -103,7 +104,7 @@ class Service:
 
     async def statistics(self, caller: Caller, request: Any) -> Message:
         if not request.name:
-            return await _told("ModelStatistics", self._statistics.all, _call(caller))
+            return await _told("ModelStatistics", self._statistics.all, call_of(caller))
         handler = self._statistics.version if request.version else self._statistics.model
         return await _told("ModelStatistics", handler, _call_of_model(caller, request))
 
@@ -111,13 +112,13 @@ class Service:
 
     async def index(self, caller: Caller, request: Any) -> Message:
         _only_repository(request.repository_name)
-        reply = await self._repository.index(_call(caller, body=Index(ready=request.ready)))
+        reply = await self._repository.index(call_of(caller, body=Index(ready=request.ready)))
         return _message("RepositoryIndex", {"models": msgspec.json.decode(reply.body)})
 
     async def load(self, caller: Caller, request: Any) -> Message:
         _only_repository(request.repository_name)
-        body = Load(parameters={name: "" for name in request.parameters})  # what they hold is refused by its name
-        await self._repository.load(_call(caller, body=body, model=request.model_name))
+        body = Load(parameters=dict.fromkeys(request.parameters, ""))  # what they hold is refused by its name
+        await self._repository.load(call_of(caller, body=body, model=request.model_name))
         return METHODS["RepositoryModelLoad"].response()
 
     async def unload(self, caller: Caller, request: Any) -> Message:
@@ -127,7 +128,7 @@ class Service:
             parameters = msgspec.convert(told, UnloadParameters)
         except msgspec.ValidationError as error:
             raise InvalidInput(f"the parameters of an unload: {error}", code="parameter_not_allowed") from None
-        await self._repository.unload(_call(caller, body=Unload(parameters), model=request.model_name))
+        await self._repository.unload(call_of(caller, body=Unload(parameters), model=request.model_name))
         return METHODS["RepositoryModelUnload"].response()
 
 
@@ -140,12 +141,7 @@ def _only_repository(name: str) -> None:
 
 def _call_of_model(caller: Caller, request: Any) -> Call:
     named = {"model": request.name, "version": request.version}
-    return _call(caller, **{key: value for key, value in named.items() if value})
-
-
-def _call(caller: Caller, *, body: Struct | None = None, **path: str) -> Call:
-    """The same request as it would have come over HTTP."""
-    return Call(Request({"type": "http", "method": "GET", "headers": [], "path_params": path}), caller, "", body=body)
+    return call_of(caller, **{key: value for key, value in named.items() if value})
 
 
 async def _told(method: str, handler: Handler, call: Call) -> Message:
