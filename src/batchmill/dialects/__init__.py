@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DIALECTS = {
     "openai": "batchmill.dialects.openai.dialect:OpenAIDialect",
+    "modelbit": "batchmill.dialects.modelbit.dialect:ModelbitDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
 FALLBACK = "native"  # whose error form a path has that belongs to none

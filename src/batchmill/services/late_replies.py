@@ -41,7 +41,7 @@ Write = Callable[[LateCall, Answer | BatchmillError], Awaitable[bytes]]
 
 
 class LateReplies:
-    """`run` until it is cancelled. Doors say with `speak`, before that, how their answers are written."""
+    """`open` it once every door has said, with `speak`, how its answers are written."""
 
     def __init__(self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier) -> None:
         self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
@@ -49,6 +49,7 @@ class LateReplies:
         self._in_hand: dict[str, asyncio.Task[None]] = {}
         self._calling: set[str] = set()
         self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
 
     def speak(self, door: str, write: Write) -> None:
         """`write` makes the body that is sent, of an answer or of an error."""
@@ -77,20 +78,35 @@ class LateReplies:
         """Calls that are still to be made, or answers to be taken."""
         return await self._database.read(records.count)
 
-    async def run(self) -> None:
-        try:
-            while True:
-                try:
-                    await self.turn()
-                except BatchmillError as error:  # a full disk, above all
-                    log.warning("late replies wait: %s", error.message)
-                except Exception as error:  # the edge of this task: it must not end with one call
-                    log.error("late replies wait", exc_info=error)
-                await self._rest()
-        finally:
-            await self._end()
+    def open(self) -> None:
+        self._running = asyncio.create_task(self._run())
 
-    async def turn(self) -> None:
+    async def close(self, *, at_once: bool) -> None:
+        """Calls that are being made may end, in a while; answers are sent again by the next process."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        tasks = dict(self._in_hand)
+        for call_id, task in tasks.items():
+            if call_id not in self._calling:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=0 if at_once else DRAIN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except BatchmillError as error:  # a full disk, above all
+                log.warning("late replies wait: %s", error.message)
+            except Exception as error:  # the edge of this task: it must not end with one call
+                log.error("late replies wait", exc_info=error)
+            await self._rest()
+
+    async def _turn(self) -> None:
         """Begin with what is due."""
         room = IN_HAND_MAX - len(self._in_hand)
         if room <= 0:
@@ -113,18 +129,6 @@ class LateReplies:
                 each.cancel()
             await asyncio.wait(waits)
         self._wake.clear()
-
-    async def _end(self) -> None:
-        """Calls that are being made may end; answers are sent again by the next process."""
-        tasks = dict(self._in_hand)
-        for call_id, task in tasks.items():
-            if call_id not in self._calling:
-                task.cancel()
-        if tasks:
-            _, late = await asyncio.wait(tasks.values(), timeout=DRAIN_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     # -- one call ------------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Calls:
                 return await answer(call, self._functions, target, ROWS, (wanted.body, b""))
         except TimeoutError:
             raise ModelFailed(
-                f"there was no answer within timeout_seconds and a little more: {target.name} was still being loaded, or "
+                f"no answer within timeout_seconds and a little more: {target.name} was still being loaded, or "
                 "behind other calls",
                 code="timeout",
             ) from None
