@@ -10,11 +10,11 @@ from typing import Protocol
 from batchmill.errors import Forbidden, RateLimited, Refused, Unauthenticated
 from batchmill.ports import Clock
 from batchmill.server.limits import Buckets
+from batchmill.services.keys import ANYBODY
 from batchmill.types import Caller, Scope
 
 FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a right one is never held up
 TOKEN_CHARS_MAX = 4096
-ANYBODY = Caller("default", Scope.ADMIN)  # where no key was ever made
 
 
 class Keys(Protocol):
@@ -23,6 +23,8 @@ class Keys(Protocol):
     async def any_exist(self) -> bool: ...
 
     async def authenticate(self, token: str) -> Caller: ...
+
+    def known(self, token: str | None) -> Caller | None: ...
 
 
 def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
@@ -63,6 +65,15 @@ class Gate:
             wait_s = self._requests.take(caller.key or "", per_minute, self._clock.monotonic())
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
+
+    def known(self, authorization: bytes | None) -> Caller | None:
+        """Who asks, where that is known without waiting; None: `admit` finds out, or says what is wrong."""
+        return self._keys.known(None if authorization is None else token_of([(b"authorization", authorization)]))
+
+    def has_room(self, caller: Caller) -> bool:
+        """`spend` would not raise now."""
+        per_minute = caller.requests_per_minute or self._per_minute
+        return per_minute is None or not self._requests.wait_s(caller.key or "", per_minute, self._clock.monotonic())
 
     async def knows(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> bool:
         """Whoever asks has a key, or needs none. For what anybody may ask, and not everybody is told in full."""

@@ -66,6 +66,11 @@ class Deliveries:
         task.add_done_callback(self._tasks.discard)
         return None
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits to hear of a reply."""
+        return not self._open
+
     async def look(self) -> None:
         """Before a request is looked at: what has arrived counts as arrived, whenever it was noticed."""
         for delivery in list(self._open):

@@ -6,12 +6,8 @@ Knows no dialect by name: each hands in its operations and says in its own envel
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import secrets
-import time
 from collections.abc import Callable, MutableMapping, Sequence
-from email.utils import formatdate
 from functools import partial
 from typing import Any
 
@@ -19,7 +15,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable, UnknownName
+from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import Served
@@ -28,26 +24,12 @@ from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
 from batchmill.server.hosts import Hosts
 from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
+from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Found, Routes
-
-log = logging.getLogger("batchmill.server")
 
 REQUESTS_MAX = 5000  # under way at once; a further one is told to come again
 SEND_STALL_S = 120.0  # a client that takes nothing of its reply for so long is left
-RETRY_S = 1.0
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-# Of the root's own refusals, whatever a dialect makes of their codes.
-STATUS = {
-    "method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415, "request_too_large": 413,
-    "invalid_host": 400,
-}  # fmt: skip
-SECURITY_HEADERS = {
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"cache-control": b"no-store",
-    b"cross-origin-resource-policy": b"same-origin",
-    b"content-security-policy": b"default-src 'none'; frame-ancestors 'none'; base-uri 'none'",
-}
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Any]
@@ -69,35 +51,39 @@ class HttpRoot:
     ) -> None:
         doors = [(dialect, dialect.operations()) for dialect in dialects]
         self.routes = Routes([*doors, (fallback, own)], fallback)
-        self._gate, self._hosts, self._clock, self._body_max = gate, hosts, clock, body_bytes_max
+        self.gate, self.hosts, self.clock, self.body_bytes_max = gate, hosts, clock, body_bytes_max
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
-        self._deliveries = Deliveries()
-        self._under_way = 0
+        self.deliveries = Deliveries()
+        self.under_way = 0
 
     def watch(self, watcher: Callable[[Served], None]) -> None:
         self._watchers.append(watcher)
 
     async def close(self) -> None:
-        await self._deliveries.close()
+        await self.deliveries.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
-        served = Served(_request_id(scope["headers"]), scope["method"], started=self._clock.monotonic())
+        served = Served(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
         found = self.routes.find(scope["method"], scope["path"])
         reply = _Reply(scope, send, served, found.dialect)
         if found.route is not None:
             served.route = found.route.operation.path
-        self._under_way += 1
+        self.under_way += 1
         try:
             await self._answer(scope, receive, reply, found)
         except ClientDisconnect:
             served.status = served.status or 499
         finally:
-            self._under_way -= 1
-            served.seconds = self._clock.monotonic() - served.started
+            self.under_way -= 1
+            served.seconds = self.clock.monotonic() - served.started
             served.bytes_out = reply.bytes
-            for watcher in self._watchers:
-                watcher(served)
+            self.ended(served)
+
+    def ended(self, served: Served) -> None:
+        """Tell of a request that is over."""
+        for watcher in self._watchers:
+            watcher(served)
 
     async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> None:
         served, call = reply.served, None
@@ -111,30 +97,28 @@ class HttpRoot:
         except BatchmillError as error:
             await self._refuse(scope, receive, reply, found, error)
         except Exception as error:  # the edge: whoever asked is told that it is not their fault, and no more
-            log.error("request %s failed", served.id, exc_info=error)
-            hidden = BatchmillError(f"the server failed to answer; its log has more under request {served.id}")
-            await self._refuse(scope, receive, reply, found, hidden)
+            await self._refuse(scope, receive, reply, found, hidden(error, served.id))
         else:
             if call.callbacks and reply.was_sent and reply.transport is not None:
-                await self._deliveries.follow(reply.transport, call.callbacks)
+                await self.deliveries.follow(reply.transport, call.callbacks)
 
     async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> tuple[Call, Response]:
         headers, served = scope["headers"], reply.served
-        self._hosts.check(scope["method"], headers)
-        await self._deliveries.look()
+        self.hosts.check(scope["method"], headers)
+        await self.deliveries.look()
         if found.route is None:
             raise _no_route(scope, found)
-        if self._under_way > REQUESTS_MAX:
+        if self.under_way > REQUESTS_MAX:
             raise Unavailable(f"more than {REQUESTS_MAX:,} requests are under way; try again")
         operation = found.route.operation
         address = (scope.get("client") or ("",))[0]
-        caller = ANYBODY if operation.scope is None else await self._gate.admit(headers, address, operation.scope)
+        caller = ANYBODY if operation.scope is None else await self.gate.admit(headers, address, operation.scope)
         served.project, served.key = caller.project, caller.key
-        spend = partial(self._gate.spend, caller)
+        spend = partial(self.gate.spend, caller)
         if operation.scope is not None and not operation.spends_itself:
             spend()
         query = parse_query(scope["query_string"], operation.query)
-        limit = self._body_max if operation.body_bytes_max is None else operation.body_bytes_max
+        limit = self.body_bytes_max if operation.body_bytes_max is None else operation.body_bytes_max
         reader = BodyReader(receive, headers, limit, any_encoding=operation.is_raw)
         try:
             raw, body = await read_body(operation, reader)
@@ -162,19 +146,7 @@ class HttpRoot:
         reply.served.code, error.request_id = error.code, reply.served.id
         if reply.has_begun:
             return  # the connection is closed in the middle: whoever reads sees that something is missing
-        response = reply.dialect.refusal(error)
-        response.status_code = STATUS.get(error.code, response.status_code)
-        if response.status_code == 405:
-            response.headers["allow"] = ", ".join(found.methods)
-        if response.status_code == 401:
-            response.headers["www-authenticate"] = "Bearer"
-        if isinstance(error, RateLimited):
-            response.headers["retry-after"] = str(max(1, round(error.retry_after_s + 0.5)))
-        elif response.status_code == 503:
-            response.headers.setdefault("retry-after", f"{RETRY_S:.0f}")
-        if response.status_code >= 500:
-            told = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
-            log.warning("request %s: %s: %s", reply.served.id, error.code, told)
+        response = refusal(reply.dialect, error, found.methods)
         await response(scope, receive, reply.send)
 
 
@@ -191,7 +163,7 @@ def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     for name, value in headers:
         if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
             return value.decode()
-    return f"req_{secrets.token_hex(12)}"
+    return new_request_id()
 
 
 class _Reply:
@@ -229,7 +201,7 @@ class _Reply:
 
     def _headers(self, given: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         names = {name.lower() for name, _ in given}
-        added = [(name, value) for name, value in SECURITY_HEADERS.items() if name not in names]
+        added = security_headers(names)
         if b"date" not in names:
-            added.append((b"date", formatdate(time.time(), usegmt=True).encode()))
+            added.append((b"date", date()))
         return [*added, (b"x-request-id", self.served.id.encode())]

@@ -13,10 +13,17 @@ import uvicorn
 
 from batchmill.errors import InvalidConfig
 from batchmill.server.connection import Connection
+from batchmill.server.lane import Lane
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 CANCELLED_S = 2.0  # for requests that were cancelled to say so
+
+
+class _Config(uvicorn.Config):
+    """What uvicorn hands to each connection."""
+
+    lane: Lane | None = None
 
 
 class _Server(uvicorn.Server):
@@ -37,13 +44,21 @@ class Listener:
     """Serves an ASGI application on a socket that `bind` made."""
 
     def __init__(
-        self, app: Any, sock: socket.socket, *, drain_s: int, connection: type[Connection] = Connection
+        self,
+        app: Any,
+        sock: socket.socket,
+        *,
+        drain_s: int,
+        connection: type[Connection] = Connection,
+        lane: Lane | None = None,
     ) -> None:
-        config = uvicorn.Config(
+        """`lane`: of requests that need not go through `app`."""
+        config = _Config(
             app, http=connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
             backlog=BACKLOG,
         )  # fmt: skip
+        config.lane = lane
         self._sock, self._server = sock, _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -66,6 +81,8 @@ class Listener:
             for task in state.tasks:
                 task.cancel()
         await asyncio.wait({self._serving})
+        for connection in list(state.connections):
+            connection.end_flight()
         if state.tasks:  # they were cancelled, by us or at the end of the time that they had
             await asyncio.wait(state.tasks, timeout=CANCELLED_S)
 

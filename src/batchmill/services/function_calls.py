@@ -19,7 +19,7 @@ from batchmill.jobs.live import LivePath
 from batchmill.ports import Clock
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.live_calls import LiveCall
-from batchmill.types import CallStats, Caller, Interface, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import Caller, CallStats, Interface, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ NAME_CHARS_MAX = 200
 MODELS_MAX = 1000
 KEYS_MAX = 10_000  # of one server
 USED_S = 60.0  # how exactly the time of the last use is written down
+ANYBODY = Caller("default", Scope.ADMIN)  # where no key was ever made
 REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
 
 
@@ -123,6 +124,23 @@ class KeyService:
         if known is None or not is_right or (known.expires is not None and known.expires <= self._clock.now()):
             raise Unauthenticated(REFUSAL)
         self._used[key_id] = self._clock.now()
+        return known.caller
+
+    def known(self, token: str | None) -> Caller | None:
+        """As `authenticate`, of keys that were used before; None where nothing can be said without looking further.
+
+        Where no key was ever made: everybody.
+        """
+        if not self._ids:
+            return None if self._ids is None else ANYBODY
+        match = None if token is None else _KEY.fullmatch(token)
+        known = None if match is None else self._known.get(match[1])
+        if token is None or match is None or known is None or not hmac.compare_digest(_digest(token), known.digest):
+            return None
+        now = self._clock.now()
+        if known.expires is not None and known.expires <= now:
+            return None
+        self._used[match[1]] = now
         return known.caller
 
     async def _look_up(self, key_id: str) -> _Known | None:

@@ -1,0 +1,276 @@
+"""The way of a plain request to an express operation: looked at, begun and answered without a task. See `express`.
+
+Everything else gets None here and goes through `HttpRoot`, which this shares its gate, routes and watchers with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from msgspec import Struct
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from batchmill.errors import BatchmillError
+from batchmill.server.access_log import Served
+from batchmill.server.auth import ANYBODY
+from batchmill.server.bodies import JSON
+from batchmill.server.express import Cancel, Express, Headers
+from batchmill.server.http import REQUEST_ID, REQUESTS_MAX, HttpRoot
+from batchmill.server.operations import Content, Operation
+from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
+from batchmill.server.routing import Route
+from batchmill.types import Caller, Scope
+
+BODY_BYTES_MAX = 256 * 1024  # a longer body is read piece by piece, within its time
+WAYS_MAX = 1024  # paths that are remembered
+HOSTS_MAX = 64  # Host headers that are remembered as right
+HEADS_MAX = 256  # of replies, that are remembered as they are written
+FORGET_S = 1.0  # what a path means may change
+CLIENT_LEFT = 499
+# What has these is looked at the normal way.
+UNUSUAL = frozenset(
+    {
+        b"transfer-encoding", b"expect", b"upgrade", b"origin", b"sec-fetch-site", b"trailer", b"te",
+    }
+)  # fmt: skip
+_HEADER = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
+_UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class Way(Struct, frozen=True, eq=False):
+    """What a path means on the lane."""
+
+    route: Route
+    express: Express
+    parameters: dict[str, str]
+    media: str | None  # the Content-Type that a body must have; None: any
+    bytes_max: int
+    any_encoding: bool
+    scopes: frozenset[Scope]  # whose callers may
+
+    @property
+    def operation(self) -> Operation:
+        return self.route.operation
+
+
+class Asked(Struct, eq=False):
+    """A request whose headers are there and fit the lane."""
+
+    way: Way
+    headers: list[tuple[bytes, bytes]]
+    named: dict[bytes, bytes]
+
+
+class Lane:
+    def __init__(self, root: HttpRoot) -> None:
+        self._root, self._clock = root, root.clock
+        self._ways: dict[bytes, Way | None] = {}
+        self._hosts: set[bytes] = set()
+        self._heads: dict[tuple[tuple[bytes, bytes], ...], tuple[bytes, bytes]] = {}
+        self._looked = self._dated = -FORGET_S
+        self._date = b""
+
+    # -- whether ------------------------------------------------------------------------------------------------------
+
+    def look(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> Asked | None:
+        """Whether a POST of HTTP/1.1 with these headers may take the lane, before its body is there."""
+        now = self._clock.monotonic()
+        if now - self._looked >= FORGET_S:
+            self._ways.clear()
+            self._looked = now
+        way = self._ways.get(url, False)
+        if way is False:
+            way = self._find(url)
+        if way is None:
+            return None
+        named = dict(headers)
+        if len(named) != len(headers) or not UNUSUAL.isdisjoint(named):
+            return None
+        if b"connection" in named and named[b"connection"].lower() != b"keep-alive":
+            return None
+        size = named.get(b"content-length", b"")
+        if not 0 < len(size) <= 9 or not size.isdigit() or int(size) > way.bytes_max or not self._is_right(way, named):
+            return None
+        return Asked(way, headers, named)
+
+    def _is_right(self, way: Way, named: dict[bytes, bytes]) -> bool:
+        host = named.get(b"host", b"")
+        if host not in self._hosts:
+            try:
+                self._root.hosts.check("POST", [(b"host", host)])
+            except BatchmillError:
+                return False
+            if len(self._hosts) < HOSTS_MAX:
+                self._hosts.add(host)
+        if not way.any_encoding and b"content-encoding" in named:
+            return False
+        return way.media is None or named.get(b"content-type", b"").partition(b";")[0].decode("latin-1") == way.media
+
+    def _find(self, url: bytes) -> Way | None:
+        """None for what is not on the lane; a path with escapes or a query never is."""
+        way = None
+        if not url.startswith(b"/") or not url.isascii() or any(each in url for each in (b"%", b"?", b"#")):
+            return None
+        found = self._root.routes.find("POST", url.decode())
+        if found.route is not None and (express := found.route.operation.express) is not None:
+            way = self._way(found.route, express, found.parameters)
+        if len(self._ways) < WAYS_MAX:
+            self._ways[url] = way
+        return way
+
+    def _way(self, route: Route, express: Express, parameters: dict[str, str]) -> Way:
+        operation = route.operation
+        assert not operation.spends_itself, "an express operation is counted before it begins"
+        media = operation.body.media if isinstance(operation.body, Content) else JSON
+        limit = self._root.body_bytes_max if operation.body_bytes_max is None else operation.body_bytes_max
+        scopes = list(Scope)
+        return Way(
+            route, express, parameters, None if operation.is_raw or media == "*/*" else media,
+            min(limit, BODY_BYTES_MAX), operation.is_raw,
+            frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]),
+        )  # fmt: skip
+
+    def _caller(self, asked: Asked) -> Caller | None:
+        """Who asks, if they may and have a request left; None: the normal way finds out, or says what is wrong."""
+        operation = asked.way.operation
+        caller = ANYBODY if operation.scope is None else self._root.gate.known(asked.named.get(b"authorization"))
+        if caller is None or caller.scope not in asked.way.scopes or not self._root.gate.has_room(caller):
+            return None
+        return caller
+
+    # -- the way ------------------------------------------------------------------------------------------------------
+
+    def begin(self, asked: Asked, body: bytes, done: Callable[[Flight, bytes], None]) -> Flight | None:
+        """Begin to answer a request that is whole. `done` gets the bytes of the reply."""
+        root, way = self._root, asked.way
+        if root.under_way >= REQUESTS_MAX or not root.deliveries.is_idle:
+            return None
+        claims = way.operation.claims
+        caller = self._caller(asked) if claims is None or claims(way.parameters) else None
+        if caller is None:
+            return None
+        given = asked.named.get(b"x-request-id", b"")
+        name = given.decode() if given and REQUEST_ID.fullmatch(given) else new_request_id()
+        served = Served(name, "POST", way.operation.path, started=self._clock.monotonic(), bytes_in=len(body))
+        served.project, served.key = caller.project, caller.key
+        flight = Flight(self, way.route, served, done)
+        try:
+            flight.cancel = way.express.begin(way.parameters, asked.headers, body, caller, flight)
+        except Exception as error:  # the edge, as in HttpRoot
+            flight.refuse(hidden(error, name))
+        if flight.cancel is None and not flight.response_complete:
+            flight.is_ours = False
+            return None
+        if way.operation.scope is not None:
+            root.gate.spend(caller)
+        root.under_way += 1
+        flight.go()
+        return flight
+
+    def ended(self, served: Served) -> None:
+        served.seconds = self._clock.monotonic() - served.started
+        self._root.ended(served)
+
+    def left(self) -> None:
+        self._root.under_way -= 1
+
+    # -- the reply ----------------------------------------------------------------------------------------------------
+
+    def written(self, status: int, headers: Headers, body: bytes, end: bytes) -> bytes:
+        """A reply as its bytes, in the order in which the normal way has its headers; `end`: the last of them."""
+        key = tuple(headers)
+        before, after = self._heads.get(key) or self._head(key)
+        now = self._clock.monotonic()
+        if now - self._dated >= 0.5:
+            self._date, self._dated = b"date: %b\r\n" % date(), now
+        return b"".join(
+            (STATUS_LINE[status], before, b"content-length: %d\r\n" % len(body), after, self._date, end, body)
+        )
+
+    def _head(self, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bytes]:
+        """The lines before the length of the body, and those behind it."""
+        for name, value in headers:
+            if not _HEADER.fullmatch(name) or _UNSAFE.search(value):
+                raise ValueError(f"a header {name!r} that cannot be sent")
+        own = [(name, value) for name, value in headers if name not in (b"content-length", b"content-type")]
+        media = [(name, value) for name, value in headers if name == b"content-type"]
+        media += security_headers(name for name, _ in headers)
+        lines = _lines(own), _lines(media)
+        if len(self._heads) < HEADS_MAX:
+            self._heads[headers] = lines
+        return lines
+
+
+class Flight:
+    """A request on the lane, and the one reply to it. It stands where uvicorn has the cycle of a request."""
+
+    def __init__(self, lane: Lane, route: Route, served: Served, done: Callable[[Flight, bytes], None]) -> None:
+        self._lane, self._route, self._served, self._done = lane, route, served, done
+        self._reply: bytes | None = None  # that came before `go`
+        self._has_begun = False
+        self.cancel: Cancel | None = None
+        self.is_ours = True  # until the normal way takes it
+        # What uvicorn looks at:
+        self.response_complete = self.disconnected = self.more_body = False
+        self.keep_alive = True
+        self.body = bytearray()
+        self.message_event = self
+
+    def set(self) -> None:
+        """Of `message_event`: nobody waits for it."""
+
+    def __call__(self, status: int, headers: Headers, body: bytes) -> None:
+        if self.response_complete or not self.is_ours:
+            return
+        end = b"x-request-id: %b\r\n" % self._served.id.encode()
+        if not self.keep_alive:
+            end += b"connection: close\r\n"
+        data = self._lane.written(status, headers, body, end + b"\r\n")
+        self.response_complete = True
+        self._served.status, self._served.bytes_out = status, len(body)
+        self._reply = data
+        if self._has_begun:
+            self._end()
+
+    def refuse(self, error: BatchmillError) -> None:
+        if self.response_complete or not self.is_ours:
+            return
+        self._served.code, error.request_id = error.code, self._served.id
+        response = refusal(self._route.dialect, error, ())
+        self(response.status_code, [(n, v) for n, v in response.raw_headers if n != b"content-length"], response.body)
+
+    def go(self) -> None:
+        """It is under way from now on: a reply that is there already is sent."""
+        self._has_begun = True
+        if self.response_complete:
+            self._end()
+
+    def stop(self, error: BatchmillError) -> None:
+        """Answer with an error, and end what was begun."""
+        if not self.response_complete:
+            if self.cancel is not None:
+                self.cancel()
+            self.refuse(error)
+
+    def drop(self) -> None:
+        """The client has left."""
+        if self.response_complete:
+            return
+        self.response_complete = self.disconnected = True
+        if self.cancel is not None:
+            self.cancel()
+        self._served.status = CLIENT_LEFT
+        self._lane.left()
+        self._lane.ended(self._served)
+
+    def _end(self) -> None:
+        data, self._reply = self._reply, None
+        assert data is not None
+        self._lane.left()
+        self._done(self, data)
+        self._lane.ended(self._served)
+
+
+def _lines(headers: Headers) -> bytes:
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
