@@ -57,6 +57,7 @@ def status_of(error: BatchmillError) -> StatusCode:
 
 def details_of(message: str) -> str:
     """The message, without its middle where it is too long: a traceback's last line says most."""
+    message = message.encode("utf-8", "replace").decode()  # what is half a character would end the call itself
     if _travelling(message) <= DETAILS_BYTES_MAX:
         return message
     half = DETAILS_BYTES_MAX // 2 - 16
@@ -70,7 +71,7 @@ def _travelling(text: str) -> int:
 
 
 def _cost(char: str) -> int:
-    return 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode("utf-8", "replace"))
+    return 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode())
 
 
 def _fitting(text: str, bytes_max: int) -> str:
