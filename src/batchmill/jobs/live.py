@@ -97,7 +97,10 @@ class LivePath:
         if cancel is None:
             line = self._line(model)
             if not line.has_room(len(body)):
-                raise Unavailable(f"{BYTES_IN_FLIGHT_MAX:,} bytes are on their way to {model.name!r}; try again")
+                raise Unavailable(
+                    f"{BYTES_IN_FLIGHT_MAX:,} bytes are on their way to {model.name!r}; try again",
+                    code="too_many_bytes",
+                )
             call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s), hear, self._ask_again)
             cancel = call.cancel
             try:
@@ -232,10 +235,15 @@ class LivePath:
             worker = pool.least_live()
             if worker is not None:
                 if sum(len(each.calls) for each in pool.workers.values()) >= IN_FLIGHT_MAX:
-                    raise Unavailable(f"{IN_FLIGHT_MAX} requests to {model.name!r} are being answered; try again")
+                    raise Unavailable(
+                        f"{IN_FLIGHT_MAX} requests to {model.name!r} are being answered; try again",
+                        code="too_many_calls",
+                    )
                 return worker
             if pool.waiting >= WAITING_MAX:
-                raise Unavailable(f"{WAITING_MAX} requests wait for {model.name!r} to start; try again later")
+                raise Unavailable(
+                    f"{WAITING_MAX} requests wait for {model.name!r} to start; try again later", code="too_many_calls"
+                )
             await pool.change()
             if pool.failure is not None and self._pools.is_current(pool):
                 if pool.failure.reason == PauseReason.STORAGE_FULL:  # it may work the next moment
