@@ -53,7 +53,7 @@ TYPES: dict[str, str] = {
 TOO_MANY = "RateLimitExceeded: Concurrency request count limit reached"
 TOO_LARGE = "RateLimitExceeded: Concurrency request size limit reached"
 LIMITS: dict[str, str] = {"too_many_calls": TOO_MANY, "too_many_bytes": TOO_LARGE}
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?", re.ASCII | re.DOTALL)
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*([A-Za-z_]\w*: .+|[A-Z]\w*)")  # as a traceback ends: "KeyError: 'x'"
 
 
 class Envelope(Struct, frozen=True):

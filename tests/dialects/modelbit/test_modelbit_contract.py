@@ -1,0 +1,71 @@
+"""Modelbit's dialect keeps what every dialect promises, and says errors so that its published client shows them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import pytest_asyncio
+from contract.dialect_suite import DialectSuite, known_errors
+from dialects.open_server import open_server
+
+from batchmill.dialects.modelbit.dialect import ModelbitDialect
+from batchmill.dialects.modelbit.errors import BY_CODE, LIMITS, TYPES, text_of
+from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, Unauthenticated, Unavailable
+
+REPEATED = {429, 500, 502, 503, 504}  # by the published client, five times
+TRACE = 'Traceback (most recent call last):\n  File "app.py", line 2, in f\nValueError: foo is\nnegative'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def services(tmp_path_factory):
+    async with open_server(tmp_path_factory.mktemp("dialect")) as running:
+        yield running.services
+
+
+class TestModelbitDialect(DialectSuite):
+    @pytest.fixture
+    def dialect(self, services):
+        return ModelbitDialect(services)
+
+    @pytest.mark.parametrize("error", known_errors(), ids=lambda error: f"{type(error).__name__}-{error.code}")
+    def test_only_what_a_repetition_may_mend_is_repeated(self, dialect, error):
+        """The published client repeats some statuses blindly: they are those of errors that may pass, and our bugs."""
+        is_repeated = dialect.refusal(error).status_code in REPEATED
+        is_bug = error.blame == "system" and not error.retryable
+        assert not is_repeated or error.retryable or is_bug
+
+    @pytest.mark.parametrize("error", known_errors(), ids=lambda error: f"{type(error).__name__}-{error.code}")
+    def test_the_last_line_says_it(self, dialect, error):
+        """The client raises the last line of the text: it has the kind of the error and its message."""
+        text = msgspec.json.decode(dialect.refusal(error).body)["error"]
+        kind, _, message = text.split("\n")[-1].partition(": ")
+        assert kind.isidentifier() and error.message in message
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ModelFailed(TRACE, code="function_error"), TRACE + "\nModelFailed: negative"),
+        (ModelFailed("Traceback\n  File\nKeyError: 'x'", code="function_error"), "Traceback\n  File\nKeyError: 'x'"),
+        (ModelFailed("Traceback\n  File\nAssertionError", code="function_error"), "Traceback\n  File\nAssertionError"),
+        (ModelFailed("no answer within 1 s", code="timeout"), "TimeoutError: no answer within 1 s"),
+        (ModelFailed("7 results for 8 rows", code="bad_return"), "BadReturn: 7 results for 8 rows"),
+        (InvalidInput("the body is not JSON"), "InvalidInput: the body is not JSON"),
+        (Unauthenticated("no key"), "Unauthenticated: no key"),
+        (
+            Unavailable("8,192 requests are being answered", code="too_many_calls"),
+            "RateLimitExceeded: Concurrency request count limit reached: 8,192 requests are being answered",
+        ),
+        (ModelFailed("it does not start:\nOSError: no disk\n"), "it does not start:\nOSError: no disk"),
+    ],
+    ids=lambda case: case.code if isinstance(case, BatchmillError) else None,
+)
+def test_texts(error, text):
+    """A function's traceback stays as it is where its last line tells enough; ours are named by their kind."""
+    assert text_of(error, error.message) == text
+
+
+def test_the_tables_hold_codes_that_there_are():
+    """A row for a code that nobody raises says nothing; the tables have none."""
+    codes = {error.code for error in known_errors()}
+    assert ({*BY_CODE, *LIMITS} | {*TYPES}) - codes == set()
