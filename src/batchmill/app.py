@@ -22,8 +22,12 @@ from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Jobs
+from batchmill.services.deploying import Workshop
 from batchmill.services.key_door import KeyClient, KeyDoor
 from batchmill.services.keys import KeyService
+from batchmill.services.model_door import ModelClient, ModelDoor
+from batchmill.services.model_versions import ModelVersions
+from batchmill.services.trial import try_version
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
@@ -32,7 +36,7 @@ from batchmill.wire.previews import Estimate, Explanation, SealReport
 log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
-KEYS_DOOR = "keys"
+KEYS_DOOR, MODELS_DOOR = "keys", "models"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
@@ -49,6 +53,7 @@ class Owner:
         self.jobs: JobService | None = None
         self.database: Database | None = None
         self.keys: KeyService | None = None
+        self.versions: ModelVersions | None = None
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
@@ -70,9 +75,11 @@ class Owner:
             weights={} if config is None else {name: project.weight for name, project in config.projects.items()},
             linger_s=0.0 if config is None else config.server.idle_unload_s,
         )
+        self.versions = open_versions(self._data_dir, self.database, config)
+        await self.versions.load()
         await self.jobs.recover(resume_doors=config is not None)
         self.keys = KeyService(self.database, SystemClock())
-        doors = {KEYS_DOOR: KeyDoor(self.keys).answer}
+        doors = {KEYS_DOOR: KeyDoor(self.keys).answer, MODELS_DOOR: ModelDoor(self.versions).answer}
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
 
@@ -235,20 +242,52 @@ async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
 
     Raises: InvalidConfig when the data directory cannot be used.
     """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
+        else:
+            yield KeyService(database, SystemClock())
+
+
+def open_versions(data_dir: Path, database: Database, config: Config | None) -> ModelVersions:
+    """The deployed functions of a data directory that this process owns; `load` comes next."""
+    taken = frozenset() if config is None else frozenset(config.models)
+    workshop = Workshop(data_dir, try_version)
+    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
+
+
+@contextlib.asynccontextmanager
+async def open_models(config: Config) -> AsyncIterator[ModelClient]:
+    """The deployed functions of a data directory: those of the process that owns it, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield ModelClient(lambda message: client.tell(MODELS_DOOR, message))
+            return
+        versions = open_versions(config.data_dir, database, config)
+        await versions.load()
+        yield ModelClient(ModelDoor(versions).answer)
+
+
+@contextlib.asynccontextmanager
+async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, ControlClient]]:
+    """The database of a data directory, or None and a way to the process that owns it."""
     prepare_data_dir(config.data_dir)
     client = ControlClient(config.data_dir / SOCKET)
     for _ in range(TAKEOVER_TRIES):
         if (lock := try_lock(config.data_dir)) is not None:
             database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
             try:
-                yield KeyService(database, SystemClock())
+                yield database, client
             finally:
                 database.close()
                 os.close(lock)
             return
         with contextlib.suppress(OwnerGone):
             await client.check()
-            yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
+            yield None, client
             return
         await asyncio.sleep(TAKEOVER_S)
     raise InvalidConfig(f"{config.data_dir} is locked by a process that does not answer on its control socket; end it")

@@ -108,8 +108,15 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
     function: FunctionSpec | None = None  # of the engine function_process
 
+    @property
+    def is_function(self) -> bool:
+        """It calls Python code, of this installation or of a deployed version: not a language model."""
+        return self.engine in ("function", "function_process")
+
     def targets(self) -> dict[str, str | None]:
         """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
+        if self.function is not None and self.allowed is not None:
+            return dict.fromkeys(self.allowed)  # the names that this version goes by: NAME, NAME@3, NAME@prod
         names: dict[str, str | None] = {self.name: None, self.source: None}
         names |= {adapter: adapter for adapter in self.adapters}
         return names if self.allowed is None else {name: names[name] for name in self.allowed}

@@ -10,12 +10,16 @@ import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import Conflict, InvalidInput, ModelFailed, UnknownName
+from batchmill.jobs import ledger_snapshot
 from batchmill.services.deploying import Workshop
 from batchmill.services.model_versions import ModelVersions
 from batchmill.store.database import Database
-from batchmill.types import Interface, Tensor
+from batchmill.store.tables import jobs
+from batchmill.types import DatasetSpec, Interface, Policy, Tensor
 from batchmill.wire import bundles
 from batchmill.wire.deploys import Backend, DeployOrder
+from batchmill.wire.forms import TableForm
+from batchmill.wire.job_spec import JobSpec
 
 DOUBLER = "def example_doubler(foo: int):\n    return 2 * foo\n"
 
@@ -33,7 +37,7 @@ class Place:
         self.database = Database(self.folder / "batchmill.db")
         workshop = Workshop(self.folder, self.try_it)
         self.versions = ModelVersions(
-            self.database, self.folder, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
+            self.database, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
             chance=random.Random(7),
         )  # fmt: skip
         return self.versions
@@ -189,10 +193,12 @@ async def test_what_is_used_is_not_removed(place):
     for number in ("2", "3"):
         with pytest.raises(Conflict):
             await versions.remove("example_doubler", "main", number)
-    versions.is_used = lambda spec: spec.function.version == "main/1"
+    spec = versions.choose("example_doubler", None, "1").version.spec
+    job = JobSpec("job_1", DatasetSpec(["x"]), [spec], TableForm(), Policy(), None, "", {}, 0.0)
+    await place.database.write(ledger_snapshot.insert_job, job)
     with pytest.raises(Conflict, match="a job"):
         await versions.remove("example_doubler", "main", "1")
-    versions.is_used = lambda spec: False
+    await place.database.write(lambda db: db.execute(jobs.update().values(state="completed")))
     (gone,) = await versions.remove("example_doubler", "main", "1")
     assert gone.state == "removed" and not Path(gone.spec.function.folder).exists()
     with pytest.raises(UnknownName):

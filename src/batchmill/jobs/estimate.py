@@ -26,7 +26,6 @@ SAMPLE_ROWS = 1000  # of all models together, at most
 SAMPLE_BYTES = 16 * 1024 * 1024
 RESAMPLES = 200
 SAMPLE_SHARE = 0.9  # of the progress
-TOKENLESS_ENGINES = ("function",)
 NEWLINE = b"\n"
 
 
@@ -147,7 +146,7 @@ def _samples(
         hi = lo + sum(target.rows for target in targets)
         if hi == lo:
             continue
-        counter = None if model.engine in TOKENLESS_ENGINES else counter_for(model)
+        counter = None if model.is_function else counter_for(model)
         sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}")
         if counter is not None:
             chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))

@@ -157,8 +157,8 @@ class JobRun:
 
     def _is_careful(self, shard: Shard) -> bool:
         """One row at a time, and no other job's beside it: it takes long, so one death is not enough."""
-        engine = self.spec.models[shard.model].engine
-        return self._deaths.get(shard.number, 0) >= (USER_CODE_DEATHS if engine == "function" else CRASHES_MAX)
+        deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].is_function else CRASHES_MAX
+        return self._deaths.get(shard.number, 0) >= deaths_max
 
     # -- taking back --------------------------------------------------------------------------------------------------
 

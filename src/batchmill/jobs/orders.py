@@ -117,7 +117,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
                 code="prompt_without_table",
             )
         return OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
-    calls = [model.name for model in order.models if model.engine != "function"]
+    calls = [model.name for model in order.models if not model.is_function]
     if order.prompt is None:
         if given:
             raise InvalidInput(f"{given[0]} has no effect without --prompt", code="missing_prompt")
@@ -157,7 +157,8 @@ def identity(order: JobOrder, form: Form) -> str:
 
 
 def _computed(model: ModelSpec) -> list[object]:
-    return [model.name, model.engine, model.source, model.adapters, model.base_url]
+    told = [model.name, model.engine, model.source, model.adapters, model.base_url]
+    return told if model.function is None else [*told, model.function.version, model.function.digest]
 
 
 def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:

@@ -85,7 +85,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,
         services=[number for number, model in enumerate(spec.models) if model.engine == "http"],
-        urls=[None if model.engine == "function" else frozenset(URLS) for model in spec.models],
+        urls=[None if model.is_function else frozenset(URLS) for model in spec.models],
         keys=needs_keys(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
@@ -98,7 +98,7 @@ def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
         targets=targets(spec.models),
         shard_rows=[scheduler.shard_rows(model, rows) for model in spec.models],
         keys=needs_keys(spec),
-        file_order=[number for number, model in enumerate(spec.models) if model.engine == "function"],
+        file_order=[number for number, model in enumerate(spec.models) if model.is_function],
         prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,
     )
 
@@ -114,7 +114,7 @@ def needs_keys(spec: JobSpec) -> bool:
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:
-    return any(model.engine != "function" for model in models)
+    return any(not model.is_function for model in models)
 
 
 def listed(problems: list[Problem]) -> bytes:

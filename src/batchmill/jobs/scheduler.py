@@ -15,7 +15,7 @@ from msgspec import Struct
 from batchmill.types import ModelSpec
 
 # Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
-SHARD_ROWS = {"function": (1, 16_384), "http": (64, 1_024), "llm": (16, 64)}
+SHARD_ROWS = {"function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024), "llm": (16, 64)}
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
 LATE_FACTOR = 1.5  # a deadline is in danger when the work left takes this much less than the time left
 # Of a project's share its first job has so much to itself, the rest is for all of its jobs alike: many small jobs

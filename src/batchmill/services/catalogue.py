@@ -1,4 +1,4 @@
-"""The models of the configuration, resolved once, and which of them a caller may use."""
+"""The models of the configuration, resolved once, and the deployed functions; which of them a caller may use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from msgspec.structs import replace
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
 from batchmill.models import registry
+from batchmill.services.model_names import LATEST, MAIN, read_reference
+from batchmill.services.model_records import READY
+from batchmill.services.model_versions import ModelVersions
 from batchmill.types import Caller, ModelSpec
+from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.forms import URLS
 
+VERSIONS_MAX = 10  # of a deployed function: the newest, which rows of a job may name
 MEDIA_FLAG, NO_HOST = "allowed-media-domains", "media.invalid"  # a name that no host can have: RFC 2606
 
 
@@ -30,6 +35,7 @@ class Catalogue:
 
     def __init__(self, config: Config, cwd: Path) -> None:
         self._projects = config.projects
+        self._versions: ModelVersions | None = None
         self._models: dict[str, ModelSpec] = {}
         self._served: dict[str, Served] = {}
         place = f"{config.file}: " if config.file is not None else ""
@@ -45,15 +51,29 @@ class Catalogue:
                     raise InvalidConfig(f"{place}models.{name}: the name {served.name!r} is taken by models.{other}")
                 self._served[served.name] = served
 
+    def attach(self, versions: ModelVersions) -> None:
+        """From now on what is deployed can be found here too."""
+        self._versions = versions
+
     def names(self, caller: Caller) -> list[Served]:
-        """What a caller may use, each model before its adapters."""
-        return [served for served in self._served.values() if self.may(caller, served.name)]
+        """What a caller may use: each model before its adapters, then functions by name and by alias."""
+        own = [served for served in self._served.values() if self.may(caller, served.name)]
+        for name in self._deployed(caller):
+            found = self._names_of(name)
+            own += [Served(text, _spec(found[text])) for text in found if text == name or _is_alias(text)]
+        return own
 
     def find(self, caller: Caller, name: str) -> Served:
-        """Raises: UnknownName, in the same words for a name that is unknown and for one that is not the caller's."""
+        """Of a function: the version that `NAME`, `NAME@3`, `NAME@prod` or `NAME@branch/3` means now.
+
+        Raises: UnknownName, in the same words for a name that is unknown and for one that is not the caller's.
+        """
         served = self._served.get(name)
         if served is not None and self.may(caller, name):
             return served
+        function, branch, version = read_reference(name)
+        if self._versions is not None and function in self._deployed(caller):
+            return Served(name, _spec(self._versions.choose(function, branch, version).version))
         near = difflib.get_close_matches(name[:256], [each.name for each in self.names(caller)], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownName(
@@ -70,6 +90,49 @@ class Catalogue:
             allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
             if allowed:
                 found.append(replace(model, allowed=allowed))
+        return found + [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
+
+    def for_job(self, caller: Caller, name: str) -> ModelSpec:
+        """As one of `specs`: the model with this name alone. Of a function, the version that it means now.
+
+        Raises: UnknownName.
+        """
+        served = self.find(caller, name)
+        if served.model.function is not None:
+            return replace(served.model, allowed=[name])
+        return next(spec for spec in self.specs(caller) if spec.name == served.model.name)
+
+    def _deployed(self, caller: Caller) -> list[str]:
+        if self._versions is None:
+            return []
+        return [name for name in self._versions.names() if name not in self._served and self.may(caller, name)]
+
+    def _specs_of(self, name: str) -> list[ModelSpec]:
+        """The versions of a function that rows may name, each with all names that it goes by."""
+        names: dict[str, list[str]] = {}
+        versions: dict[str, ModelVersion] = {}
+        for text, version in self._names_of(name).items():
+            names.setdefault(version.reference, []).append(text)
+            versions[version.reference] = version
+        return [replace(_spec(version), allowed=names[told]) for told, version in versions.items()]
+
+    def _names_of(self, name: str) -> dict[str, ModelVersion]:
+        """What a function may be called, and which version that means now: an alias with weights is drawn."""
+        assert self._versions is not None, "it is deployed"
+        found: dict[str, ModelVersion] = {}
+        for route in self._versions.routes(name):
+            if route.label.startswith("@"):
+                found[f"{name}{route.label}"] = self._versions.choose(name, None, route.label[1:]).version
+                continue
+            version = self._versions.choose(name, route.label).version
+            found[f"{name}@{route.label}/{LATEST}"] = version
+            if route.label == MAIN:
+                found |= {name: version, f"{name}@{LATEST}": version}
+        ready = [each for each in self._versions.get(name) if each.state == READY]
+        for version in sorted(ready, key=_age)[:VERSIONS_MAX]:
+            found[version.reference] = version
+            if version.branch == MAIN:
+                found[f"{name}@{version.number}"] = version
         return found
 
     def serves(self, url: str, caller: Caller) -> bool:
@@ -80,7 +143,7 @@ class Catalogue:
         return url.startswith("/v1/") and any(model.engine != "llm" for model in models)
 
     def models(self) -> list[ModelSpec]:
-        """All of them, for who looks after the server."""
+        """Those of the configuration, for who looks after the server."""
         return list(self._models.values())
 
     def may(self, caller: Caller, name: str) -> bool:
@@ -88,6 +151,21 @@ class Catalogue:
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
         return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)
+
+
+def _spec(version: ModelVersion) -> ModelSpec:
+    assert version.spec is not None, "it is ready"
+    return version.spec
+
+
+def _age(version: ModelVersion) -> float:
+    """The newest first."""
+    return -version.created
+
+
+def _is_alias(text: str) -> bool:
+    label = text.partition("@")[2]
+    return bool(label) and "/" not in label and label != LATEST and not label.isdigit()
 
 
 def _guarded(model: ModelSpec) -> ModelSpec:

@@ -80,7 +80,7 @@ class LiveCalls:
         if not asked.model:
             raise InvalidRow("you must provide a model parameter", code="missing_model")
         served = self._catalogue.find(caller, asked.model)
-        if served.model.engine != "function":  # whose fields are its own business
+        if not served.model.is_function:  # whose fields are its own business
             bodies.check(url, body, may_stream=True)
         return served, bool(asked.stream)
 

@@ -7,9 +7,12 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from batchmill.states import ENDED
 from batchmill.store.service_tables import model_routes, model_versions
+from batchmill.store.tables import jobs
 from batchmill.types import ModelSpec
 from batchmill.wire.deploys import Backend, ModelVersion, Route
+from batchmill.wire.job_spec import JobSpec
 
 BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
 INTERRUPTED = "it was interrupted while it was being deployed: deploy it again"
@@ -69,6 +72,17 @@ def read_all(db: sa.Connection) -> tuple[list[ModelVersion], list[Route]]:
     versions = [_version(row) for row in db.execute(sa.select(model_versions).order_by(*order)).mappings()]
     routes = [_route(row) for row in db.execute(sa.select(model_routes)).mappings()]
     return versions, routes
+
+
+def folders_in_use(db: sa.Connection) -> set[str]:
+    """Where the code of versions lies that jobs which have not ended run on."""
+    ended = [state.value for state in ENDED]
+    found: set[str] = set()
+    for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in(ended))).scalars():
+        spec = msgspec.json.decode(data, type=JobSpec)
+        used = [model for model in spec.models if not spec.used or model.name in spec.used]
+        found |= {model.function.folder for model in used if model.function is not None}
+    return found
 
 
 def _is(version: ModelVersion) -> sa.ColumnElement[bool]:

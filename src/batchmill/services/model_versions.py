@@ -46,12 +46,11 @@ class ModelVersions:
         taken: names that the configuration has.
 
     `warm` is called with the version that was `latest` and the one that is to be: it returns once workers of the new
-    one are up, if the old one has some. Raises: ModelFailed, and then the old one stays. `is_used` tells whether an
-    unfinished job runs on a version. Both are set by whoever runs workers.
+    one are up, if the old one has some. Raises: ModelFailed, and then the old one stays. Whoever runs workers sets it.
     """
 
     def __init__(
-        self, database: Database, data_dir: Path, clock: Clock, *, workshop: Workshop,
+        self, database: Database, clock: Clock, *, workshop: Workshop,
         taken: frozenset[str] = frozenset(), chance: random.Random | None = None,
     ) -> None:  # fmt: skip
         self._database, self._clock, self._workshop, self._taken = database, clock, workshop, taken
@@ -59,7 +58,6 @@ class ModelVersions:
         self._book = ModelBook((), (), self._chance)
         self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
         self.warm: Warm = _stays_cold
-        self.is_used: Callable[[ModelSpec], bool] = lambda spec: False
 
     async def load(self) -> None:
         """Read what there is. What an earlier owner left half made goes, and its version has failed."""
@@ -97,6 +95,12 @@ class ModelVersions:
     def routes(self, name: str) -> list[Route]:
         """What its branches' `latest` and its aliases stand for."""
         return self._book.routes(name)
+
+    def show(self, name: str) -> tuple[list[ModelVersion], list[Route]]:
+        """Its versions and routes. Raises: UnknownName for a function that was never deployed here."""
+        if not self.get(name):
+            raise self._book.unknown(name, None, LATEST)
+        return self.get(name), self.routes(name)
 
     async def log(self, name: str, branch: str | None = None, version: str = LATEST) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
@@ -207,19 +211,22 @@ class ModelVersions:
 
     async def merge(self, name: str, source: str, into: str = MAIN) -> ModelVersion:
         """Make the latest of one branch a new version of another: the same code and environment under a new number."""
-        check_branch(into)
+        return await self._again(name, source, check_branch(into), "merged")
+
+    async def restart(self, name: str, branch: str | None = None) -> ModelVersion:
+        """Make the latest again under a new number: its workers begin afresh before the first call goes there."""
+        return await self._again(name, branch or MAIN, branch or MAIN, "restarted")
+
+    async def _again(self, name: str, source: str, into: str, how: str) -> ModelVersion:
         async with self._known(name):
-            found = self._latest(name, source)
+            found, latest = self._latest(name, source), self._latest(name, into)
             if found is None:
                 raise self._book.unknown(name, source, LATEST)
-            latest = self._latest(name, into)
-            version = await self._database.write(
-                records.begin, name, into, f"{found.source} (merged from {found.branch}/{found.number})",
-                self._clock.now(),
-            )  # fmt: skip
+            told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
+            version = await self._database.write(records.begin, name, into, told, self._clock.now())
+            self._book.put(version)
             try:
-                spec = await self._workshop.copy(found, version)
-                return await self._publish(version, spec, latest)
+                return await self._publish(version, await self._workshop.copy(found, version), latest)
             except BaseException as error:
                 await asyncio.shield(self._failed(version, error))
                 raise
@@ -267,8 +274,9 @@ class ModelVersions:
                 self._book.drop_route(alias)
                 return []
             gone, dropped = self._doomed(name, branch, version)
+            used = await self._database.read(records.folders_in_use)
             for each in gone:
-                if each.spec is not None and self.is_used(each.spec):
+                if each.spec is not None and each.spec.function is not None and each.spec.function.folder in used:
                     raise Conflict(
                         f"{each.reference} is used by a job that has not ended: cancel it, or wait",
                         code="version_in_use",

@@ -105,7 +105,6 @@ class Orders:
     def _models(self, caller: Caller, work: Work) -> list[ModelSpec]:
         """The models named, with the names that the caller's rows may use; all of the caller's where none is named."""
         catalogue = self._services.catalogue
-        specs = {spec.name: spec for spec in catalogue.specs(caller)}
         chosen: list[ModelSpec] = []
         for name in work.models:
             served = catalogue.find(caller, name)
@@ -115,10 +114,11 @@ class Orders:
                     'params: {"model": "' + name + '"}) name the adapter',
                     code="adapter_as_model",
                 )
-            if specs[name] in chosen:
+            spec = catalogue.for_job(caller, name)
+            if spec in chosen:
                 raise InvalidInput(f"the model {name!r} is named twice", code="duplicate_model")
-            chosen.append(specs[name])
-        return chosen or list(specs.values())
+            chosen.append(spec)
+        return chosen or catalogue.specs(caller)
 
     @staticmethod
     def _format(work: Work, records: Sequence[FileRecord]) -> str | None:
