@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from batchmill.executors.channel import Channel, open_channel
 from batchmill.wire import messages
 from batchmill.wire.messages import Start, ToOwner
 
@@ -20,26 +21,20 @@ from batchmill.wire.messages import Start, ToOwner
 class LocalWorker:
     """A worker process. `send` never waits; `messages` ends when the process has closed its socket."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        pid_file: Path,
-    ) -> None:
-        self._process, self._reader, self._writer, self._pid_file = process, reader, writer, pid_file
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
+        self._process, self._channel, self._pid_file = process, channel, pid_file
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, message: Struct) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(messages.pack(message))
+        self._channel.send(message)
 
     async def messages(self) -> AsyncIterator[ToOwner]:
-        while (data := await messages.read(self._reader)) is not None:
-            yield messages.to_owner.decode(data)
+        while found := await self._channel.read():
+            for data in found:
+                yield messages.to_owner.decode(data)
 
     def is_frozen(self) -> bool:
         """The process is stopped by a signal: it will say nothing until somebody continues it."""
@@ -54,7 +49,7 @@ class LocalWorker:
     async def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
         code = await self._process.wait()
-        self._writer.close()
+        self._channel.close()
         self._pid_file.unlink(missing_ok=True)
         return code
 
@@ -79,11 +74,11 @@ class LocalExecutor:
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
             )  # fmt: skip
         theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
+        channel = await open_channel(ours)
         self._folder.mkdir(parents=True, exist_ok=True)
         pid_file = self._folder / f"{start.worker}.pid"
         pid_file.write_text(f"{process.pid} {_started(process.pid)}")
-        worker = LocalWorker(process, reader, writer, pid_file)
+        worker = LocalWorker(process, channel, pid_file)
         worker.send(start)
         return worker
 

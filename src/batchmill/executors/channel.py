@@ -1,0 +1,103 @@
+"""One end of the socket between the owner and a worker: all messages of a read at once, writing without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+
+from msgspec import Struct
+
+from batchmill.wire import messages
+
+READ_AHEAD_BYTES = 4 * 1024 * 1024  # of messages that nobody has taken; beyond that the other side has to wait
+LENGTH_BYTES = 4
+
+
+class Channel(asyncio.Protocol):
+    """Made by `open_channel`. Concurrency: one task reads."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._whole: deque[memoryview] = deque()  # messages that nobody has taken
+        self._rest = bytearray()  # the beginning of one that is not whole
+        self._ahead = 0  # bytes of `_whole`
+        self._is_paused = self._is_over = False
+        self._error: ConnectionError | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    def send(self, message: Struct) -> None:
+        """Queue a message; quiet when the other side has gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(messages.pack(message))
+
+    async def read(self) -> list[memoryview]:
+        """The messages that have come, packed; none when the other side has gone. Raises: ConnectionError."""
+        while not self._whole:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return []
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        found = list(self._whole)
+        self._whole.clear()
+        self._ahead = 0
+        if self._is_paused and self._transport is not None and not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+        return found
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+            length = int.from_bytes(self._rest[:LENGTH_BYTES], "little")
+            if length <= messages.MESSAGE_BYTES_MAX and len(self._rest) < LENGTH_BYTES + length:
+                return
+            data = bytes(self._rest)
+            self._rest = bytearray()
+        view, at, size = memoryview(data), 0, len(data)
+        while size - at >= LENGTH_BYTES:
+            length = int.from_bytes(view[at : at + LENGTH_BYTES], "little")
+            if length > messages.MESSAGE_BYTES_MAX:
+                self._error = ConnectionError(f"a message of {length} bytes: the other side speaks another protocol")
+                self.close()
+                break
+            end = at + LENGTH_BYTES + length
+            if end > size:
+                break
+            self._whole.append(view[at + LENGTH_BYTES : end])
+            self._ahead += length
+            at = end
+        if at < size and self._error is None:
+            self._rest += view[at:]
+        if self._ahead > READ_AHEAD_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
+
+
+async def open_channel(sock: socket.socket) -> Channel:
+    """A channel on a connected socket, which it owns from now on."""
+    loop = asyncio.get_running_loop()
+    _, channel = await loop.create_unix_connection(Channel, sock=sock)
+    return channel
