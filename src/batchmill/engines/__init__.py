@@ -12,6 +12,7 @@ from batchmill.types import ModelSpec
 
 ENGINES = {
     "function": "batchmill.engines.function:FunctionEngine",
+    "function_process": "batchmill.engines.function_process.engine:FunctionProcessEngine",
     "http": "batchmill.engines.http:HttpEngine",
     "llm": "batchmill.engines.llm:LlmEngine",
 }

@@ -11,12 +11,12 @@ from typing import Any
 
 from batchmill.function_side.frames import BrokenFrame, Reader
 
-READ_BYTES = 256 * 1024  # read at once
-READS_MAX = 16  # of one wake-up: the loop has others to serve
+READS_MAX = 16  # at one wake-up: the loop has others to serve
 PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024
 SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
 
-Frame = tuple[dict[str, Any], list[bytes]]
+Buffer = bytes | memoryview
+Frame = tuple[dict[str, Any], list[Buffer]]
 
 
 class FrameSocket:
@@ -33,7 +33,6 @@ class FrameSocket:
         self._sock, self._heard, self._closed = sock, heard, closed
         self._loop = asyncio.get_running_loop()
         self._reader = Reader()
-        self._buffer = memoryview(bytearray(READ_BYTES))
         self._out: deque[bytes | memoryview] = deque()
         self._is_flushing = False  # a flush is due, or waits for room
         self._is_blocked = False
@@ -73,8 +72,9 @@ class FrameSocket:
 
     def _read(self) -> bool:
         """Whether there may be more."""
+        room = self._reader.room()
         try:
-            size = self._sock.recv_into(self._buffer)
+            size = self._sock.recv_into(room)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -84,13 +84,13 @@ class FrameSocket:
             self._end("")
             return False
         try:
-            frames = self._reader.feed(self._buffer[:size])
+            frames = self._reader.received(size)
         except BrokenFrame as error:
             self._end(str(error))
             return False
         if frames:
             self._heard(frames)
-        return size == READ_BYTES
+        return size == len(room)
 
     def _end(self, why: str) -> None:
         self.close()

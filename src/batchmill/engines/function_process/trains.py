@@ -1,0 +1,273 @@
+"""Rows of jobs on their way through the process: trains long enough that it never idles, short enough to be paused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from batchmill.engines.function_process.counting import Counts
+from batchmill.engines.function_process.live import EXACT
+from batchmill.engines.function_process.process import Process
+from batchmill.engines.function_process.rows import (
+    FormBody,
+    RowReader,
+    failed,
+    joined,
+    outcome_of,
+    outcomes_of,
+)
+from batchmill.engines.function_process.stages import Stages
+from batchmill.engines.function_process.work import HUNG, OWN_IDS, Blame, Work, results_of
+from batchmill.errors import BatchmillError
+from batchmill.models.function_socket import Buffer
+from batchmill.ports import Feed, Sink
+from batchmill.types import FunctionSpec, ModelSpec, Outcome, Row, RowError
+from batchmill.wire.call_forms import CALL_FORMS
+from batchmill.wire.calls import NAMED, Asked, CallError
+
+ROWS_MAX = 2048  # of one train; there are two
+TRAIN_S = 0.1  # a train is so many rows as last so long
+GROWTH_MAX = 8  # from one train to the next
+TOGETHER = 64  # rows of a function that may take many at once
+DEATHS_MAX = 3  # of processes that a row may cause
+
+
+class Train(Work):
+    """Plain rows that go in one frame. `deaths`: of processes that were called with its rows."""
+
+    __slots__ = ("_came", "_items", "_left", "_rows", "_trains", "deaths", "sent_at")
+    is_train = True
+
+    def __init__(self, trains: Trains, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
+        super().__init__(trains.next_id(), Asked(len(rows), NAMED, joined(items)))
+        self._trains, self._rows, self._items, self.deaths = trains, rows, items, deaths
+        self._left = len(rows)
+        self._came: list[tuple[int, int]] = []  # first row, rows
+        self.sent_at = time.monotonic()
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        first, count = meta["first"], meta["rows"]
+        results = results_of(meta, buffers)
+        self._left -= count
+        self._came.append((first, count))
+        errors = {row - first: error for row, error in results.errors.items()}
+        self._trains.put(outcomes_of(self._rows[first : first + count], results.values, errors), self.sent_at, errors)
+        if self._left <= 0:
+            self._trains.measure(len(self._rows), self.sent_at)
+        return self._left <= 0
+
+    def _open(self) -> list[int]:
+        """The places of rows that have no result yet."""
+        came = {place for first, count in self._came for place in range(first, first + count)}
+        return [place for place in range(len(self._rows)) if place not in came]
+
+    def _of(self, places: Sequence[int], deaths: int) -> Train:
+        return Train(self._trains, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
+
+    def again(self) -> Work | None:
+        if not self._came:
+            return self
+        places = self._open()
+        return self._of(places, self.deaths) if places else None
+
+    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+        blamed = set(blame.rows)
+        still = self._open()
+        at_fault = [place for place in still if place in blamed]
+        others = [place for place in still if place not in blamed]
+        again = self._of(others, self.deaths) if others else None
+        deaths = self.deaths + 1
+        if not at_fault:
+            return again, []
+        if not blame.is_alone:
+            return again, [self._of(at_fault, deaths)]
+        if len(at_fault) > 1:
+            middle = len(at_fault) // 2
+            return again, [self._of(at_fault[:middle], deaths), self._of(at_fault[middle:], deaths)]
+        if deaths < DEATHS_MAX and blame.fault.code != HUNG:
+            return again, [self._of(at_fault, deaths)]
+        self._trains.give_up(self._rows[at_fault[0]], blame, deaths)
+        return again, []
+
+    def fail(self, error: BatchmillError) -> None:
+        """Its rows stay undone: `run` ends."""
+
+
+class FormRow(Work):
+    """A row whose body is in one of the forms of live calls: as many calls as that says."""
+
+    __slots__ = ("_deaths", "_form", "_row", "_stages", "_trains", "sent_at")
+    is_train = True
+
+    def __init__(self, trains: Trains, row: Row, form: str, asked: Asked) -> None:
+        super().__init__(trains.next_id(), asked, is_exact=form in EXACT)
+        self._trains, self._row, self._form = trains, row, form
+        self._stages = Stages(asked.rows)
+        self._deaths = 0
+        self.sent_at = time.monotonic()
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        results = results_of(meta, buffers)
+        if not self._stages.add(meta["first"], meta["rows"], results):
+            return False
+        try:
+            body, _ = CALL_FORMS[self._form].write(self.asked, self._stages.whole(), *self._trains.named)
+            outcome = outcome_of(self._row, body)
+        except BatchmillError as error:
+            outcome = Outcome(self._row, error=_told(error), status=0)
+        self._trains.put([outcome], self.sent_at, results.errors)
+        return True
+
+    def again(self) -> Work | None:
+        self._stages = Stages(self.asked.rows)
+        return self
+
+    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+        self._deaths += 1
+        if blame.is_alone and (self._deaths >= DEATHS_MAX or blame.fault.code == HUNG):
+            self._trains.give_up(self._row, blame, self._deaths)
+            return None, []
+        self.again()
+        return None, [self]
+
+    def fail(self, error: BatchmillError) -> None:
+        """As `Train.fail`."""
+
+
+class Trains:
+    """Runs a feed through the process. Concurrency: one event loop; one `run` at a time."""
+
+    def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
+        self.named = model.name, function.version
+        self._process, self._counts = process, counts
+        self._received_shapes, self._most = function.received_shapes, model.limits.in_flight_max
+        self._batch_size = function.batch_size
+        self._ids = itertools.count(OWN_IDS)
+        self._sink: Sink | None = None
+        self._room = asyncio.Event()
+        self.held = 0  # rows taken and not put
+        self._size = 1
+        self._last_done = 0.0
+        self.interface = function.interface
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    @property
+    def most(self) -> int:
+        """Rows that may be held."""
+        return min(self._most or 2 * ROWS_MAX, 2 * ROWS_MAX)
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        """As `Engine.run`. Raises: ModelFailed when the process cannot be had any more."""
+        self._sink = sink
+        feeding = asyncio.create_task(self._feed_all(feed))
+        broken = asyncio.create_task(self._process.broken.wait())
+        try:
+            await asyncio.wait({feeding, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+            else:
+                assert self._process.failure is not None
+                raise self._process.failure
+        finally:
+            self._sink = None
+            for task in (feeding, broken):
+                task.cancel()
+            await asyncio.wait({feeding, broken})
+            for work in [work for work in self._process.works.values() if work.is_train]:
+                self._process.drop(work)
+            self.held = 0
+
+    async def _feed_all(self, feed: Feed) -> None:
+        reader = RowReader(self.interface)
+        while rows := await feed.take(self._wanted()):
+            self.held += len(rows)
+            self._send(rows, reader)
+            while self.held > self._unit_size() or self.held >= self.most:
+                self._room.clear()
+                await self._room.wait()
+        while self.held:
+            self._room.clear()
+            await self._room.wait()
+
+    def _unit_size(self) -> int:
+        """Rows of one train: as many as last TRAIN_S, and whole batches."""
+        together = self.interface.calls != "row" or self.interface.is_async
+        unit = max(self._batch_size, self._counts.batch_most, TOGETHER if together else 1)
+        return min(max(unit, self._size), ROWS_MAX)
+
+    def _wanted(self) -> int:
+        return max(1, min(self._unit_size(), self.most - self.held))
+
+    def _send(self, rows: Sequence[Row], reader: RowReader) -> None:
+        plain: list[Row] = []
+        items: list[bytes] = []
+        refused: list[Outcome] = []
+        for row, read in zip(rows, reader.read(rows), strict=True):
+            if isinstance(read, bytes):
+                plain.append(row)
+                items.append(read)
+            elif isinstance(read, RowError):
+                refused.append(Outcome(row, error=read, status=0))
+            else:
+                refused += self._send_form(row, read)
+        if plain:
+            self._process.begin(Train(self, plain, items))
+        if refused:
+            self.put(refused, time.monotonic(), {})
+
+    def _send_form(self, row: Row, read: FormBody) -> list[Outcome]:
+        """Ask a row in a form of its own; its outcome already where it cannot be read."""
+        try:
+            form = CALL_FORMS[read.form]
+            asked = form.read(read.body, b"", self.interface, received_shapes=self._received_shapes)
+        except BatchmillError as error:
+            return [Outcome(row, error=_told(error), status=0)]
+        self._process.begin(FormRow(self, row, read.form, asked))
+        return []
+
+    # -- what comes back ----------------------------------------------------------------------------------------------
+
+    def put(self, outcomes: list[Outcome], sent_at: float, errors: dict[int, CallError]) -> None:
+        """Hand outcomes on; tracebacks of `errors` go to the log."""
+        if self._sink is None:
+            return
+        bad = sum(outcome.error is not None for outcome in outcomes)
+        took_ns = int((time.monotonic() - sent_at) * 1e9)
+        if bad < len(outcomes):
+            self._counts.answered(True, took_ns, len(outcomes) - bad)
+        if bad:
+            self._counts.answered(False, took_ns, bad)
+            self._log(outcomes, errors)
+        self.held -= len(outcomes)
+        self._sink.put(outcomes)
+        self._room.set()
+
+    def _log(self, outcomes: list[Outcome], errors: dict[int, CallError]) -> None:
+        if self._process.child is not None:
+            for place, error in errors.items():
+                if error.trace:
+                    number = outcomes[place if place < len(outcomes) else 0].row.number
+                    self._process.child.log.traceback(error.code, error.trace, f"row {number}")
+
+    def give_up(self, row: Row, blame: Blame, deaths: int) -> None:
+        """A row that ends every process it is called in gets its error."""
+        fault = blame.fault
+        text = fault.message if deaths == 1 else f"{fault.message} (tried {deaths} times)"
+        self.put([failed(row, CallError(fault.code, text))], time.monotonic(), {})
+
+    def measure(self, rows: int, sent_at: float) -> None:
+        """Learn how many rows last TRAIN_S from a train that has ended."""
+        now = time.monotonic()
+        took_s = now - max(sent_at, self._last_done)
+        self._last_done = now
+        fitting = int(rows * TRAIN_S / max(took_s, 1e-6))
+        self._size = max(1, min(fitting, max(rows, self._size) * GROWTH_MAX, ROWS_MAX))
+
+
+def _told(error: BatchmillError) -> RowError:
+    return RowError(error.code, error.message)

@@ -1,0 +1,65 @@
+"""Limits that a function's process cannot keep by itself: how long a call may take, how much memory it may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from batchmill.engines.function_process.process import Process
+from batchmill.engines.function_process.work import hung, stuffed
+from batchmill.types import ModelSpec
+
+TICK_S = 0.05
+GRACE_S = 0.5  # an async call whose time is up is told so, and may end by itself
+
+Call = tuple[int, int, int]  # ask id, first row, rows
+
+
+class Watch:
+    """
+    Args:
+        is_async: calls can be given up without killing the process.
+    """
+
+    def __init__(self, model: ModelSpec, process: Process, *, is_async: bool) -> None:
+        self._process = process
+        self._limit_s, self._memory_bytes = model.limits.attempt_timeout_s, model.limits.memory_bytes
+        self._grace_s = GRACE_S if is_async else 0.0
+        self._since: dict[Call, float] = {}  # calls that are running -> when they were first seen to
+        self._leaving: dict[int, float] = {}  # Asks whose time is up -> when their call must have ended
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Tell those whose time is up; replace the process where a call does not end, or holds too much."""
+        for work in [work for work in self._process.works.values() if work.deadline <= now]:
+            if work.is_sent:
+                self._leaving[work.id] = now + self._grace_s
+            self._process.drop(work)
+            work.expire()
+        child = self._process.child
+        if child is None or not self._process.is_up:
+            self._since.clear()
+            self._leaving.clear()
+            return
+        running = child.blamed()
+        if not running:
+            self._since.clear()
+            self._leaving.clear()
+        else:
+            self._end_hung(running, now)
+        if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
+            self._process.replace(stuffed(self._memory_bytes, held))
+
+    def _end_hung(self, running: list[Call], now: float) -> None:
+        self._since = {call: self._since.get(call, now) for call in running}
+        ids = {call[0] for call in running}
+        self._leaving = {id_: at for id_, at in self._leaving.items() if id_ in ids}
+        due = {id_ for id_, at in self._leaving.items() if at <= now}
+        late = [call for call, since in self._since.items() if now - since > self._limit_s or call[0] in due]
+        if late:
+            self._process.replace(hung(self._limit_s), frozenset(late))

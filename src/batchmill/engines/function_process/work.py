@@ -1,0 +1,92 @@
+"""What a function's process is asked in one frame, and what becomes of that when the process dies with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from msgspec import Struct
+
+from batchmill.errors import ModelFailed
+from batchmill.function_side.frames import pack_text
+from batchmill.models.function_socket import Buffer
+from batchmill.wire.calls import Asked, CallError, Results
+
+CRASHED, HUNG, STUFFED = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
+OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
+
+_WORD = {True: b"true", False: b"false"}
+
+
+class Fault(Struct, frozen=True):
+    """Why a process ended."""
+
+    code: str  # CRASHED, HUNG, STUFFED
+    message: str
+
+    def error(self) -> ModelFailed:
+        return ModelFailed(self.message, code=self.code)
+
+
+def hung(seconds: float) -> Fault:
+    return Fault(HUNG, f"the function took longer than {seconds:g} s")
+
+
+def stuffed(limit: int, held: int) -> Fault:
+    text = f"the function's process held {held / 2**20:.0f} MiB, more than its limit of {limit / 2**20:.0f} MiB"
+    return Fault(STUFFED, text)
+
+
+class Blame(Struct, frozen=True):
+    """The part of one Work in a process' end."""
+
+    fault: Fault
+    rows: list[int]  # whose call had begun
+    is_alone: bool  # nothing else was called with it
+
+
+class Work:
+    """Base of LiveCall, Train, FormRow and Stream."""
+
+    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent")
+    is_train = False
+    holds_up = True  # counts as running while the process has it
+
+    def __init__(self, id_: int, asked: Asked, *, is_exact: bool = False) -> None:
+        self.id, self.asked, self.is_exact = id_, asked, is_exact
+        self.deadline = math.inf  # monotonic: somebody waits so long
+        self.is_sent = False
+
+    def frame(self) -> list[Buffer]:
+        asked = self.asked
+        text = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b}' % (
+            self.id, asked.rows, asked.layout.encode(), _WORD[self.is_train], _WORD[self.is_exact],
+        )  # fmt: skip
+        return pack_text(text, [asked.calls, *asked.buffers])
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        """A `results` or `piece` frame of it. True: it was the last."""
+        raise AssertionError("said by what it is")
+
+    def again(self) -> Work | None:
+        """What to ask the next process after one that died by no fault of this; None: nothing is left to ask."""
+        return self
+
+    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+        """(what to ask again, what to ask again with nothing beside it)."""
+        raise AssertionError("said by what it is")
+
+    def expire(self) -> None:
+        """Its deadline has passed: who waits is told."""
+
+    def fail(self, error: ModelFailed) -> None:
+        """No process will answer it."""
+        raise AssertionError("said by what it is")
+
+
+def results_of(meta: dict[str, Any], buffers: list[Buffer]) -> Results:
+    """A `results` frame as the forms read it."""
+    errors = {int(row): CallError(*error) for row, error in meta["errors"].items()} if meta.get("errors") else {}
+    if meta["layout"] == "columns":
+        return Results(columns=bytes(buffers[0]), buffers=buffers[1:], errors=errors)
+    return Results(bytes(buffers[0]), b"", buffers[1:], errors)
