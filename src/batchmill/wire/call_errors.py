@@ -58,6 +58,6 @@ def failure(error: CallError, place: str = "") -> BatchmillError:
     trace, last = error.trace.rstrip(), last_line(error)
     if trace:
         lines.append(trace)
-    if not trace or trace.rsplit("\n", 1)[-1] != last:
+    if not trace.rsplit("\n", 1)[-1].endswith(last):  # before the type there may be its module
         lines.append(last)
     return ModelFailed("\n".join(lines), code=FUNCTION_ERROR)

@@ -1,0 +1,273 @@
+"""A V2 inference request as it stands in a body: JSON, JSON with binary tensors behind it, or one raw tensor.
+
+It knows the protocol and no function: whether tensors fit one is `tensor_layout`'s, what is in them `tensor_values`'.
+Source: the Open Inference Protocol, and Triton's binary-tensor, classification and schedule-policy extensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.errors import InvalidInput, TooLarge
+from batchmill.types import Interface
+from batchmill.wire.call_errors import parse
+from batchmill.wire.datatypes import DATATYPES, TEXT, Datatype, elements_of
+
+INPUTS_MAX = 1024
+RANK_MAX = 32
+ELEMENTS_MAX = 2**31 - 1
+HEAD_MAX = 2**31 - 1
+CHARS_SHOWN = 80
+Scalar = str | bool | int | float
+_NONE = Raw(b"null")
+
+
+class _Input(Struct):
+    name: str
+    shape: list[int]
+    datatype: Any = None
+    parameters: dict[str, Scalar] | None = None
+    data: Raw = _NONE
+
+
+class _Output(Struct):
+    name: str
+    parameters: dict[str, Scalar] | None = None
+
+
+class _Request(Struct):
+    inputs: list[_Input] = []
+    id: str | None = None
+    parameters: dict[str, Scalar] | None = None
+    outputs: list[_Output] | None = None
+
+
+class Received(Struct):
+    """One input tensor: its elements as JSON or as bytes."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+    data: Raw | None = None
+    buffer: memoryview | None = None
+
+    @property
+    def elements(self) -> int:
+        return elements_of(self.shape)
+
+
+class Wanted(Struct, frozen=True):
+    """One output as the request asks for it."""
+
+    name: str
+    binary: bool | None = None  # None: as the request says for all
+    classes: int = 0  # of the classification extension; 0: the tensor itself
+
+
+class TensorRequest(Struct):
+    inputs: list[Received]
+    id: str | None = None
+    wanted: list[Wanted] | None = None  # None: every output
+    binary: bool = False  # of outputs that do not say it themselves
+    timeout_s: float | None = None
+
+
+_request = msgspec.json.Decoder(_Request)
+
+
+def read_request(body: bytes, head: bytes, interface: Interface) -> TensorRequest:
+    """`head` is the value of Inference-Header-Content-Length, or empty. Raises: InvalidInput, TooLarge."""
+    length = _length_of_json(head, len(body))
+    if length == 0:
+        return _raw(body, interface)
+    view = memoryview(body)
+    text, rest = (body, view[:0]) if length is None else (view[:length], view[length:])
+    found: _Request = parse(_request, text)
+    if len(found.inputs) > INPUTS_MAX:
+        raise TooLarge(f"{len(found.inputs)} inputs are more than the {INPUTS_MAX} that a request may have")
+    request = TensorRequest(_inputs(found.inputs, rest), found.id, _wanted(found.outputs))
+    _heed(request, found.parameters or {})
+    return request
+
+
+def _length_of_json(head: bytes, size: int) -> int | None:
+    """Raises: InvalidInput for a header that is no length of a part of this body."""
+    if not head:
+        return None
+    text = bytes(head).strip()
+    if not text.isdigit() or len(text) > 12 or int(text) > HEAD_MAX:
+        shown = text[:CHARS_SHOWN].decode(errors="replace")
+        raise InvalidInput(
+            f"Inference-Header-Content-Length must be 0 to {HEAD_MAX}, not {shown!r}", code="invalid_header"
+        )
+    if int(text) > size:
+        message = f"Inference-Header-Content-Length is {int(text)}, and the whole body has {size} bytes"
+        raise InvalidInput(message, code="invalid_header")
+    return int(text)
+
+
+def _inputs(found: list[_Input], rest: memoryview) -> list[Received]:
+    inputs, names, at = [], set(), 0
+    for each in found:
+        if each.name in names:
+            raise InvalidInput(f"input '{each.name}' already exists in request", code="repeated_parameter")
+        names.add(each.name)
+        received = Received(each.name, _datatype(each), _shape(each))
+        size = _source(each, received)
+        if size is not None:
+            if size > len(rest) - at:
+                message = (
+                    f"unexpected size for input '{each.name}': {size} bytes of binary data, and {len(rest) - at} came"
+                )
+                raise InvalidInput(message, code="shape_mismatch")
+            received.buffer = rest[at : at + size]
+            at += size
+        inputs.append(received)
+    if at != len(rest):
+        message = f"unexpected additional input data: {len(rest) - at} bytes belong to no input"
+        raise InvalidInput(message, code="shape_mismatch")
+    return inputs
+
+
+def _datatype(each: _Input) -> Datatype:
+    found = DATATYPES.get(each.datatype) if isinstance(each.datatype, str) else None
+    if found is None:
+        shown = msgspec.json.encode(each.datatype).decode()[:CHARS_SHOWN]
+        known = ", ".join(name for name in DATATYPES if name != "STRING")
+        raise InvalidInput(
+            f"invalid datatype for input '{each.name}': {shown}; there are {known}", code="invalid_datatype"
+        )
+    return found
+
+
+def _shape(each: _Input) -> list[int]:
+    shape = each.shape
+    if any(dimension < 0 for dimension in shape):
+        message = (
+            f"Unable to parse 'shape' of input '{each.name}': attempt to access JSON non-unsigned-integer as"
+            f" unsigned-integer; {shape} has a negative dimension"
+        )
+        raise InvalidInput(message, code="invalid_shape")
+    if len(shape) > RANK_MAX or elements_of(shape) > ELEMENTS_MAX:
+        message = f"input '{each.name}' has {len(shape)} dimensions and {elements_of(shape)} elements"
+        raise InvalidInput(f"{message}; at most {RANK_MAX} and {ELEMENTS_MAX} are taken", code="invalid_shape")
+    return shape
+
+
+def _source(each: _Input, received: Received) -> int | None:
+    """Where its elements are: in `received.data`, or None with so many bytes behind the JSON."""
+    parameters = each.parameters or {}
+    _refuse_reserved(parameters, f"input '{each.name}'")
+    if parameters.get("content_type") == "base64":
+        raise InvalidInput(
+            f"input '{each.name}': send bytes as binary data, not as base64", code="unsupported_parameter"
+        )
+    data = None if bytes(each.data) == b"null" else each.data
+    size = parameters.get("binary_data_size")
+    if data is None and size is None and received.elements == 0:
+        data = Raw(b"[]")
+    if (data is None) == (size is None):
+        said = "no field was set" if size is None else "both were set"
+        message = f"Input '{each.name}' must set only one of 'data' and 'binary_data_size' in 'parameters', but {said}"
+        raise InvalidInput(message, code="invalid_field")
+    received.data = data
+    if size is None:
+        return None
+    if type(size) is not int or size < 0:
+        raise InvalidInput(
+            f"input '{each.name}': binary_data_size must be 0 or more, not {size!r}", code="invalid_field"
+        )
+    return size
+
+
+def _refuse_reserved(parameters: dict[str, Scalar], place: str) -> None:
+    for name in parameters:
+        if name.startswith("triton_"):
+            message = f"{place}: parameter keys starting with 'triton_' are reserved: {name!r}"
+            raise InvalidInput(message, code="unsupported_parameter")
+        if name.startswith("shared_memory_"):
+            raise InvalidInput(f"{place}: shared memory is not supported ({name!r})", code="unsupported_parameter")
+
+
+def _wanted(found: list[_Output] | None) -> list[Wanted] | None:
+    if found is None:
+        return None
+    wanted: dict[str, Wanted] = {}
+    for each in found:
+        place, parameters = f"output '{each.name}'", each.parameters or {}
+        if each.name in wanted:
+            raise InvalidInput(f"output '{each.name}' already exists in request", code="repeated_parameter")
+        _refuse_reserved(parameters, place)
+        binary, classes = parameters.get("binary_data"), parameters.get("classification", 0)
+        if binary is not None and type(binary) is not bool:
+            raise InvalidInput(f"{place}: binary_data must be true or false, not {binary!r}", code="invalid_field")
+        if type(classes) is not int or classes < 0:
+            raise InvalidInput(
+                f"{place}: classification must be a number of classes, not {classes!r}", code="invalid_field"
+            )
+        wanted[each.name] = Wanted(each.name, binary, classes)
+    return list(wanted.values())
+
+
+def _heed(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
+    """Take the request's own parameters over. What the protocol leaves to a model is a scalar, and means nothing."""
+    _refuse_reserved(parameters, "the request")
+    for name in ("sequence_id", "sequence_start", "sequence_end", "priority", "headers"):
+        value = parameters.get(name)
+        if value:
+            why = {"priority": "live requests are called in the order in which they come", "headers": "it is reserved"}
+            told = why.get(name, "a function keeps no state between requests")
+            raise InvalidInput(
+                f"the parameter {name} ({value!r}) is not supported: {told}", code="unsupported_parameter"
+            )
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise InvalidInput(f"timeout must be microseconds, 0 or more, not {timeout!r}", code="invalid_field")
+    binary = parameters.get("binary_data_output", False)
+    if type(binary) is not bool:
+        raise InvalidInput(f"binary_data_output must be true or false, not {binary!r}", code="invalid_field")
+    request.timeout_s = timeout / 1e6 if timeout else None
+    request.binary = binary
+
+
+def _raw(body: bytes, interface: Interface) -> TensorRequest:
+    """A body that is the one input of the function, and nothing else."""
+    inputs = interface.inputs
+    if len(inputs) != 1:
+        names = [each.name for each in inputs]
+        message = f"Raw request must only have 1 input to be deduced but got {len(inputs)} inputs: {names}"
+        raise InvalidInput(message, code="invalid_request")
+    tensor = inputs[0]
+    datatype = DATATYPES.get(tensor.datatype or "")
+    if datatype is None:
+        message = f"Raw request needs an input with a datatype, and '{tensor.name}' has none"
+        raise InvalidInput(message, code="invalid_request")
+    if datatype.kind == TEXT:
+        data = len(body).to_bytes(4, "little") + body
+        return TensorRequest(
+            [Received(tensor.name, datatype, _raw_text_shape(tensor.shape), buffer=memoryview(data))], binary=True
+        )
+    shape = _raw_shape(tensor.name, tensor.shape, datatype, len(body))
+    return TensorRequest([Received(tensor.name, datatype, shape, buffer=memoryview(body))], binary=True)
+
+
+def _raw_text_shape(shape: list[int]) -> list[int]:
+    if any(dimension not in (1, -1) for dimension in shape):
+        raise InvalidInput(f"Raw request holds one element, and the input's shape is {shape}", code="invalid_request")
+    return [1] * max(1, len(shape))
+
+
+def _raw_shape(name: str, shape: list[int], datatype: Datatype, size: int) -> list[int]:
+    """The declared shape, its one variable dimension found from the body's size."""
+    if shape.count(-1) > 1:
+        message = f"Raw request may have 1 variable dimension, and input '{name}' has shape {shape}"
+        raise InvalidInput(message, code="invalid_request")
+    unit = datatype.size * elements_of([dimension for dimension in shape if dimension != -1])
+    filled = [size // unit if dimension == -1 and unit else dimension for dimension in shape]
+    if elements_of(filled) * datatype.size != size:
+        message = f"unexpected size for input '{name}': {size} bytes do not fill {datatype.name} {shape}"
+        raise InvalidInput(message, code="shape_mismatch")
+    return filled

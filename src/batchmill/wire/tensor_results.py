@@ -1,0 +1,291 @@
+"""Results of a function as tensors: the datatype and shape of a value, and how the values of many rows are one tensor.
+
+Source: what Inferless' runtime makes of the values that `infer` returns, and its words where it makes nothing of them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError, ModelFailed
+from batchmill.types import Interface, Tensor
+from batchmill.wire import tensor_binary
+from batchmill.wire.datatypes import DATATYPES, FLOAT, INT, INT64_MAX, INT64_MIN, TEXT, UINT64_MAX, Datatype
+from batchmill.wire.tensor_layout import FLAT, NONE, Layout
+
+ARRAY, OBJECT = "$array", "$object"
+DEFAULT_OUTPUT = "output"  # of a result that is no dict
+ROW_TYPES = {bool: DATATYPES["BOOL"], int: DATATYPES["INT64"], float: DATATYPES["FP64"], str: DATATYPES["BYTES"]}
+Buffers = list[bytes | memoryview]
+
+
+class Output(Struct):
+    """One output tensor: its elements as Python values in row-major order, or as bytes."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+    flat: list[Any] | None = None
+    buffer: bytes | memoryview | None = None
+
+    def values(self) -> list[Any]:
+        """The elements; BYTES may be bytes."""
+        if self.flat is None:
+            assert self.buffer is not None
+            if self.datatype.kind == TEXT:
+                self.flat = _texts(self.name, self.buffer)
+            else:
+                self.flat = tensor_binary.values_of(self.buffer, self.datatype)
+        return self.flat
+
+    def data(self) -> bytes | memoryview:
+        if self.buffer is None:
+            assert self.flat is not None
+            self.buffer = tensor_binary.pack(self.flat, self.datatype)
+        return self.buffer
+
+
+def bad_return(message: str) -> BatchmillError:
+    return ModelFailed(message, code="bad_return")
+
+
+def outputs_of_columns(columns: dict[str, Any], buffers: Buffers, interface: Interface, layout: Layout) -> list[Output]:
+    """Outputs of arrays whose first axis is the row."""
+    outputs = []
+    for name, marker in columns.items():
+        output = _array(name, marker, buffers)
+        shape = output.shape
+        if not shape or shape[0] != layout.rows:
+            raise bad_return(f"Output {name} has shape {shape} for {layout.rows} rows")
+        if layout.axis == NONE:
+            output.shape = shape[1:] or [1]
+        elif len(shape) == 1 and layout.axis != FLAT:
+            output.shape = [*shape, 1]
+        outputs.append(_declared(output, _declaration(name, interface), interface))
+    return _in_order(outputs, interface)
+
+
+def outputs_of_rows(rows: list[Any], buffers: Buffers, interface: Interface, layout: Layout) -> list[Output]:
+    """Outputs of the values of each row: what a dict holds by name, or one value. Raises: ModelFailed bad_return."""
+    results = [_named(row, interface) for row in rows]
+    names = list(results[0])
+    cells: dict[str, list[Output]] = {name: [] for name in names}
+    for number, result in enumerate(results):
+        if result.keys() != cells.keys():
+            there, here = sorted(cells), sorted(result)
+            raise bad_return(f"the rows of this request have different outputs: row 1 {there}, row {number + 1} {here}")
+        for name, value in result.items():
+            cells[name].append(_cell(name, value, buffers, _declaration(name, interface)))
+    outputs = [_joined(name, cells[name], layout) for name in names]
+    return _in_order([_declared(each, _declaration(each.name, interface), interface) for each in outputs], interface)
+
+
+def _named(row: Any, interface: Interface) -> dict[str, Any]:
+    """A result as its outputs by name, without those that are None and need not be there."""
+    is_dict = isinstance(row, dict) and ARRAY not in row
+    if not is_dict:
+        if interface.takes == "dict" or (interface.takes == "rows" and interface.has_schema):
+            raise bad_return(f"infer must return a dictionary of outputs, and returned {_kind(row)}")
+        declared = interface.outputs or []
+        if len(declared) > 1:
+            names = [each.name for each in declared]
+            raise bad_return(f"the function must return a dictionary of its outputs {names}, and returned {_kind(row)}")
+        return {declared[0].name if declared else DEFAULT_OUTPUT: row}
+    outputs = row.get(OBJECT, row)
+    optional = {each.name for each in interface.outputs or [] if not each.required}
+    return {name: value for name, value in outputs.items() if value is not None or name not in optional}
+
+
+def _declaration(name: str, interface: Interface) -> Tensor | None:
+    return next((each for each in interface.outputs or [] if each.name == name), None)
+
+
+def _cell(name: str, value: Any, buffers: Buffers, declared: Tensor | None) -> Output:
+    """One value as a tensor of its own."""
+    if isinstance(value, dict) and ARRAY in value:
+        output = _array(name, value, buffers)
+        output.shape = output.shape or [1]
+        return output
+    if isinstance(value, list):
+        return _list(name, value, buffers, declared)
+    datatype = ROW_TYPES.get(type(value))
+    if datatype is None:
+        raise _untypable(name, value, "")
+    return Output(name, _wide(name, [value]) if datatype.kind == INT else datatype, [1], [value])
+
+
+def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None) -> Output:
+    shape, flat = [len(items)], items
+    while flat and isinstance(flat[0], list):
+        length = len(flat[0])
+        for each in flat:
+            if not isinstance(each, list) or len(each) != length:
+                raise bad_return(f"Output {name} is a nested list whose parts have different lengths")
+        shape.append(length)
+        flat = list(chain.from_iterable(flat))
+    if not flat:
+        datatype = DATATYPES.get((declared.datatype if declared else None) or "")
+        if datatype is None:
+            message = (
+                f"Output {name} is an empty list, whose type cannot be told. Please provide a non-empty list as output."
+            )
+            raise bad_return(message)
+        return Output(name, datatype, shape, [])
+    if any(isinstance(each, dict) for each in flat):
+        return _list_of_arrays(name, flat, shape, buffers)
+    datatype = _type_of_all(name, flat)
+    return Output(name, datatype, shape, list(map(float, flat)) if datatype.kind == FLOAT else flat)
+
+
+def _type_of_all(name: str, flat: list[Any]) -> Datatype:
+    """The one datatype of these values; integers beside floats are floats."""
+    kinds = set(map(type, flat))
+    if kinds == {int}:
+        return _wide(name, flat)
+    if kinds == {float} or kinds == {int, float}:
+        return ROW_TYPES[float]
+    if len(kinds) == 1 and flat[0] is not None and type(flat[0]) in ROW_TYPES:
+        return ROW_TYPES[type(flat[0])]
+    first = type(flat[0])
+    for at, value in enumerate(flat):
+        if type(value) not in ROW_TYPES:
+            raise _untypable(name, value, f" at index {at}")
+        if type(value) is not first and {type(value), first} != {int, float}:
+            message = f"Output {name} mixes types: item {at} is {_kind(value)}, and the first one is {_kind(flat[0])}"
+            raise bad_return(message)
+    raise bad_return(f"Output {name} mixes types: {sorted(kind.__name__ for kind in kinds)}")
+
+
+def _wide(name: str, flat: list[int]) -> Datatype:
+    low, high = min(flat), max(flat)
+    if low >= INT64_MIN and high <= INT64_MAX:
+        return ROW_TYPES[int]
+    if low < 0 or high > UINT64_MAX:
+        raise bad_return(f"Output {name} holds {high if high > UINT64_MAX else low}, which 64 bits do not")
+    return DATATYPES["UINT64"]
+
+
+def _list_of_arrays(name: str, flat: list[Any], shape: list[int], buffers: Buffers) -> Output:
+    """A list with arrays in it: numpy's scalars, bytes, numbers that JSON lacks; or arrays of one shape."""
+    parts = []
+    for at, value in enumerate(flat):
+        if isinstance(value, dict) and ARRAY not in value:
+            raise _untypable(name, value, f" at index {at}")
+        is_array = isinstance(value, dict)
+        parts.append(_array(name, value, buffers) if is_array else _cell(name, value, buffers, None))
+        if not is_array:
+            parts[-1].shape = []
+    inner = parts[0].shape
+    if any(part.shape != inner for part in parts):
+        raise bad_return(f"Output {name} is a list of arrays of different shapes")
+    datatype = _common(name, [part.datatype for part in parts])
+    return Output(name, datatype, [*shape, *inner], list(chain.from_iterable(part.values() for part in parts)))
+
+
+def _common(name: str, datatypes: list[Datatype]) -> Datatype:
+    """The one datatype for values of these; numbers of several are floats, or the widest integers."""
+    if all(each == datatypes[0] for each in datatypes):
+        return datatypes[0]
+    kinds = {each.kind for each in datatypes}
+    if kinds == {INT}:
+        low, high = min(each.low for each in datatypes), max(each.high for each in datatypes)
+        fitting = [each for each in DATATYPES.values() if each.kind == INT and each.low <= low and high <= each.high]
+        return min(fitting, key=lambda each: each.size) if fitting else DATATYPES["INT64"]
+    if kinds <= {INT, FLOAT}:
+        return DATATYPES["FP64"]
+    if kinds == {TEXT}:
+        return DATATYPES["BYTES"]
+    raise bad_return(f"Output {name} mixes types: {sorted({each.name for each in datatypes})}")
+
+
+def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
+    """The values of all rows as one tensor, its first axis the row where the request had one."""
+    first = cells[0]
+    if layout.axis == NONE:
+        return first
+    for row, cell in enumerate(cells):
+        if cell.shape != first.shape:
+            message = f"Output {name} has shape {first.shape} in row 1 and {cell.shape} in row {row + 1} of one request"
+            raise bad_return(message)
+    shape = [len(cells)] if layout.axis == FLAT and first.shape == [1] else [len(cells), *first.shape]
+    datatype = _common(name, [cell.datatype for cell in cells])
+    if all(cell.buffer is not None and cell.datatype == datatype for cell in cells):
+        return Output(name, datatype, shape, buffer=b"".join([cell.data() for cell in cells]))
+    flat = list(chain.from_iterable(cell.values() for cell in cells))
+    if datatype.kind == INT:
+        datatype = datatype if all(datatype.low <= value <= datatype.high for value in flat) else _wide(name, flat)
+    return Output(name, datatype, shape, flat)
+
+
+def _declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:
+    """The output as its declaration has it. That of a hint only makes floats of integers: a hint never coerces."""
+    wanted = DATATYPES.get((declared.datatype if declared else None) or "")
+    if wanted is None or wanted == output.datatype or (wanted.kind == TEXT and output.datatype.kind == TEXT):
+        return output
+    is_widening = wanted.kind == FLOAT and output.datatype.kind == INT and output.buffer is None
+    if not interface.has_schema and not is_widening:
+        return output
+    if output.buffer is not None:
+        converted = tensor_binary.converted(output.buffer, output.datatype, wanted)
+        if converted is not None:
+            return Output(output.name, wanted, output.shape, buffer=converted)
+    elif (flat := _converted(output.values(), output.datatype, wanted)) is not None:
+        return Output(output.name, wanted, output.shape, flat)
+    message = (
+        f"Output {output.name} is {output.datatype.name}, which does not fit the {wanted.name} that it is declared as"
+    )
+    raise bad_return(message)
+
+
+def _converted(flat: list[Any], datatype: Datatype, wanted: Datatype) -> list[Any] | None:
+    """The same values in another datatype; None where one would change."""
+    if datatype.kind not in (INT, FLOAT) or wanted.kind not in (INT, FLOAT):
+        return None
+    if wanted.kind == FLOAT:
+        return (
+            None
+            if any(abs(each) > wanted.high and abs(each) != float("inf") for each in flat)
+            else list(map(float, flat))
+        )
+    whole = [int(each) for each in flat if each == each and abs(each) != float("inf") and int(each) == each]
+    return whole if len(whole) == len(flat) and all(wanted.low <= each <= wanted.high for each in whole) else None
+
+
+def _in_order(outputs: list[Output], interface: Interface) -> list[Output]:
+    """Raises: ModelFailed where the function did not return an output that its schema lists."""
+    if interface.has_schema:
+        names = {each.name for each in outputs}
+        for each in interface.outputs or []:
+            if each.required and each.name not in names:
+                raise bad_return(f"{each.name} not found in the inference response, which has {sorted(names)}")
+    return outputs
+
+
+def _array(name: str, marker: dict[str, Any], buffers: Buffers) -> Output:
+    number, datatype, shape = marker[ARRAY]
+    return Output(name, DATATYPES[datatype], list(shape), buffer=buffers[number])
+
+
+def _texts(name: str, buffer: bytes | memoryview) -> list[Any]:
+    found = tensor_binary.split_texts(buffer)
+    assert found is not None, f"the bytes of output {name} are broken"
+    return found
+
+
+def _untypable(name: str, value: Any, place: str) -> BatchmillError:
+    if isinstance(value, dict | list):
+        message = (
+            f"Output {name}{place} is of type dictionary or tuple which is currently not supported."
+            f" You can try json.dumps({name})"
+        )
+        return bad_return(message)
+    return bad_return(f"Output {name}{place} is {_kind(value)}, which has no datatype")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict) and ARRAY in value:
+        return "an array"
+    return {dict: "dict", list: "list", type(None): "None"}.get(type(value), type(value).__name__)
