@@ -9,32 +9,39 @@ import os
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from socket import socket
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from batchmill.app import DATABASE, Owner, prepare_data_dir, try_lock
 from batchmill.config import Config
-from batchmill.dialects import FALLBACK, load_dialects
+from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidConfig
 from batchmill.ports import Clock
-from batchmill.server import openapi
+from batchmill.server import access_log, openapi
 from batchmill.server.auth import Gate
 from batchmill.server.health import Health
 from batchmill.server.hosts import Hosts, is_loopback
 from batchmill.server.http import HttpRoot
+from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileService
+from batchmill.services.function_calls import FunctionCalls
 from batchmill.services.job_desk import JobDesk
 from batchmill.services.keys import KeyService
+from batchmill.services.late_replies import LateReplies
 from batchmill.services.live_calls import LiveCalls
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
+
+if TYPE_CHECKING:
+    from batchmill.dialects.open_inference.grpc.server import GrpcServer
 
 log = logging.getLogger("batchmill.server")
 
@@ -50,6 +57,7 @@ class Running(Struct, frozen=True):
 
     url: str
     services: Services
+    grpc: str | None = None  # HOST:PORT
 
 
 @contextlib.asynccontextmanager
@@ -103,10 +111,13 @@ class _Server:
         self._owner = Owner(config.data_dir, lock, server=config)
         self._stopping = asyncio.Event()
         self._listener: Listener | None = None
+        self._grpc: GrpcServer | None = None
         self._root: HttpRoot | None = None
         self._health: Health | None = None
         self._observers: Observers | None = None
+        self._functions: FunctionCalls | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._late: LateReplies | None = None
 
     async def open(self) -> Running:
         config, clock = self._config, self._clock
@@ -136,15 +147,28 @@ class _Server:
         )
         own.document = openapi.document(self._root.routes.all())
         self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
-        self._listener = Listener(observers.open(self._root), self._sock, drain_s=REQUESTS_DRAIN_S)
+        self._late = services.late
+        self._late.open()
+        app = observers.open(self._root)
+        lane = Lane(self._root) if app is self._root else None  # the span of a traced request is made on the normal way
+        self._listener = Listener(app, self._sock, drain_s=REQUESTS_DRAIN_S, lane=lane)
         await self._listener.open()
-        return Running(url_of(self._sock), services)
+        if config.server.grpc_port is not None:
+            self._grpc = load_grpc(services, gate, [access_log.write, observers.metrics.served])
+            await self._grpc.open()
+        return Running(url_of(self._sock), services, self._grpc and self._grpc.address)
 
     async def _services(self, database: Database) -> Services:
         config, clock, jobs = self._config, self._clock, self._owner.jobs
         assert jobs is not None
         assert self._owner.keys is not None
+        versions = self._owner.versions
+        assert versions is not None
+        self._catalogue.attach(versions)
+        functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
+        versions.warm = functions.replace
         files = FileService(database, config.data_dir, clock, config.server)
+        webhooks = WebhookService(database, clock, config)
         await files.sweep()
         return Services(
             jobs=JobDesk(jobs, files, self._catalogue),
@@ -153,24 +177,38 @@ class _Server:
             keys=self._owner.keys,
             catalogue=self._catalogue,
             live=LiveCalls(jobs.live, self._catalogue, clock),
-            webhooks=WebhookService(database, clock, config),
+            functions=functions,
+            versions=versions,
+            webhooks=webhooks,
+            late=LateReplies(database, clock, functions, webhooks.courier),
             config=config,
             clock=clock,
             stopping=self._stopping,
             gauges=jobs.dispatcher.gauges,
         )
 
+    async def _close_http(self, at_once: bool) -> None:
+        if self._listener is not None:
+            await self._listener.close(at_once=at_once)
+        else:
+            self._sock.close()
+
+    async def _close_grpc(self, at_once: bool) -> None:
+        if self._grpc is not None:
+            await self._grpc.close(drain_s=0 if at_once else REQUESTS_DRAIN_S)
+
     async def close(self, *, at_once: bool) -> None:
         """Requests under way end first, then rows in flight; neither is waited for without a bound."""
         self._stopping.set()
         if self._health is not None:
             self._health.is_stopping = True
-        if self._listener is not None:
-            await self._listener.close(at_once=at_once)
-        else:
-            self._sock.close()
+        await asyncio.gather(self._close_http(at_once), self._close_grpc(at_once))
         if self._root is not None:
             await self._root.close()
+        if self._late is not None:
+            await self._late.close(at_once=at_once)
+        if self._functions is not None:
+            await self._functions.close()
         if self._observers is not None:
             await self._observers.close()
         if self._sweeping is not None:

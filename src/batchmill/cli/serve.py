@@ -23,11 +23,17 @@ log = logging.getLogger("batchmill.server")
     "--port", type=click.IntRange(0, SERVER_MAX["port"]), metavar="PORT", help="The port [8000]; 0: any that is free."
 )
 @click.option(
+    "--grpc-port",
+    type=click.IntRange(0, SERVER_MAX["grpc_port"]),
+    metavar="PORT",
+    help="Take tensors over gRPC too, on this port (usually 8001); 0: any that is free. Needs 'batchmill[grpc]'.",
+)
+@click.option(
     "--log-level", type=click.Choice(access_log.LEVELS), default="info", show_default=True,
     help="What is written to standard error, as JSON lines.",
 )  # fmt: skip
 @click.pass_obj
-def serve(session: Session, host: str | None, port: int | None, log_level: str) -> int:
+def serve(session: Session, host: str | None, port: int | None, grpc_port: int | None, log_level: str) -> int:
     """Answer HTTP: OpenAI's files, batches and live inference, and batchmill's own API.
 
     Models are those of the configuration. SIGTERM or Ctrl-C ends requests and rows under way and stops; a second one
@@ -35,7 +41,8 @@ def serve(session: Session, host: str | None, port: int | None, log_level: str) 
     """
     session.local_only("serve", "it is one")
     config = session.config()
-    told = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    given = {"host": host, "port": port, "grpc_port": grpc_port}
+    told = {name: value for name, value in given.items() if value is not None}
     config = replace(config, server=replace(config.server, **told))
     access_log.configure(log_level)
     return session.run(_serve(session, config))
@@ -46,9 +53,12 @@ async def _serve(session: Session, config: Config) -> int:
     with session.interrupts.first_does(stop.set, lambda: log.warning("stopping at once")):
         async with open_server(config) as running:
             if session.as_json:
-                session.emit("serving", url=running.url)
+                more = {} if running.grpc is None else {"grpc": running.grpc}
+                session.emit("serving", url=running.url, **more)
             else:
                 session.print(f"batchmill listens on {running.url}")
+                if running.grpc is not None:
+                    session.print(f"gRPC on {running.grpc}")
             await stop.wait()
             log.info("stopping: requests and rows under way may end; once more stops at once")
     return EXIT_OK

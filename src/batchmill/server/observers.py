@@ -42,11 +42,13 @@ class Observers:
         """Begin to look on; what is to be served in the place of `root`."""
         root.watch(self.metrics.served)
         self._services.live.listen(self.metrics.live)
+        self._services.functions.listen(self.metrics.live)
         self._running = asyncio.create_task(self._outbox.run())
         if self._tracing is None:
             return root
         root.watch(self._tracing.served)
         self._services.live.listen(self._tracing.live)
+        self._services.functions.listen(self._tracing.live)
         return self._tracing.around(root)
 
     async def close(self) -> None:

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from batchmill.ports import Clock
     from batchmill.services.catalogue import Catalogue
     from batchmill.services.files import FileService
+    from batchmill.services.function_calls import FunctionCalls
     from batchmill.services.job_desk import JobDesk
     from batchmill.services.keys import KeyService
+    from batchmill.services.late_replies import LateReplies
     from batchmill.services.live_calls import LiveCalls
+    from batchmill.services.model_versions import ModelVersions
     from batchmill.services.uploads import UploadService
     from batchmill.services.webhooks import WebhookService
 
@@ -28,7 +31,10 @@ class Services(Struct, frozen=True):
     keys: KeyService
     catalogue: Catalogue
     live: LiveCalls
+    functions: FunctionCalls
+    versions: ModelVersions
     webhooks: WebhookService
+    late: LateReplies
     config: Config
     clock: Clock
     stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now
