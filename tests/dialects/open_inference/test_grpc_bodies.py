@@ -5,8 +5,6 @@ import struct
 
 import pytest
 
-pytest.importorskip("grpc")
-
 from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, read_reply, response_of
 from batchmill.dialects.open_inference.grpc.messages import message
 from batchmill.errors import InvalidInput, LedgerBroken, TooLarge

@@ -5,9 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("grpc")
-
 from grpc import StatusCode
 
 from batchmill import errors

@@ -40,10 +40,23 @@ class Door:
     """
 
     def __init__(
-        self, gate: Gate, clock: Clock, *, hide: Callable[[str], str], watchers: Sequence[Callable[[Served], None]]
+        self,
+        gate: Gate,
+        clock: Clock,
+        *,
+        hide: Callable[[str], str],
+        watchers: Sequence[Callable[[Served], None]],
+        calls_max: int = CALLS_MAX,
     ) -> None:
         self._gate, self._clock, self._hide, self._watchers = gate, clock, hide, watchers
+        self._calls_max = calls_max
         self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no call is under way."""
+        await self._idle.wait()
 
     def unary(self, method: Method, scope: Scope | None, action: Action) -> grpc.RpcMethodHandler:
         """One message in, one out. `scope` None: anybody may ask, and it counts for nobody."""
@@ -100,17 +113,18 @@ class Door:
         return served
 
     async def _admit(self, served: Served, context: Context, scope: Scope | None) -> Caller:
-        if self._under_way > CALLS_MAX:
-            raise Unavailable(f"more than {CALLS_MAX:,} calls are under way; try again")
-        if scope is None:
-            return ANYBODY
-        caller = await self._gate.admit(_headers(context), address_of(context.peer()), scope)
+        if self._under_way > self._calls_max:
+            raise Unavailable(f"more than {self._calls_max:,} calls are under way; try again")
+        caller = ANYBODY
+        if scope is not None:
+            caller = await self._gate.admit(_headers(context), address_of(context.peer()), scope)
         served.project, served.key = caller.project, caller.key
         return caller
 
     @contextlib.asynccontextmanager
     async def _watched(self, served: Served, context: Context) -> AsyncIterator[None]:
         self._under_way += 1
+        self._idle.clear()
         status, failure = StatusCode.OK, None
         try:
             yield
@@ -130,6 +144,8 @@ class Door:
             served.status, served.code = HTTP_STATUS[status], failure.code if failure is not None else None
             for watcher in self._watchers:
                 watcher(served)
+            if not self._under_way:
+                self._idle.set()
         if failure is not None:
             await self._refuse(served, context, status, failure)
 
