@@ -25,6 +25,8 @@ class Channel(asyncio.Protocol):
         self._is_paused = self._is_over = False
         self._error: ConnectionError | None = None
         self._news: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()  # the kernel takes more
+        self._room.set()
 
     def send(self, message: Struct) -> None:
         """Queue a message; quiet when the other side has gone."""
@@ -47,6 +49,12 @@ class Channel(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
         return found
+
+    async def drain(self) -> None:
+        """Return once there is room for more. Raises: ConnectionResetError where the other side has gone."""
+        await self._room.wait()
+        if self._is_over:
+            raise ConnectionResetError("the other side has gone")
 
     def close(self) -> None:
         if self._transport is not None:
@@ -88,7 +96,14 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
+        self._room.set()
         self._wake()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
 
     def _wake(self) -> None:
         news, self._news = self._news, None

@@ -14,6 +14,7 @@ import resource
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,6 +23,8 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused
 from batchmill.executors.answering import Answering
+from batchmill.executors.calling import Calling
+from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.ports import Engine
@@ -32,6 +35,7 @@ from batchmill.wire import messages
 from batchmill.wire.messages import (
     Abandon,
     Ack,
+    Asks,
     Drain,
     Failed,
     Grant,
@@ -44,19 +48,25 @@ from batchmill.wire.messages import (
     Revoke,
     Start,
     Taken,
+    ToWorker,
     Want,
     Weigh,
 )
 
 HEARTBEAT_S = 0.5
 STEP_BACK = 5  # of niceness
+NEVER_BACK = frozenset(
+    ["llm", "function_process"]
+)  # what these start would inherit it, and live requests wait for them
+LIMITS_ITSELF = frozenset(["function_process"])  # its memory is that of the process it starts
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
 
 
 class Worker:
-    def __init__(self, start: Start, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, start: Start, channel: Channel, first: Sequence[memoryview] = ()) -> None:
+        """`first`: messages that came together with `start`."""
         self._name, self._home = start.worker, Path(start.home)
-        self._reader, self._writer = reader, writer
+        self._channel, self._first = channel, first
         self._model = start.model
         self._jobs: dict[str, OpenJob] = {}
         self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
@@ -69,7 +79,8 @@ class Worker:
             suspect=self._home / f"{self._name}.suspect",
         )
         self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
-        self._answering = Answering(self._engine, self._send, writer.drain)
+        self._answering = Answering(self._engine, self._send, channel.drain)
+        self._calling = Calling(self._engine, self._send)
         self._owner_gone = asyncio.Event()
         self._failed = False
 
@@ -101,6 +112,7 @@ class Worker:
             self._send(Ready(os.getpid()))
             await self._engine.run(self._feed, self._recorder)
             await self._answering.finish()
+            await self._calling.finish()
         except JobPaused as error:
             self._fail(error, error.reason)
         except BatchmillError as error:
@@ -113,39 +125,50 @@ class Worker:
             job.segment.close()
             job.rows.close()
         with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
+            await self._channel.drain()
 
     def _fail(self, error: BatchmillError, reason: PauseReason) -> None:
         self._failed = True
+        self._calling.flush()
         self._send(Failed(error.code, error.message, reason))
 
     # -- what the owner says ------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        while (data := await messages.read(self._reader)) is not None:
-            match messages.to_worker.decode(data):
-                case Open() as message:
-                    self._open(message)
-                case Grant() as message:
-                    self._grant(message)
-                case Ack(lease, counted=counted):
-                    if not counted:
-                        self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
-                case Weigh(job, priority, share, row_cost):
-                    self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
-                case Revoke(job):
-                    self._revoke(job)
-                case Predict() as message:
-                    self._answering.begin(message)
-                case Taken(id_, size):
-                    self._answering.taken(id_, size)
-                case Abandon(id_):
-                    self._answering.abandon(id_)
-                case Drain():
-                    self._feed.end()
-                case Start():
-                    raise AssertionError("a worker is started once")
+        decode, hear = messages.to_worker.decode, self._hear
+        for data in self._first:
+            hear(decode(data))
+        while found := await self._channel.read():
+            for data in found:
+                hear(decode(data))
         self._owner_gone.set()
+
+    def _hear(self, message: ToWorker) -> None:
+        match message:
+            case Asks(asks):
+                self._calling.begin(asks)
+            case Abandon(id_):
+                self._answering.abandon(id_)
+                self._calling.abandon(id_)
+            case Open():
+                self._open(message)
+            case Grant():
+                self._grant(message)
+            case Ack(lease, counted=counted):
+                if not counted:
+                    self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
+            case Weigh(job, priority, share, row_cost):
+                self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
+            case Revoke(job):
+                self._revoke(job)
+            case Predict():
+                self._answering.begin(message)
+            case Taken(id_, size):
+                self._answering.taken(id_, size)
+            case Drain():
+                self._feed.end()
+            case Start():
+                raise AssertionError("a worker is started once")
 
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
@@ -219,8 +242,7 @@ class Worker:
     # -- what the worker says -----------------------------------------------------------------------------------------
 
     def _send(self, message: Struct) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(messages.pack(message))
+        self._channel.send(message)
 
     def _record(self, commit: Commit) -> None:
         self._send(Record(commit))
@@ -237,6 +259,7 @@ class Worker:
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
             self._send(Heartbeat(self._engine.stats()))
+            self._calling.beat()
             self._release_revoked()
 
     def _input_changed(self, job_id: str, error: InputChanged) -> None:
@@ -270,19 +293,19 @@ def _step_back() -> None:
 
 async def main(fd: int) -> int:
     """Speak to the owner on socket `fd` until it is over."""
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
-    data = await messages.read(reader)
-    if data is None:
+    channel = await open_channel(socket.socket(fileno=fd))
+    found = await channel.read()
+    if not found:
         return 0
-    start = messages.to_worker.decode(data)
+    start = messages.to_worker.decode(found[0])
     assert isinstance(start, Start)
-    if start.model.limits.memory_bytes is not None:
+    if start.model.limits.memory_bytes is not None and start.model.engine not in LIMITS_ITSELF:
         resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
-    if start.model.engine != "llm":  # an engine server would inherit it, and live requests wait for that one
+    if start.model.engine not in NEVER_BACK:
         _step_back()
     os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
-    code = await Worker(start, reader, writer).run()
-    writer.close()
+    code = await Worker(start, channel, found[1:]).run()
+    channel.close()
     return code
 
 
