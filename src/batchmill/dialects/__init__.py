@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DIALECTS = {
     "openai": "batchmill.dialects.openai.dialect:OpenAIDialect",
     "modelbit": "batchmill.dialects.modelbit.dialect:ModelbitDialect",
+    "open_inference": "batchmill.dialects.open_inference.dialect:OpenInferenceDialect",
+    "inferless": "batchmill.dialects.inferless.dialect:InferlessDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
 FALLBACK = "native"  # whose error form a path has that belongs to none

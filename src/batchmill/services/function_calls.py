@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, LedgerBroken, UnknownName
+from batchmill.errors import BatchmillError, LedgerBroken, Unavailable, UnknownName
 from batchmill.jobs.live import LivePath
 from batchmill.ports import Clock
 from batchmill.services.catalogue import Catalogue
@@ -57,6 +57,7 @@ class FunctionCalls:
         self._live, self._versions, self._catalogue, self._clock = live, versions, catalogue, clock
         self._listeners: list[Callable[[LiveCall], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unloaded: set[tuple[str, str, int]] = set()  # versions that are not called until somebody loads them
         self.copied: Counter[tuple[str, str]] = Counter()  # (name of a mirror, what became of a copy)
 
     def listen(self, listener: Callable[[LiveCall], None]) -> None:
@@ -108,6 +109,7 @@ class FunctionCalls:
         Raises: what the form says is wrong with the body (InvalidInput), ModelFailed for what the function raised or
         did, Unavailable, and what `ports.Live.ask` raises.
         """
+        self._require_loaded(target)
         began = self._clock.monotonic()
         code: str | None = "abandoned"
         self._copy(target, form, body, head)
@@ -128,6 +130,8 @@ class FunctionCalls:
 
         `hear` gets the answer, its `raised` included: once, later, and never once the call was ended early.
         """
+        if self._unloaded and not self.is_ready(target):
+            return None
         began = self._clock.monotonic()
 
         def told(answer: Answer) -> None:
@@ -149,6 +153,7 @@ class FunctionCalls:
         self, caller: Caller, target: Target, form: str, body: bytes, head: bytes = b""
     ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """An answer event by event, as server-sent events. Close the iterator to end it early. Raises as `ask`."""
+        self._require_loaded(target)
         began = self._clock.monotonic()
         request = LiveRequest(f"/{form}", body, stream=True, form=form, head=head)
         for mirror in target.mirrors:
@@ -238,15 +243,24 @@ class FunctionCalls:
         return self._live.stats(specs[0]) if specs and specs[0] is not None else CallStats()
 
     def is_ready(self, target: Target) -> bool:
-        """A call would not wait for a worker to start."""
-        return self._live.is_ready(target.model)
+        """It may be called: nobody has unloaded it. Its first call may wait for a worker to start."""
+        return (target.name, target.branch, target.number) not in self._unloaded
+
+    def _require_loaded(self, target: Target) -> None:
+        if self._unloaded and not self.is_ready(target):
+            raise Unavailable(
+                f"{target.name} version {target.version} was unloaded: load it, or deploy a new version",
+                code="model_unloaded",
+            )
 
     async def load(self, target: Target) -> None:
         """Have a worker ready, and keep it so until `unload`. Raises: ModelFailed, Unavailable."""
         await self._live.load(target.model)
+        self._unloaded.discard((target.name, target.branch, target.number))
 
     async def unload(self, target: Target) -> None:
-        """Keep it no more: its workers end when nobody has called them for a while."""
+        """Call it no more until it is loaded: its workers end once they have answered. Rows of jobs still run."""
+        self._unloaded.add((target.name, target.branch, target.number))
         self._live.unload(target.model)
 
     async def replace(self, old: ModelSpec, new: ModelSpec) -> None:

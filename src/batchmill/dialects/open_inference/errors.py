@@ -10,18 +10,8 @@ from starlette.responses import Response
 from batchmill.errors import BatchmillError
 from batchmill.server.text_errors import text_refusal
 
-STATUS: dict[str, int] = {
-    # the server's door
-    "method_not_allowed": 405,
-    "unsupported_media_type": 415,
-    "request_timeout": 408,
-    # what a function did: its client does not repeat these by itself
-    "function_error": 500,
-    "bad_return": 500,
-    "worker_crashed": 500,
-    "memory_limit": 500,
-    "timeout": 504,
-}
+# Whatever a model did is a 500, which this protocol's clients do not repeat by themselves.
+STATUS = {"method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408, "timeout": 504}
 WORDS = {"unknown_url": "Not Found", "method_not_allowed": "Method Not Allowed"}  # all that Triton says
 
 
