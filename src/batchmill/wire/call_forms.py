@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Protocol
 
-from batchmill.errors import InvalidRow
 from batchmill.types import Interface
 from batchmill.wire import forms
 from batchmill.wire.calls import Asked, Results
@@ -77,16 +76,13 @@ def form_of_body(url: str, fields: Collection[str], interface: Interface | None 
 
     By fields, a name that the function itself takes is an argument: `{"data": …}` is Modelbit's form, and
     `{"inputs": …}` that of tensors, only for a function that has no parameter `data` (`inputs`) and takes no
-    arguments of any name. Raises: InvalidRow for a field that means nothing in a job.
+    arguments of any name.
     """
     if _is_tensors_url(url):
         return TENSORS
     names = frozenset(fields) - ADDRESSES
     has_address = _is_rows_url(url) and url not in forms.URLS
     if "data" in names and names <= ROWS_FIELDS | DELIVERY_FIELDS and (has_address or not _takes(interface, "data")):
-        strange = sorted(names & DELIVERY_FIELDS)
-        if strange:
-            raise InvalidRow(f"{strange[0]!r} has no meaning in a row of a job", code="unsupported_parameter")
         return ROWS
     if "inputs" in names and names <= TENSORS_FIELDS and not _takes(interface, "inputs"):
         return TENSORS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -25,13 +25,10 @@ ID_CHARS_SHOWN = 60
 
 
 class RowsBody(Struct, forbid_unknown_fields=True, gc=False):
-    """The body of a call. The door answers for `response_…` before it asks; `model` and `stream` say where it goes."""
+    """The body of a call. `model` and `stream` say where it goes, and are read there."""
 
     data: Raw
     timeout_seconds: Annotated[int, Meta(gt=0, le=2**31)] | None = None
-    response_format: Literal["links"] | None = None
-    response_webhook: Annotated[str, Meta(pattern="^https://.", max_length=4096)] | None = None
-    response_webhook_ignore_timeout: bool | None = None
     row_errors: bool = False  # ours: a row that fails is [id, null, {"error": "Type: message"}], and the others are ok
     model: str | None = None
     stream: bool | None = None
@@ -48,6 +45,8 @@ class _Told(Struct, gc=False):
     row_errors: bool = False
 
 
+# How a reply is delivered is the door's to do, which takes these out of the body.
+DELIVERY_FIELDS = ("response_format", "response_webhook", "response_webhook_ignore_timeout")
 FIELDS = RowsBody.__struct_fields__
 _body = msgspec.json.Decoder(RowsBody)
 _members = msgspec.json.Decoder(dict[str, Raw])
@@ -118,6 +117,10 @@ def body_of(body: bytes) -> RowsBody:
 
 
 def _unknown(name: str) -> InvalidInput:
+    if name in DELIVERY_FIELDS:
+        return InvalidInput(
+            f"{name!r} has no meaning here: the answer comes with the call", code="unsupported_parameter"
+        )
     near = difflib.get_close_matches(name, FIELDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}"
     return InvalidInput(f"the body has an unknown field {name[:ID_CHARS_SHOWN]!r}; {hint}", code="unknown_field")
@@ -125,8 +128,6 @@ def _unknown(name: str) -> InvalidInput:
 
 def _explained(message: str) -> str:
     """msgspec's sentence, in the words of this form where those of a pattern say little."""
-    if "response_webhook`" in message:
-        return "response_webhook must be a URL that begins with https://"
     if "timeout_seconds" in message:
         return "timeout_seconds must be a positive integer"
     return f"the body is not as it should be: {message}"

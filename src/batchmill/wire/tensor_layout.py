@@ -35,14 +35,13 @@ def pair(request: TensorRequest, interface: Interface) -> list[tuple[Received, T
     Raises: InvalidInput, with Triton's words, where an input is missing or nobody knows one.
     """
     known = {each.name: each for each in interface.inputs}
-    takes_any = interface.takes_more or interface.calls == "frame"
     came = [each.name for each in request.inputs]
     unknown = [name for name in came if name not in known]
-    if unknown and not takes_any:
+    if unknown and not interface.takes_more:
         message = f"unexpected inference input '{unknown[0]}'; the function takes {list(known)}"
         raise InvalidInput(message, code="unknown_argument")
     missing = [name for name, each in known.items() if each.required and name not in came]
-    if missing and not (interface.calls == "frame" and unknown):
+    if missing:
         raise InvalidInput(_missing(known, came, missing), code="missing_argument")
     return [(each, known.get(each.name)) for each in request.inputs]
 

@@ -83,6 +83,11 @@ def outputs_of_rows(rows: list[Any], buffers: Buffers, interface: Interface, lay
     return _in_order([_declared(each, _declaration(each.name, interface), interface) for each in outputs], interface)
 
 
+def _is_app(interface: Interface) -> bool:
+    """Outputs are declared by a schema of their own, not by a hint."""
+    return interface.takes != "arguments" and interface.outputs is not None
+
+
 def _named(row: Any, interface: Interface) -> dict[str, Any]:
     """A result as its outputs by name, without those that are None and need not be there."""
     is_dict = isinstance(row, dict) and ARRAY not in row
@@ -221,12 +226,12 @@ def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
 
 
 def _declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:
-    """The output as its declaration has it. That of a hint only makes floats of integers: a hint never coerces."""
+    """The output as its declaration has it. A hint only makes floats of integers; what an app declares must fit."""
     wanted = DATATYPES.get((declared.datatype if declared else None) or "")
     if wanted is None or wanted == output.datatype or (wanted.kind == TEXT and output.datatype.kind == TEXT):
         return output
     is_widening = wanted.kind == FLOAT and output.datatype.kind == INT and output.buffer is None
-    if not interface.has_schema and not is_widening:
+    if not interface.has_schema and not _is_app(interface) and not is_widening:
         return output
     if output.buffer is not None:
         converted = tensor_binary.converted(output.buffer, output.datatype, wanted)
@@ -234,6 +239,8 @@ def _declared(output: Output, declared: Tensor | None, interface: Interface) -> 
             return Output(output.name, wanted, output.shape, buffer=converted)
     elif (flat := _converted(output.values(), output.datatype, wanted)) is not None:
         return Output(output.name, wanted, output.shape, flat)
+    if not _is_app(interface):
+        return output
     message = (
         f"Output {output.name} is {output.datatype.name}, which does not fit the {wanted.name} that it is declared as"
     )
@@ -255,8 +262,8 @@ def _converted(flat: list[Any], datatype: Datatype, wanted: Datatype) -> list[An
 
 
 def _in_order(outputs: list[Output], interface: Interface) -> list[Output]:
-    """Raises: ModelFailed where the function did not return an output that its schema lists."""
-    if interface.has_schema:
+    """Raises: ModelFailed where an app did not return an output that its schema lists."""
+    if _is_app(interface):
         names = {each.name for each in outputs}
         for each in interface.outputs or []:
             if each.required and each.name not in names:

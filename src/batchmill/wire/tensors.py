@@ -16,7 +16,7 @@ from batchmill.wire import tensor_binary
 from batchmill.wire.call_errors import failure
 from batchmill.wire.calls import COLUMNS, Asked, Results
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, INT64_MAX, TEXT, Datatype, wire_name
-from batchmill.wire.tensor_layout import FLAT, Layout, check_datatype, lay, pair
+from batchmill.wire.tensor_layout import NONE, Layout, check_datatype, lay, pair
 from batchmill.wire.tensor_reply import check_names, reply_of
 from batchmill.wire.tensor_request import Received, Wanted, read_request
 from batchmill.wire.tensor_results import ARRAY, Buffers, Output, outputs_of_columns, outputs_of_rows
@@ -103,10 +103,9 @@ class TensorsForm:
 
     def _column(self, received: Received, tensor: Tensor | None, layout: Layout, *, received_shapes: bool) -> _Column:
         self._check(received, tensor)
-        shape = [layout.rows, *layout.dimensions(received)]
         if tensor is not None and tensor.is_array:
-            return self._array(received, tensor, [layout.rows] if layout.axis == FLAT else shape)
-        shape = _of_lists(shape, tensor, received_shapes=received_shapes)
+            return self._array(received, tensor, [1, *received.shape] if layout.axis == NONE else received.shape)
+        shape = _of_lists([layout.rows, *layout.dimensions(received)], tensor, received_shapes=received_shapes)
         if received.buffer is None:
             return _Column(nest(self._elements(received, tensor)[0], shape))
         tensor_binary.check_size(received)
@@ -180,7 +179,7 @@ def _decoded(received: Received, texts: list[bytes], tensor: Tensor | None) -> l
 
 def _check_wanted(wanted: list[Wanted] | None, interface: Interface) -> None:
     """Refuse, before anything runs, outputs that a schema does not have."""
-    if wanted is None or not interface.has_schema or interface.outputs is None:
+    if wanted is None or interface.takes == "arguments" or interface.outputs is None:
         return
     check_names([each.name for each in wanted], [each.name for each in interface.outputs])
 
