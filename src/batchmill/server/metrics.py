@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import prometheus_client as prometheus
 import sqlalchemy as sa
@@ -17,6 +17,7 @@ import batchmill
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.access_log import Served
+from batchmill.server.function_metrics import Counted, functions
 from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS, Family, counted, measured
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
@@ -29,7 +30,7 @@ CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
 # Upper bounds in seconds: a small GET takes a millisecond, an upload or a long generation minutes.
 HTTP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 LIVE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "GRPC"})
 
 
 class Metrics:
@@ -37,6 +38,8 @@ class Metrics:
 
     def __init__(self, database: Database, dispatcher: Dispatcher, outbox: Outbox) -> None:
         self._database, self._dispatcher, self._outbox = database, dispatcher, outbox
+        self.functions: Callable[[], Iterable[Counted]] = tuple  # deployed ones, and what became of their calls
+        self.copies: Mapping[tuple[str, str], int] = {}  # that went to mirrors
         prometheus.disable_created_metrics()  # a second series for each, which nobody reads
         self._registry = prometheus.CollectorRegistry(auto_describe=True)
         self._jobs: dict[str, int] = {}
@@ -120,6 +123,7 @@ class Metrics:
             "webhook_events_waiting", "Events that no endpoint has taken yet.", [], {(): self._events_waiting}
         )
         yield from models(self._dispatcher.gauges())
+        yield from functions(self.functions(), self.copies)
 
 
 def _without_others(page: bytes, project: str) -> bytes:

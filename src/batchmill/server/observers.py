@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.ports import Jobs
+from batchmill.server.function_metrics import Counted
 from batchmill.server.http import HttpRoot
 from batchmill.server.metrics import Metrics
 from batchmill.server.traces import Application, load_tracing
@@ -43,6 +44,7 @@ class Observers:
         root.watch(self.metrics.served)
         self._services.live.listen(self.metrics.live)
         self._services.functions.listen(self.metrics.live)
+        self.metrics.functions, self.metrics.copies = self._counted, self._services.functions.copied
         self._running = asyncio.create_task(self._outbox.run())
         if self._tracing is None:
             return root
@@ -50,6 +52,11 @@ class Observers:
         self._services.live.listen(self._tracing.live)
         self._services.functions.listen(self._tracing.live)
         return self._tracing.around(root)
+
+    def _counted(self) -> Iterable[Counted]:
+        read = self._services.functions.stats
+        for each in self._services.versions.all():
+            yield Counted(each.name, f"{each.branch}/{each.number}", read(each.name, str(each.number), each.branch))
 
     async def close(self) -> None:
         """End the deliveries that are under way: they are made again next time. Send the traces that are left."""
