@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import Refusal
-from batchmill.server.function_replies import body_of
+from batchmill.server.function_replies import body_of, json_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.services.function_paths import locate
 from batchmill.services.services import Services
@@ -40,6 +40,10 @@ class Region(Struct, frozen=True):
     """Of memory that a client shares with a server; here there are none."""
 
     name: str
+
+
+class Nothing(Struct, frozen=True, forbid_unknown_fields=True):
+    """A body that says nothing."""
 
 
 class Settings:
@@ -88,11 +92,11 @@ class Settings:
             ),
             Operation(
                 f"unregister{name}Region", "POST", f"{path}/region/{{region}}/unregister", "There is none",
-                Scope.SUBMIT, self.nothing, body=told, body_is_optional=True, is_raw=True,
+                Scope.SUBMIT, self.nothing, body=Nothing, body_is_optional=True, is_raw=True,
             ),
             Operation(
                 f"unregister{name}", "POST", f"{path}/unregister", "There are none", Scope.SUBMIT, self.nothing,
-                body=told, body_is_optional=True, is_raw=True,
+                body=Nothing, body_is_optional=True, is_raw=True,
             ),
         ]  # fmt: skip
 
@@ -119,6 +123,7 @@ class Settings:
 
     async def nothing(self, call: Call) -> Response:
         """To let go of what there is none of is done at once: clients do it before they begin."""
+        await json_of(call, Nothing)
         return Response(status_code=200)
 
     async def no_region(self, call: Call) -> Response:
