@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
-from batchmill.server.auth import Gate
+from batchmill.server.auth import ANYBODY, Gate
 from batchmill.server.connection import Connection
 from batchmill.server.hosts import Hosts
 from batchmill.server.http import HttpRoot
+from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.types import Caller, Scope
@@ -55,6 +56,9 @@ class HeldKeys:
         if token not in self.callers:
             raise Unauthenticated("the API key is not valid")
         return self.callers[token]
+
+    def known(self, token: str | None) -> Caller | None:
+        return self.callers.get(token or "") if self.callers else ANYBODY
 
 
 class SmallDialect:
@@ -161,9 +165,11 @@ async def small_api(
     requests_per_minute: int | None = None,
     connection: type[Connection] = Connection,
     body_bytes_max: int = 1000,
+    dialect: SmallDialect | None = None,
+    has_lane: bool = True,
 ) -> AsyncIterator[Small]:
     sock = bind("127.0.0.1", 0)
-    small, other = SmallDialect(), SmallDialect("other")
+    small, other = dialect or SmallDialect(), SmallDialect("other")
     clock = SystemClock()
     root = HttpRoot(
         [small, other],
@@ -173,7 +179,7 @@ async def small_api(
         clock=clock,
         body_bytes_max=body_bytes_max,
     )
-    listener = Listener(root, sock, drain_s=1, connection=connection)
+    listener = Listener(root, sock, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)
     await listener.open()
     address = sock.getsockname()[:2]
     try:

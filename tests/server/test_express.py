@@ -1,0 +1,297 @@
+"""The express lane: the same answers as the normal way, in less time; what is unusual never takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from small_api import HeldKeys, SmallDialect, small_api
+from starlette.responses import Response
+
+from batchmill.errors import InvalidRow, Unavailable
+from batchmill.server.express import Cancel, Headers, Reply
+from batchmill.server.operations import Call, Content, Operation
+from batchmill.types import Caller, Scope
+
+KEY = "bm_key"
+CALLER = Caller("one", Scope.SUBMIT, "k1")
+JSON = b"application/json"
+HOST = b"Host: localhost\r\n"
+AUTHORIZATION = f"Authorization: {KEY}\r\n".encode()
+
+
+class Hot(SmallDialect):
+    """Says a body again, by the one way or the other; what the body says decides how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short: list[bytes] = []  # bodies that took the lane
+        self.long: list[bytes] = []
+        self.replies: list[Reply] = []  # that wait for `answer_all`
+        self.cancelled = 0
+
+    def operations(self) -> list[Operation]:
+        hot = Operation(
+            "infer", "POST", "/hot/{model}/infer", "Hot", Scope.SUBMIT, self.infer, body=Content("*/*"), express=self
+        )
+        return [*super().operations(), hot]
+
+    async def infer(self, call: Call):
+        raw = await call.request.body()
+        self.long.append(raw)
+        if raw.startswith(b"bad"):
+            raise InvalidRow("no good", code="invalid_field")
+        return Response(raw, media_type=JSON.decode())
+
+    def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
+        assert path == {"model": "m"} and caller == CALLER
+        if body.startswith(b"long"):
+            return None
+        self.short.append(body)
+        if body.startswith(b"raises"):
+            raise RuntimeError("secret")
+        if body.startswith(b"wait"):
+            self.replies.append(reply)
+        elif body.startswith(b"bad"):
+            reply.refuse(InvalidRow("no good", code="invalid_field"))
+        else:
+            reply(200, [(b"content-type", JSON)], body)
+        return self._cancel
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+
+def post(body: bytes, *more: bytes, path: bytes = b"/hot/m/infer") -> bytes:
+    head = b"POST %b HTTP/1.1\r\n%b%bContent-Length: %d\r\nX-Request-Id: r1\r\n" % (
+        path,
+        HOST,
+        AUTHORIZATION,
+        len(body),
+    )
+    return head + b"".join(line + b"\r\n" for line in more) + b"\r\n" + body
+
+
+def api(dialect: Hot, **options):
+    return small_api(keys=HeldKeys(**{KEY: CALLER}), dialect=dialect, **options)
+
+
+async def talk_kept(small, data: bytes, replies: int) -> list[bytes]:
+    """What comes for requests on a connection that stays open, cut into replies."""
+    reader, writer = await asyncio.open_connection(*small.address)
+    try:
+        writer.write(data)
+        return [await read_reply(reader) for _ in range(replies)]
+    finally:
+        writer.close()
+
+
+async def read_reply(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = re.search(rb"content-length: (\d+)", head)
+    assert size is not None
+    return re.sub(rb"date: [^\r]+", b"date: now", head) + await reader.readexactly(int(size[1]))
+
+
+@pytest.mark.parametrize("body", [b'{"data": 1}', b"x" * 900, b"bad"])
+async def test_the_same_bytes_as_the_normal_way(body):
+    """A reply of the lane and one of the normal way differ in nothing, errors included."""
+    short, long = Hot(), Hot()
+    async with api(short) as small:
+        by_lane = await talk_kept(small, post(body), 1)
+    async with api(long, has_lane=False) as small:
+        normally = await talk_kept(small, post(body), 1)
+    assert by_lane == normally
+    assert (short.short, short.long, long.short, long.long) == ([body], [], [], [body])
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (post(b"long way"), 200),
+        (post(b"a", b"Expect: 100-continue"), 100),
+        (post(b"a", b"Transfer-Encoding: identity"), 400),
+        (post(b"a", b"Connection: close"), 200),
+        (post(b"a", b"Origin: http://localhost"), 200),
+        (post(b"a", b"Origin: http://evil.test"), 403),
+        (post(b"a", b"Sec-Fetch-Site: cross-site"), 403),
+        (post(b"a", b"Content-Encoding: gzip"), 415),
+        (post(b"a", b"X-Request-Id: r2"), 200),
+        (post(b"a", path=b"/hot/m/infer?x=1"), 400),
+        (post(b"a", path=b"/hot/%6D/infer"), 200),
+        (post(b"x" * 1001), 413),
+        (post(b"a").replace(HOST, b"Host: evil.test\r\n"), 400),
+        (post(b"a").replace(HOST, b""), 400),
+        (post(b"a").replace(AUTHORIZATION, b"Authorization: other\r\n"), 401),
+        (post(b"a").replace(AUTHORIZATION, b""), 401),
+        (post(b"a").replace(b"HTTP/1.1", b"HTTP/1.0"), 200),
+        (post(b"").replace(b"Content-Length: 0\r\n", b""), 200),
+        (post(b"a").replace(b"POST", b"PUT"), 405),
+        (post(b"a").replace(b"Content-Length: 1", b"Transfer-Encoding: chunked")[:-1] + b"1\r\na\r\n0\r\n\r\n", 200),
+    ],
+)
+async def test_what_is_unusual_goes_the_normal_way(data, status):
+    """Whatever the lane does not know is answered as it always was."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(data)
+        first = await reader.readline()
+        writer.close()
+    assert (int(first.split()[1]), dialect.short) == (status, [])
+
+
+async def test_a_key_without_the_scope_is_refused():
+    """The lane lets nobody in whom the normal way refuses."""
+    dialect = Hot()
+    async with small_api(keys=HeldKeys(**{KEY: Caller("one", Scope.READ, "k1")}), dialect=dialect) as small:
+        (reply,) = await talk_kept(small, post(b"a"), 1)
+    assert reply.startswith(b"HTTP/1.1 403 ") and not dialect.short
+
+
+async def test_the_rate_is_counted_once():
+    """A request on the lane costs one of the minute's, and the one too many is told when to come again."""
+    dialect = Hot()
+    async with api(dialect, requests_per_minute=2) as small:
+        replies = await talk_kept(small, post(b"a") * 1, 1)
+        replies += await talk_kept(small, post(b"long"), 1)
+        replies += await talk_kept(small, post(b"a"), 1)
+    assert [reply.split()[1] for reply in replies] == [b"200", b"200", b"429"] and b"retry-after: " in replies[2]
+
+
+async def test_a_body_in_pieces_goes_the_normal_way():
+    """A body that is not there with its headers is waited for where waiting has its limits."""
+    dialect, data = Hot(), post(b"abcdef")
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(data[:-3])
+        await writer.drain()
+        while not small.root.under_way:
+            await asyncio.sleep(0)
+        writer.write(data[-3:])
+        reply = await read_reply(reader)
+        writer.close()
+    assert reply.endswith(b"\r\n\r\nabcdef") and (dialect.short, dialect.long) == ([], [b"abcdef"])
+
+
+async def test_replies_come_in_the_order_of_requests():
+    """Requests that were sent together are answered in turn, whichever way each goes."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(post(b"wait") + post(b"long") + post(b"last"))
+        while not dialect.replies:
+            await asyncio.sleep(0)
+        assert not dialect.long
+        dialect.replies[0](200, [(b"content-type", JSON)], b"first")
+        bodies = [(await read_reply(reader)).rpartition(b"\r\n\r\n")[2] for _ in range(3)]
+        writer.write(post(b"again"))
+        bodies.append((await read_reply(reader)).rpartition(b"\r\n\r\n")[2])
+        writer.close()
+    assert bodies == [b"first", b"long", b"last", b"again"] and dialect.short == [b"wait", b"again"]
+
+
+async def test_a_client_that_leaves_ends_the_call():
+    """Nobody computes for a client that is gone; the log says that it left."""
+    dialect, told = Hot(), []
+    async with api(dialect) as small:
+        small.root.watch(told.append)
+        _, writer = await asyncio.open_connection(*small.address)
+        writer.write(post(b"wait"))
+        while not dialect.replies:
+            await asyncio.sleep(0)
+        writer.close()
+        while not told:
+            await asyncio.sleep(0)
+        dialect.replies[0](200, [], b"late")
+    assert (dialect.cancelled, told[0].status, small.root.under_way) == (1, 499, 0)
+
+
+async def test_our_own_fault_is_hidden():
+    """What the express way of an operation raises is told as any other failure of ours."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        (reply,) = await talk_kept(small, post(b"raises"), 1)
+    assert reply.startswith(b"HTTP/1.1 500 ") and b"secret" not in reply and b"r1" in reply
+
+
+async def test_it_is_told_as_the_others_are():
+    """Route, status, sizes, project and key of a request on the lane are those of the normal way."""
+    told = {}
+    for has_lane in (True, False):
+        dialect = Hot()
+        async with api(dialect, has_lane=has_lane) as small:
+            served = told[has_lane] = []
+            small.root.watch(served.append)
+            await talk_kept(small, post(b"abc"), 1)
+            await talk_kept(small, post(b"bad"), 1)
+            while len(served) < 2:
+                await asyncio.sleep(0)
+            for each in served:
+                assert each.seconds > 0
+                each.seconds = each.started = 0.0
+    assert told[True] == told[False]
+
+
+async def test_requests_under_way_may_end_when_the_server_stops():
+    """A request on the lane is answered while the server drains, and its connection closed behind it."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(post(b"wait"))
+        while not dialect.replies:
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(small.listener.close())
+        while dialect.replies[0].keep_alive:
+            await asyncio.sleep(0)
+        dialect.replies[0](200, [], b"done")
+        whole = await reader.read()
+        writer.close()
+        await closing
+    assert whole.endswith(b"\r\n\r\ndone") and b"connection: close\r\n" in whole
+
+
+async def test_a_stop_without_time_answers_what_is_under_way():
+    """A request on the lane whose time is over hears that the server is stopping."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(post(b"wait"))
+        while not dialect.replies:
+            await asyncio.sleep(0)
+        await small.listener.close()
+        whole = await reader.read()
+        writer.close()
+    assert b"the server is stopping" in whole and dialect.cancelled == 1
+
+
+async def test_deliveries_are_looked_at_first():
+    """While somebody waits to hear of a reply, requests go the way on which that is looked at."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        small.root.deliveries._open.add(_Pending())
+        await talk_kept(small, post(b"a"), 1)
+        small.root.deliveries._open.clear()
+        await talk_kept(small, post(b"b"), 1)
+    assert (dialect.short, dialect.long) == ([b"b"], [b"a"])
+
+
+class _Pending:
+    async def look(self) -> None:
+        """It is still on its way."""
+
+
+async def test_a_header_that_cannot_be_sent():
+    """A reply with a line end in a header is our fault, and never written."""
+    dialect = Hot()
+    async with api(dialect) as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(post(b"wait"))
+        while not dialect.replies:
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="cannot be sent"):
+            dialect.replies[0](200, [(b"x-a", b"a\r\nx-b: b")], b"")
+        dialect.replies[0].refuse(Unavailable("not now"))
+        assert b"x-b" not in await read_reply(reader)
+        writer.close()
