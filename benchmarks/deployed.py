@@ -1,4 +1,4 @@
-"""What the figures of Modelbit bodies share: a server with deployed functions, and connections that send whole bodies."""
+"""What the figures of Modelbit bodies share: a server with deployed functions, and connections that send bodies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows that raise beside rows that do not: what 10 % of them cost, and whether the other 90 % are right.
 
-A function that is called row by row, against itself without such rows: at least 0.7 x. One that is called for batches of
-64 (each call costs as much as ten rows do), against itself one row at a time: at least 0.5 x.
+A function that is called row by row, against itself without such rows: at least 0.7 x. One that is called for batches
+of 64 (each call costs as much as ten rows do), against itself one row at a time: at least 0.5 x.
 """
 
 from __future__ import annotations
