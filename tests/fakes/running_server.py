@@ -25,6 +25,7 @@ class RunningServer:
         self.data_dir, self.log = folder / "data", folder / "serve.log"
         (folder / "batchmill.toml").write_text(config)
         self.url = ""  # "http://127.0.0.1:PORT"; the openai package wants url + "/v1"
+        self.grpc = ""  # "127.0.0.1:PORT", of one started with `--grpc-port`
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -51,7 +52,7 @@ class RunningServer:
         if message.get("type") != "serving":
             self.kill()
             raise AssertionError(f"the server did not start: {message}\n{self.log.read_text()}")
-        self.url = message["url"]
+        self.url, self.grpc = message["url"], message.get("grpc", "")
         return self
 
     def _environment(self) -> dict[str, str]:
