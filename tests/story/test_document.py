@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fakes.running_server import running_server
 
-OPEN = {"getHealth", "getOpenApi", "isInferenceLive", "isInferenceReady"}
+OPEN = {"getHealth", "getOpenApi", "isInferenceLive", "isInferenceReady", "getLinkedAnswer"}
 
 
 @pytest.fixture(scope="module")
