@@ -28,6 +28,7 @@ class Server:
     host: str
     port: int
     key: str
+    grpc: str = ""  # "HOST:PORT", of one that was asked for
 
     def deploy(self, name: str, code: str, *flags: str) -> None:
         """The function `name` of `code`. Raises CommandFailed."""
@@ -54,12 +55,13 @@ def run(folder: Path, *command: str | Path) -> str:
 
 
 @contextmanager
-def serving(config: str = "") -> Iterator[Server]:
+def serving(config: str = "", *, grpc: bool = False) -> Iterator[Server]:
     """A server with keys in a folder of its own."""
     with harness.work_folder() as folder:
         (folder / "batchmill.toml").write_text(config)
         key = run(folder, harness.BATCHMILL, "keys", "create", "--name", "benchmark").split()[-1]
         command = [harness.BATCHMILL, "serve", "--json", "--port", "0", "--data-dir", folder / "data"]
+        command += ["--grpc-port", "0"] if grpc else []
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 [str(word) for word in command], cwd=folder, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
@@ -70,8 +72,9 @@ def serving(config: str = "") -> Iterator[Server]:
             first = process.stdout.readline()
             if not first:
                 raise harness.CommandFailed((folder / "log").read_text()[-2000:])
-            host, _, port = json.loads(first)["url"].removeprefix("http://").rpartition(":")
-            yield Server(folder, host, int(port), key)
+            told = json.loads(first)
+            host, _, port = told["url"].removeprefix("http://").rpartition(":")
+            yield Server(folder, host, int(port), key, told.get("grpc", ""))
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -1,0 +1,82 @@
+"""tritonclient sends a binary FP32 [64, 1024] to a deployed numpy function and takes it back, as often as it can.
+
+Beside it, with the same client: a bare server that copies the same bytes and does nothing else. Keys on, one worker.
+Aim: at least 0.7 of the bare server's rate over HTTP. The rate over gRPC is told too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import deployed
+import harness
+
+AIM = 0.7
+MIB = 64 * 1024 * 4 * 2 / 2**20  # of one request, both ways
+PACKAGES = ("tritonclient[http,grpc]==2.73.0",)
+START_S = 120.0
+CODE = """
+from typing import Annotated
+
+import numpy as np
+from batchmill import tensor
+
+
+def identity(INPUT0: Annotated[np.ndarray, tensor("FP32", [-1, 1024])]):
+    return {"OUTPUT0": INPUT0}
+"""
+
+
+@contextmanager
+def bare_server() -> Iterator[str]:
+    """Its address."""
+    command = [sys.executable, str(harness.FOLDER / "peers" / "bare_tensors.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(python: Path, kind: str, address: str, key: str, *, in_flight: int, seconds: float) -> float:
+    """Requests a second. Raises CommandFailed."""
+    script = harness.FOLDER / "peers" / "tensor_client.py"
+    command = [str(python), str(script), kind, address, key, str(in_flight), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + START_S)
+    if done.returncode != 0:
+        raise harness.CommandFailed(done.stderr[-2000:])
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Measure each number in flight in pairs and print the ratios."""
+    arguments = harness.parse_arguments(__doc__, in_flight=8, seconds=4.0)
+    python = harness.peer_python("tritonclient", *PACKAGES)
+    with deployed.serving(grpc=True) as server, bare_server() as bare:
+        server.deploy("identity", CODE)
+        http = f"{server.host}:{server.port}"
+        for in_flight in dict.fromkeys((1, arguments.in_flight)):
+            told = partial(measure, python, in_flight=in_flight, seconds=arguments.seconds)
+            told("http", http, server.key, seconds=1.0)
+            sides = {
+                "batchmill": partial(told, "http", http, server.key),
+                "bare": partial(told, "http", bare, "none"),
+                "batchmill grpc": partial(told, "grpc", server.grpc, server.key),
+            }
+            print(f"{in_flight} in flight:")
+            figures = harness.alternate(arguments.pairs, sides)
+            for name, rates in figures.items():
+                harness.print_side(name, rates, "requests/s")
+                print(f"    {sorted(rates)[len(rates) // 2] * MIB:,.0f} MiB/s")
+            harness.print_ratio(figures["batchmill"], figures["bare"], AIM, "the bare server")
+
+
+if __name__ == "__main__":
+    main()
