@@ -203,7 +203,7 @@ async def test_what_is_used_is_not_removed(place):
     assert gone.state == "removed" and not Path(gone.spec.function.folder).exists()
     with pytest.raises(UnknownName):
         versions.choose("example_doubler", "main", "1")
-    await versions.remove("example_doubler", None, "prod")
+    await versions.remove_alias("example_doubler", "prod")
     assert len(await versions.remove("example_doubler")) == 2
     with pytest.raises(UnknownName, match="no model is called"):
         versions.choose("example_doubler")

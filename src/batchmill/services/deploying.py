@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -60,6 +61,13 @@ class Workshop:
     def folder(self, version: ModelVersion) -> Path:
         return self._folder / version.name / folder_of(version.branch) / str(version.number)
 
+    def incoming(self) -> Path:
+        """An empty file, in the folder that a start of ours empties."""
+        self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, path = tempfile.mkstemp(dir=self._staging, suffix=".tar.gz")
+        os.close(handle)
+        return Path(path)
+
     async def stage(self, bundle: Path) -> Staged:
         """Unpack an archive. Raises: InvalidInput for what it holds or orders."""
         self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +95,7 @@ class Workshop:
         finally:
             await asyncio.to_thread(_gather_log, home)
         assert spec.function is not None
-        return replace(spec, function=replace(spec.function, interface=_declared(interface, order)))
+        return replace(spec, function=replace(spec.function, interface=interface))
 
     async def copy(self, found: ModelVersion, version: ModelVersion) -> ModelSpec:
         """The same code under another number; it has been tried already."""
@@ -177,13 +185,6 @@ def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: 
         name=order.name, engine="function_process", source=order.target, python=python, workers=order.workers,
         limits=limits, function=function,
     )  # fmt: skip
-
-
-def _declared(interface: Interface, order: DeployOrder) -> Interface:
-    """What the deprecated sample input and output say goes before what the code says."""
-    if order.inputs is not None:
-        interface = replace(interface, inputs=order.inputs, has_schema=True)
-    return interface if order.outputs is None else replace(interface, outputs=order.outputs)
 
 
 def check(order: DeployOrder, code: Path) -> None:

@@ -57,6 +57,11 @@ class _Remove(Struct, frozen=True, tag="remove"):
     version: str | None
 
 
+class _RemoveAlias(Struct, frozen=True, tag="remove_alias"):
+    name: str
+    alias: str
+
+
 class _Restart(Struct, frozen=True, tag="restart"):
     name: str
     branch: str | None
@@ -67,7 +72,7 @@ class _Find(Struct, frozen=True, tag="find"):
 
 
 _call = msgspec.msgpack.Decoder(
-    _Deploy | _Names | _Show | _Log | _Rollback | _Merge | _Alias | _Remove | _Restart | _Find
+    _Deploy | _Names | _Show | _Log | _Rollback | _Merge | _Alias | _Remove | _RemoveAlias | _Restart | _Find
 )
 _pack = msgspec.msgpack.encode
 Shown = tuple[list[ModelVersion], list[Route]]
@@ -111,6 +116,8 @@ class ModelDoor:
                 return _pack(await versions.set_alias(name, alias, backends, mirrors))
             case _Remove(name, branch, version):
                 return _pack(await versions.remove(name, branch, version))
+            case _RemoveAlias(name, alias):
+                return _pack(await versions.remove_alias(name, alias))
             case _Restart(name, branch):
                 return _pack(await versions.restart(name, branch))
             case _Find(reference):
@@ -151,6 +158,9 @@ class ModelClient:
 
     async def remove(self, name: str, branch: str | None = None, version: str | None = None) -> list[ModelVersion]:
         return await self._ask(_Remove(name, branch, version), list[ModelVersion])
+
+    async def remove_alias(self, name: str, alias: str) -> None:
+        await self._ask(_RemoveAlias(name, alias), None)
 
     async def restart(self, name: str, branch: str | None = None) -> ModelVersion:
         return await self._ask(_Restart(name, branch), ModelVersion)

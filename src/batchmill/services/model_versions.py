@@ -118,8 +118,14 @@ class ModelVersions:
 
     # -- deploying ----------------------------------------------------------------------------------------------------
 
-    async def deploy(self, bundle: Path) -> Deployed:
+    def incoming(self) -> Path:
+        """An empty file for an archive that is on its way here; whoever asked for it removes it."""
+        return self._workshop.incoming()
+
+    async def deploy(self, bundle: Path, *, check: Callable[[str], None] | None = None) -> Deployed:
         """Make a version of what lies in an archive of `wire.bundles`, check it, and let it be its branch's latest.
+
+        `check` raises where whoever sent it may not use the name.
 
         Raises: InvalidInput for an order or archive that is wrong; ModelFailed (`deploy_failed`) with the traceback
         where the code does not work: the version is then written down as failed, and the one before stays.
@@ -129,6 +135,8 @@ class ModelVersions:
             order = staged.order
             check_name(order.name, self._taken)
             check_branch(order.branch)
+            if check is not None:
+                check(order.name)
             async with self._alone(order.name):
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
@@ -264,15 +272,11 @@ class ModelVersions:
     # -- removing -----------------------------------------------------------------------------------------------------
 
     async def remove(self, name: str, branch: str | None = None, version: str | None = None) -> list[ModelVersion]:
-        """Remove an alias, a version, a branch, or with neither said all of a function; returns the versions removed.
+        """Remove a version, a branch, or with neither said all of a function; returns the versions removed.
 
         Raises: UnknownName; Conflict for a version that an alias or an unfinished job uses, or a branch's latest.
         """
         async with self._known(name):
-            if version is not None and (alias := self._book.route(name, f"@{version}")) is not None:
-                await self._database.write(records.remove, [], [], [alias])
-                self._book.drop_route(alias)
-                return []
             gone, dropped = self._doomed(name, branch, version)
             used = await self._database.read(records.folders_in_use)
             for each in gone:
@@ -289,6 +293,15 @@ class ModelVersions:
                 self._book.put(each)
                 await asyncio.to_thread(self._workshop.discard, each)
             return removed
+
+    async def remove_alias(self, name: str, alias: str) -> None:
+        """Raises: UnknownName."""
+        async with self._known(name):
+            route = self._book.route(name, f"@{alias}")
+            if route is None:
+                raise self._book.unknown(name, None, alias)
+            await self._database.write(records.remove, [], [], [route])
+            self._book.drop_route(route)
 
     def _doomed(self, name: str, branch: str | None, version: str | None) -> tuple[list[ModelVersion], list[Route]]:
         """What goes, and the routes that go with it."""

@@ -10,7 +10,7 @@ import msgspec
 
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import FunctionChild
-from batchmill.types import Interface, ModelSpec
+from batchmill.types import Interface, ModelSpec, Tensor
 from batchmill.wire.calls import NAMED, POSITIONAL
 from batchmill.wire.deploys import DeployOrder
 
@@ -25,14 +25,14 @@ async def try_version(spec: ModelSpec, home: Path, order: DeployOrder) -> Interf
         interface = await child.start()
         if spec.function is not None and spec.function.frame_columns and interface.calls != "frame":
             raise ModelFailed(f"{spec.source}: {FRAME_ARGUMENTS}")
-        for number, example in enumerate(order.examples):
-            await _call(child, number + 1, example, spec, order)
+        for number, example in enumerate([*order.examples, *_sample(interface, spec, order)], 1):
+            await _call(child, number, example, spec)
         return interface
     finally:
         await child.stop()
 
 
-async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec, order: DeployOrder) -> None:
+async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec) -> None:
     answer: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
 
     def hear(come: list[Any]) -> None:
@@ -51,25 +51,32 @@ async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec
     limit_s = spec.limits.attempt_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            meta, buffers = await answer
+            meta, _ = await answer
     except TimeoutError:
         raise ModelFailed(f"the example {_shown(example)} had no answer after {limit_s:g} s") from None
     if meta["errors"]:
         code, message, trace = next(iter(meta["errors"].values()))
         told = trace.rstrip() or f"{code}: {message}"
         raise ModelFailed(f"the example {_shown(example)} was refused:\n{told}")
-    _check_outputs(msgspec.json.decode(bytes(buffers[0]))[0], order)
 
 
-def _check_outputs(value: Any, order: DeployOrder) -> None:
-    """What the sample output names is in what the function returns."""
-    if order.outputs is None:
-        return
-    names = sorted(value) if isinstance(value, dict) else []
-    for output in order.outputs:
-        if output.name not in names:
-            told = f"it returns {', '.join(names)}" if names else f"it returns no dictionary, but {_shown(value)}"
-            raise ModelFailed(f"the output {output.name!r} is not found in the inference response: {told}")
+def _sample(interface: Interface, spec: ModelSpec, order: DeployOrder) -> list[Any]:
+    """The call that the deprecated sample input shows; none where there is none. The process checks what comes back."""
+    assert spec.function is not None
+    if order.has_samples and interface.takes != "dict":
+        raise ModelFailed(
+            f"{spec.source} is no InferlessPythonModel: input.json and output.json describe only such a class; leave "
+            "them out, or give --example"
+        )
+    place = Path(spec.function.folder, spec.source.partition(":")[0]).parent
+    if interface.takes != "dict" or not (place / "input.json").is_file():
+        return []
+    return [{tensor.name: _value(tensor) for tensor in interface.inputs if tensor.example is not None}]
+
+
+def _value(tensor: Tensor) -> Any:
+    is_single = tensor.shape == [1] and isinstance(tensor.example, list) and len(tensor.example) == 1
+    return tensor.example[0] if is_single else tensor.example
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from batchmill.types import ModelSpec, Tensor
+from batchmill.types import ModelSpec
 
 BUNDLE_MEDIA = "application/vnd.batchmill.bundle+gzip"  # no web page can send it to a server unasked
 REQUIREMENTS_CHARS_MAX = 200_000
@@ -34,8 +34,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     is_idempotent: bool = False
     received_shapes: bool = False
     examples: list[Any] = []  # arguments by name (an object) or by position (a list): each is called before it counts
-    inputs: list[Tensor] | None = None  # of the deprecated sample input: what it takes
-    outputs: list[Tensor] | None = None  # of the deprecated sample output: names that it must return
+    has_samples: bool = False  # input.json or output.json was given by name: the code must be one that has use for it
 
 
 class ModelVersion(Struct, frozen=True):

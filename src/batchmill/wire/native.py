@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from batchmill.types import JobView, Price, Scope
+from batchmill.types import Interface, JobView, Price, Scope
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 PREFIX = "/batchmill/v1"
@@ -117,6 +117,107 @@ class ModelInfo(Struct, frozen=True):
 
 class ModelList(Struct, frozen=True):
     models: list[ModelInfo]
+
+
+class VersionInfo(Struct, frozen=True):
+    """A version of a deployed function."""
+
+    name: str
+    branch: str
+    number: int
+    state: str  # building, ready, failed, removed
+    created: float
+    finished: float | None = None
+    source: str = ""  # app.py:fn, a git address at its commit
+    error: str | None = None  # why it failed: the traceback
+    interface: Interface | None = None  # once it is ready, as what follows
+    digest: str = ""
+    workers: int = 1
+    gpus: int = 0
+    batch_size: int = 0  # 0: as the function is marked
+    batch_window_s: float = 0.0
+    timeout_s: float | None = None
+    memory_bytes: int | None = None
+    is_idempotent: bool = False
+
+    @property
+    def reference(self) -> str:
+        return f"{self.name}@{self.branch}/{self.number}"
+
+
+class VersionList(Struct, frozen=True):
+    """Versions, by branch and number."""
+
+    versions: list[VersionInfo]
+
+
+class BackendInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the versions that an alias stands for."""
+
+    number: Annotated[int, Meta(ge=1)]
+    branch: Name = "main"
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+
+
+class NewAlias(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an alias is to stand for: calls are split by weight, and mirrors get copies of them."""
+
+    backends: Annotated[list[BackendInfo], Meta(min_length=1, max_length=100)]
+    mirrors: Annotated[list[BackendInfo], Meta(max_length=100)] = []
+
+
+class AliasInfo(Struct, frozen=True):
+    """What an alias stands for."""
+
+    name: str
+    backends: list[BackendInfo]
+    mirrors: list[BackendInfo] = []
+    changed: float = 0.0
+
+
+class FunctionDetail(Struct, frozen=True):
+    """A deployed function: its versions, what its names stand for, and how it is called."""
+
+    name: str
+    latest: dict[str, int]  # branch -> number
+    aliases: list[AliasInfo]
+    versions: list[VersionInfo]
+    interface: Interface | None = None  # of the latest of main, or of the newest branch
+    examples: dict[str, str] = {}  # API -> a command line that calls it
+
+
+class DeployReply(Struct, frozen=True):
+    """What became of a deployment. `is_new` false: the latest version is this very code and these settings."""
+
+    version: VersionInfo
+    is_new: bool
+
+
+class Rollback(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which version `latest` is to stand for; without a number, the one before."""
+
+    branch: Name = "main"
+    number: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Merge(Struct, frozen=True, forbid_unknown_fields=True):
+    """Make the latest of one branch a new version of another."""
+
+    source: Name
+    into: Name = "main"
+
+
+class Restart(Struct, frozen=True, forbid_unknown_fields=True):
+    """Make the latest of a branch again, with workers of its own."""
+
+    branch: Name = "main"
+
+
+class VersionQuery(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which versions of a function; absent: all of them, or of a log, the newest."""
+
+    branch: Name | None = None
+    version: Name | None = None
 
 
 class NewKey(Struct, frozen=True, forbid_unknown_fields=True):

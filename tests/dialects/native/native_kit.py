@@ -36,6 +36,7 @@ class Kit:
         self.services = Services(
             jobs=JobDesk(nothing, self.files, catalogue), files=self.files, uploads=nothing,
             keys=KeyService(self.database, self.clock), catalogue=catalogue, live=nothing, webhooks=nothing,
+            functions=nothing, versions=nothing, late=nothing,
             config=self.config, clock=self.clock, stopping=asyncio.Event(),
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from batchmill.dialects.native import errors
 from batchmill.dialects.native.files import Files
 from batchmill.dialects.native.following import Following
+from batchmill.dialects.native.functions import Functions
 from batchmill.dialects.native.jobs import Jobs
 from batchmill.dialects.native.keys import Keys
 from batchmill.dialects.native.looking import Looking
@@ -32,6 +33,7 @@ class NativeDialect:
             Following(services, self._shown),
             Looking(services, self._shown, orders),
             Keys(services),
+            Functions(services, self._shown),
         )
 
     def operations(self) -> Sequence[Operation]:

@@ -1,0 +1,114 @@
+"""A deployment made ready to be sent: code and settings become one archive, with every setting checked first."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import glob
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec.structs import fields, replace
+
+from batchmill.client.captured import capture
+from batchmill.client.git_source import PREFIX, collect_git
+from batchmill.client.sources import INFERLESS_CLASS, Collected, collect
+from batchmill.errors import InvalidInput
+from batchmill.wire import bundles
+from batchmill.wire.deploys import DeployOrder
+
+SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
+OWN = {"target", "source", "has_samples"}  # fields of an order that the code says, not its deployer
+
+NEEDS_EXAMPLE = "The example_dataframe parameter is required when passing dataframe_mode=True"
+NEEDS_MODE = "Setting dataframe_mode=True is required when passing the example_dataframe parameter"
+
+
+@contextlib.contextmanager
+def bundled(
+    source: Any, settings: Mapping[str, Any], *, include: Sequence[str] = (), samples: Mapping[str, Path] = {},
+    cwd: Path | None = None,
+) -> Iterator[tuple[DeployOrder, BinaryIO]]:  # fmt: skip
+    """What a deployment is, and its archive, open at its beginning.
+
+    Args:
+        source: as `collect`, a git address, or a function.
+        settings: fields of DeployOrder.
+        include: further files and folders, globs too; they keep their places below `cwd`.
+        samples: input.json and output.json, by these names: they go beside the code's file.
+    """
+    cwd = cwd or Path.cwd()
+    with _collected(source, cwd) as found:
+        order = order_of(found, settings)
+        files = dict(found.files) | _included(include, cwd)
+        beside = Path(order.target.partition(":")[0]).parent
+        for name, path in samples.items():
+            files[str(beside / name)] = path
+        order = replace(order, has_samples=bool(samples))
+        with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as out:
+            bundles.write(out, order, files)  # type: ignore[arg-type]
+            out.seek(0)
+            yield order, out  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _collected(source: Any, cwd: Path) -> Iterator[Collected]:
+    if callable(source):
+        yield capture(source)
+    elif str(source).startswith(PREFIX):
+        with collect_git(str(source)) as found:
+            yield found
+    else:
+        yield collect(str(source), cwd)
+
+
+def order_of(found: Collected, settings: Mapping[str, Any]) -> DeployOrder:
+    """The order with these settings over what the code says of itself. Raises: InvalidInput."""
+    known = [each.name for each in fields(DeployOrder) if each.name not in OWN]
+    told = {name: value for name, value in settings.items() if value is not None}
+    for name in told:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise InvalidInput(f"there is no setting {name!r}; {hint}", code="unknown_field")
+    if "name" not in told:
+        told["name"] = _name_of(found)
+    said = {"requirements": found.requirements, "python": found.python, "frame_columns": found.frame_columns}
+    said = {name: value for name, value in said.items() if value}
+    try:
+        return msgspec.convert(said | told | {"target": found.target, "source": found.source}, DeployOrder)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(str(error), code="invalid_field") from None
+
+
+def _name_of(found: Collected) -> str:
+    if found.attribute == INFERLESS_CLASS:
+        raise InvalidInput(f"say a name: {INFERLESS_CLASS} is what every such class is called", code="missing_name")
+    return found.attribute.rpartition(".")[2]
+
+
+def _included(patterns: Sequence[str], cwd: Path) -> dict[str, Path | bytes]:
+    found: dict[str, Path | bytes] = {}
+    for pattern in patterns:
+        paths = [cwd / each for each in sorted(glob.glob(pattern, root_dir=cwd, recursive=True))]
+        files = [each for path in paths for each in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+        files = [each for each in files if each.is_file()]
+        if not files:
+            raise InvalidInput(f"there is no file {pattern!r} to include", code="unreadable_file")
+        for path in files:
+            if not path.is_relative_to(cwd) or ".." in path.parts:
+                raise InvalidInput(f"{path} lies outside {cwd}: include what lies below it", code="unreadable_file")
+            found[str(path.relative_to(cwd))] = path
+    return found
+
+
+def frame_columns(dataframe_mode: bool, example: Any) -> list[str]:
+    """The columns of a data-frame function, in Modelbit's words. Raises: InvalidInput."""
+    if dataframe_mode and example is None:
+        raise InvalidInput(NEEDS_EXAMPLE, code="missing_example")
+    if example is not None and not dataframe_mode:
+        raise InvalidInput(NEEDS_MODE, code="missing_example")
+    return [] if example is None else [str(name) for name in getattr(example, "columns", example)]

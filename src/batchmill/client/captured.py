@@ -1,0 +1,193 @@
+"""A function object made a file: that of its module, or, for one of a notebook or script, its source and all it names.
+
+What a name stands for is looked up, never run again: functions, classes, modules and plain constants travel; anything
+else is refused by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import site
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from batchmill.client.sources import Collected, collect
+from batchmill.errors import InvalidInput
+
+LAMBDA = "predict"  # what a lambda is called that has no name
+CONSTANT_CHARS_MAX = 100_000
+FILE = "source.py"
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+def capture(function: Callable[..., Any]) -> Collected:
+    """Raises: InvalidInput (`uncapturable`) for what would not be the same elsewhere."""
+    target = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+    if not isinstance(target, FunctionType | type):
+        raise _no(f"{_named(target)} is neither a function nor a class: write def, or give FILE.py:NAME")
+    module = sys.modules.get(target.__module__)
+    file = getattr(module, "__file__", None)
+    is_lambda = isinstance(target, FunctionType) and target.__name__ == "<lambda>"
+    if target.__module__ != "__main__" and file is not None and not is_lambda and "<locals>" not in target.__qualname__:
+        return collect(f"{file}:{target.__qualname__}", Path.cwd())
+    return _Capture().made(target)
+
+
+class _Capture:
+    """A source file in the making."""
+
+    def __init__(self) -> None:
+        self._imports: dict[str, None] = {}  # in the order in which they were met
+        self._constants: list[str] = []
+        self._definitions: list[str] = []
+        self._known: dict[str, Any] = {}
+        self._files: dict[str, Path | bytes] = {}
+
+    def made(self, target: FunctionType | type) -> Collected:
+        name = self._define(target, "")
+        parts = ["\n".join(self._imports), "\n".join(self._constants), *self._definitions]
+        text = "\n\n\n".join(part for part in parts if part) + "\n"
+        self._files[FILE] = text.encode()
+        return Collected(f"{FILE}:{name}", f"{name} of {target.__module__}", self._files)
+
+    def _define(self, target: FunctionType | type, alias: str) -> str:
+        """Add a definition after those that it needs; returns its name."""
+        if isinstance(target, FunctionType) and target.__code__.co_freevars:
+            names = ", ".join(target.__code__.co_freevars)
+            raise _no(f"{_named(target)} is a closure over {names}: make them arguments or names of the module")
+        tree = _tree(target)
+        name = alias or target.__name__
+        if isinstance(tree, ast.Lambda):
+            name = alias or LAMBDA
+            tree = _as_def(tree, name)
+        elif alias and alias != target.__name__:
+            tree.name = alias
+        self._known[name] = target
+        scope = target.__globals__ if isinstance(target, FunctionType) else vars(sys.modules[target.__module__])
+        for used in _names_in(tree):
+            if used in scope and used != name:
+                self._bring(used, scope[used])
+            elif used != name and not hasattr(builtins, used):
+                raise _no(f"{_named(target)} uses {used!r}, which is not defined where it stands")
+        self._definitions.append(ast.unparse(tree))
+        return name
+
+    def _bring(self, name: str, value: Any) -> None:
+        """Have `name` stand for `value` in the file."""
+        if name in self._known:
+            if self._known[name] is not value:
+                raise _no(f"{name!r} stands for two things: rename one")
+            return
+        self._known[name] = value
+        if isinstance(value, ModuleType):
+            self._imports[f"import {value.__name__} as {name}"] = None
+            self._take_file(value)
+        elif isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+            self._define(value, name)
+        elif _is_constant(value):
+            text = repr(value)
+            if len(text) > CONSTANT_CHARS_MAX:
+                raise _no(f"{name!r} is {len(text):,} characters long: write it to a file, and read it in the function")
+            self._constants.append(f"{name} = {text}")
+        elif (module := getattr(value, "__module__", None)) and getattr(value, "__qualname__", "").isidentifier():
+            self._imports[f"from {module} import {value.__qualname__} as {name}"] = None
+            self._take_file(sys.modules[module])
+        elif module == "typing":
+            self._constants.append(f"{name} = {value!r}")
+            self._imports["import typing"] = None
+        else:
+            raise _no(
+                f"{name!r} is a {type(value).__name__}, which cannot be written down: make it in the function, in a "
+                "class's setup, or read it from a file"
+            )
+
+    def _take_file(self, module: ModuleType) -> None:
+        """A module of the user's own goes along; one that is installed is for the requirements to name."""
+        file = getattr(module, "__file__", None)
+        if file is None or not file.endswith(".py") or module.__name__ == "__main__" or _is_installed(Path(file)):
+            return
+        found = collect(f"{file}:{'_'}", Path.cwd())
+        self._files |= {place: content for place, content in found.files.items() if place != FILE}
+
+
+def _tree(target: FunctionType | type) -> Any:
+    """The definition of a function or class, its decorators included; or a lambda."""
+    try:
+        lines, first = inspect.getsourcelines(target)
+    except (OSError, TypeError):
+        raise _no(f"the source of {_named(target)} is not known: give FILE.py:NAME") from None
+    text = textwrap.dedent("".join(lines))
+    if isinstance(target, FunctionType) and target.__name__ == "<lambda>":
+        return _lambda_of(target, text)
+    try:
+        return ast.parse(text).body[0]
+    except SyntaxError:
+        raise _no(f"the source of {_named(target)} cannot be read by itself: give FILE.py:NAME") from None
+
+
+def _lambda_of(target: FunctionType, text: str) -> ast.Lambda:
+    """The lambda in a statement that may hold more: the one that compiles to the same code."""
+    source = inspect.getsource(sys.modules[target.__module__]) if target.__module__ != "__main__" else text
+    for candidate in (text, text.strip().rstrip(",)"), source):
+        try:
+            tree = ast.parse(candidate)
+        except SyntaxError:
+            continue
+        code = target.__code__
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Lambda):
+                made = compile(ast.Expression(node), "<lambda>", "eval").co_consts[0]
+                if (made.co_code, made.co_consts, made.co_names) == (code.co_code, code.co_consts, code.co_names):
+                    return node
+    raise _no("the source of the lambda is not known: write def")
+
+
+def _as_def(node: ast.Lambda, name: str) -> ast.FunctionDef:
+    return ast.fix_missing_locations(
+        ast.FunctionDef(name=name, args=node.args, body=[ast.Return(node.body)], decorator_list=[], type_params=[])
+    )
+
+
+def _names_in(tree: ast.AST) -> list[str]:
+    """Names that a definition reads and does not bind itself, in order."""
+    bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    bound |= {node.name for node in ast.walk(tree) if isinstance(node, kinds) and node is not tree}
+    bound |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    read = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return [name for name in dict.fromkeys(read) if name not in bound]
+
+
+def _is_constant(value: Any) -> bool:
+    """It is what its repr says, wherever that is read."""
+    if isinstance(value, float):
+        return value == value and value not in (float("inf"), float("-inf"))
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_constant, value)) and (len(value) > 0 or type(value) in (list, tuple))
+    if type(value) is dict:
+        return all(_is_constant(each) for pair in value.items() for each in pair)
+    return type(value) in _PLAIN
+
+
+def _is_installed(path: Path) -> bool:
+    places = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
+    return "site-packages" in path.parts or any(path.is_relative_to(place) for place in places)
+
+
+def _named(target: Any) -> str:
+    return repr(getattr(target, "__qualname__", type(target).__name__))
+
+
+def _no(told: str) -> InvalidInput:
+    return InvalidInput(told, code="uncapturable")

@@ -1,0 +1,165 @@
+"""Deployed functions: sent as an archive of code, looked at, moved between versions, removed. An admin's business.
+
+The archive has a media type of its own, so that no web page can send one to a server that asks for no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from starlette.responses import PlainTextResponse, Response
+
+from batchmill.dialects.native.views import Shown
+from batchmill.errors import Forbidden
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.services import model_views as views
+from batchmill.services.model_examples import openapi
+from batchmill.services.model_names import LATEST, MAIN
+from batchmill.services.services import Services
+from batchmill.types import Scope
+from batchmill.wire.bundles import BYTES_MAX
+from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.native import (
+    PREFIX,
+    AliasInfo,
+    DeployReply,
+    FunctionDetail,
+    Merge,
+    NewAlias,
+    Restart,
+    Rollback,
+    VersionInfo,
+    VersionList,
+    VersionQuery,
+)
+
+MODELS = f"{PREFIX}/models"
+ONE = f"{MODELS}/{{name}}"
+MISSING, IN_USE = 404, 409
+DOCUMENT = Content("application/json", {"type": "object"})
+
+
+class Functions:
+    def __init__(self, services: Services, shown: Shown) -> None:
+        self._services, self._shown = services, shown
+        self._versions, self._catalogue = services.versions, services.catalogue
+
+    def operations(self) -> Sequence[Operation]:
+        admin, read = Scope.ADMIN, Scope.READ
+        return (
+            Operation(
+                "deploy", "POST", MODELS, "Deploy a function", admin, self.deploy, body=Content(BUNDLE_MEDIA),
+                reply=DeployReply, status=201, also={200: DeployReply}, body_bytes_max=BYTES_MAX,
+            ),
+            Operation(
+                "model", "GET", ONE, "A deployed function, and how it is called", read, self.show,
+                reply=FunctionDetail, errors=(MISSING,),
+            ),
+            Operation(
+                "modelVersions", "GET", f"{ONE}/versions", "Its versions", read, self.versions, reply=VersionList,
+                errors=(MISSING,),
+            ),
+            Operation(
+                "modelDocument", "GET", f"{ONE}/openapi.json", "Its OpenAPI document", read, self.document,
+                reply=DOCUMENT, errors=(MISSING,),
+            ),
+            Operation(
+                "modelLog", "GET", f"{ONE}/log", "What was printed while a version was made", admin, self.log,
+                query=VersionQuery, reply=Content("text/plain"), errors=(MISSING,),
+            ),
+            Operation(
+                "rollbackModel", "POST", f"{ONE}/rollback", "Let an earlier version be the latest", admin,
+                self.rollback, body=Rollback, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
+            ),
+            Operation(
+                "mergeModel", "POST", f"{ONE}/merge", "Make a branch's latest a version of another", admin,
+                self.merge, body=Merge, reply=VersionInfo, errors=(MISSING,),
+            ),
+            Operation(
+                "restartModel", "POST", f"{ONE}/restart", "Make the latest again, with workers of its own", admin,
+                self.restart, body=Restart, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
+            ),
+            Operation(
+                "setAlias", "PUT", f"{ONE}/aliases/{{alias}}", "Let an alias stand for versions", admin, self.alias,
+                body=NewAlias, reply=AliasInfo, errors=(MISSING,),
+            ),
+            Operation(
+                "removeAlias", "DELETE", f"{ONE}/aliases/{{alias}}", "Remove an alias", admin, self.remove_alias,
+                reply=VersionList, errors=(MISSING, IN_USE),
+            ),
+            Operation(
+                "removeModel", "DELETE", ONE, "Remove versions, or all of them", admin, self.remove,
+                query=VersionQuery, reply=VersionList, errors=(MISSING, IN_USE),
+            ),
+        )  # fmt: skip
+
+    async def deploy(self, call: Call) -> Response:
+        bundle = await asyncio.to_thread(self._versions.incoming)
+        try:
+            with bundle.open("wb") as file:
+                async for piece in call.request.stream():
+                    await asyncio.to_thread(file.write, piece)
+            deployed = await self._versions.deploy(bundle, check=lambda name: self._check(call, name))
+        finally:
+            await asyncio.to_thread(bundle.unlink)
+        return json_reply(views.deploy_reply(deployed), 201 if deployed.is_new else 200)
+
+    def _check(self, call: Call, name: str) -> None:
+        """Raises: Forbidden for a name that the key or its project may not use."""
+        if not self._catalogue.may(call.caller, name):
+            raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
+
+    async def show(self, call: Call) -> Response:
+        name, (versions, routes) = self._name(call), self._versions.show(self._name(call))
+        url = str(call.request.base_url).rstrip("/")
+        return json_reply(views.detail(name, versions, routes, url))
+
+    async def versions(self, call: Call) -> Response:
+        versions, _ = self._versions.show(self._name(call))
+        return json_reply(VersionList([views.version_info(each) for each in versions]))
+
+    async def document(self, call: Call) -> Response:
+        target = self._services.functions.find(call.caller, call.path["name"])
+        return json_reply(openapi(target.name, MAIN, target.interface))
+
+    async def log(self, call: Call) -> Response:
+        query: VersionQuery = call.query
+        text = await self._versions.log(self._name(call), query.branch, query.version or LATEST)
+        return PlainTextResponse(self._shown.text(text))
+
+    async def rollback(self, call: Call) -> Response:
+        asked: Rollback = call.body
+        found = await self._versions.rollback(self._name(call), asked.branch, asked.number)
+        return json_reply(views.version_info(found))
+
+    async def merge(self, call: Call) -> Response:
+        asked: Merge = call.body
+        return json_reply(views.version_info(await self._versions.merge(self._name(call), asked.source, asked.into)))
+
+    async def restart(self, call: Call) -> Response:
+        asked: Restart = call.body
+        return json_reply(views.version_info(await self._versions.restart(self._name(call), asked.branch)))
+
+    async def alias(self, call: Call) -> Response:
+        asked: NewAlias = call.body
+        backends, mirrors = views.backends_of(asked.backends), views.backends_of(asked.mirrors)
+        route = await self._versions.set_alias(self._name(call), call.path["alias"], backends, mirrors)
+        return json_reply(views.alias_info(route))
+
+    async def remove_alias(self, call: Call) -> Response:
+        await self._versions.remove_alias(self._name(call), call.path["alias"])
+        return json_reply(VersionList([]))
+
+    async def remove(self, call: Call) -> Response:
+        query: VersionQuery = call.query
+        gone = await self._versions.remove(self._name(call), query.branch, query.version)
+        return json_reply(VersionList([views.version_info(each) for each in gone]))
+
+    def _name(self, call: Call) -> str:
+        """The function that the path names. Raises: UnknownName, alike for what is not there and not the caller's."""
+        name = call.path["name"]
+        if not self._catalogue.may(call.caller, name) or not self._versions.get(name):
+            self._catalogue.find(call.caller, name)  # raises, but for a model of the configuration
+            self._versions.show(name)
+        return name
