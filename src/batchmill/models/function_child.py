@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import resource
 import signal
 import socket
 import struct
@@ -33,7 +32,8 @@ START_S = 1800.0  # setup() may load a large model
 STOP_S = 5.0  # finalize() may take so long
 END_S = 2.0  # a process that has closed its socket may take so long to be gone
 PROGRESS_BYTES = 64 * 1024
-DATA_ROOM = 2  # times memory_bytes that may be allocated: the resident size is what is limited
+MEMORY = 71  # its exit code when what it holds leaves it no room: between two calls, by itself
+DATA_ROOM = 2  # times memory_bytes that it may allocate: the resident size is what is limited
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<QII")
 ENTRIES_MAX = (PROGRESS_BYTES - _COUNT.size) // _ENTRY.size
@@ -59,6 +59,7 @@ class FunctionChild:
         self.heard: Callable[[list[Frame]], None] = self._hear_nothing
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
+        self.batch_size = 0  # rows that it calls together at most; known once it has started
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
         self._progress: mmap.mmap | None = None
@@ -115,15 +116,8 @@ class FunctionChild:
         finally:
             theirs.close()
             os.close(progress)
-        self._limit_memory()
         self._socket = FrameSocket(ours, heard=self._take, closed=self._disconnected)
         self._gone = asyncio.create_task(self._until_gone(self._process))
-
-    def _limit_memory(self) -> None:
-        limit = self._spec.limits.memory_bytes
-        if limit is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already, which `_until_gone` tells
-                resource.prlimit(self.pid, resource.RLIMIT_DATA, (DATA_ROOM * limit,) * 2)
 
     def _start_frame(self) -> dict[str, Any]:
         function, memory_bytes = self._function, self._spec.limits.memory_bytes
@@ -146,6 +140,7 @@ class FunctionChild:
             return
         meta, _ = come[0]
         if meta["kind"] == "ready":
+            self.batch_size = meta.get("batch_size") or 1
             self._began.set_result(msgspec.convert(meta["interface"], Interface))
         elif meta["kind"] == "failed":
             self._began.set_exception(ModelFailed(str(meta["message"])))

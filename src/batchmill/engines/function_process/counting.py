@@ -12,7 +12,6 @@ class Counts:
     """Sums of one engine. Durations are in nanoseconds."""
 
     def __init__(self) -> None:
-        self.batch_most = 1  # rows that ever went together in one call
         self._clear()
 
     def _clear(self) -> None:
@@ -28,7 +27,6 @@ class Counts:
         for size, executions, input_ns, infer_ns, output_ns in meta["ran"]:
             self._rows += size * executions
             self._executions += executions
-            self.batch_most = max(self.batch_most, size)
             had = self._sizes.get(size)
             if had is None:
                 self._sizes[size] = [executions, input_ns, infer_ns, output_ns]

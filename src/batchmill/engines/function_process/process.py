@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batchmill.engines.function_process.work import CRASHED, STUFFED, Blame, Fault, Work
+from batchmill.engines.function_process.work import CRASHED, Blame, Fault, Work
 from batchmill.errors import ModelFailed
-from batchmill.models.function_child import FunctionChild
+from batchmill.models.function_child import MEMORY, FunctionChild
 from batchmill.models.function_socket import Frame
 from batchmill.types import Interface, ModelSpec
 
 STARTS_MAX = 4  # in a row that fail, then the model is given up
-IDLE_DEATHS_MAX = 8  # in a row while nothing was called, and nothing was answered between
+IDLE_DEATHS_MAX = 5  # in a row while nothing was called, and nothing was answered between
 BLAMED_DEATHS_MAX = 30  # in a row by rows of jobs, and nothing was answered between: it is not the rows
 BACKOFF_S = 0.1  # doubled with each
 BACKOFF_MAX_S = 10.0
@@ -35,7 +35,6 @@ class Process:
 
     def __init__(self, model: ModelSpec, home: Path, counted: Callable[[dict[str, Any]], None]) -> None:
         self._model, self._home, self._counted = model, home, counted
-        self._memory_bytes = model.limits.memory_bytes
         self.works: dict[int, Work] = {}
         self.child: FunctionChild | None = None
         self.note = ""
@@ -138,20 +137,10 @@ class Process:
             if meta["kind"] == "results":
                 self._counted(meta)
                 self._idle_deaths = self._blamed_deaths = 0
-                if self._memory_bytes is not None and meta.get("errors"):
-                    self._look_for_memory(meta["errors"])
             work = works.get(meta["id"])
             if work is not None and work.take(meta, buffers):
                 works.pop(work.id, None)
                 self._left(work)
-
-    def _look_for_memory(self, errors: dict[str, list[str]]) -> None:
-        """A process that was refused memory is full: its next calls would fail as well."""
-        refused = [error for error in errors.values() if error[0] == "MemoryError"]
-        for error in refused:
-            error[0] = STUFFED
-        if refused:
-            self.replace(Fault(STUFFED, "the function ran out of the memory it may use"), frozenset())
 
     def replace(self, fault: Fault, hung: frozenset[tuple[int, int, int]] | None = None) -> None:
         """Kill the process. `hung`: the calls that are to blame; None: all that were running."""
@@ -166,20 +155,25 @@ class Process:
             return
         assert self.child is not None
         self._is_open = self.is_up = False
-        ours = self._fault
-        fault = ours or Fault(CRASHED, f"the function's process died: {self.child.last_words()}")
+        fault = self._fault or Fault(CRASHED, f"the function's process died: {self.child.last_words()}")
         blamed = [each for each in self.child.blamed() if self._hung is None or each in self._hung]
+        had = [work for work in self.works.values() if work.is_sent]
+        is_ours = self._fault is not None or self.child.exit_code == MEMORY
         self._fault = self._hung = None
-        is_blamed = self._settle(fault, blamed)
-        if not is_blamed and ours is None and not blamed:
+        if not is_ours and not had and not blamed:
             self._idle_deaths += 1
-        if max(self._idle_deaths / IDLE_DEATHS_MAX, self._blamed_deaths / BLAMED_DEATHS_MAX) >= 1:
+        called = [work for work in had if work.holds_up]
+        is_unexplained = not is_ours and not blamed and bool(called)
+        if is_unexplained and len(called) == 1:  # its result was lost, or it was about to be called
+            blamed = [(called[0].id, 0, called[0].asked.rows)]
+        self._settle(had, fault, blamed, are_suspects=is_unexplained)
+        if self._idle_deaths >= IDLE_DEATHS_MAX or self._blamed_deaths >= BLAMED_DEATHS_MAX:
             count = max(self._idle_deaths, self._blamed_deaths)
             self._give_up(ModelFailed(f"{count} processes of {self._model.source} died in a row. {fault.message}"))
         self._replacing = asyncio.create_task(self._replace(self.child))
 
-    def _settle(self, fault: Fault, blamed: list[tuple[int, int, int]]) -> bool:
-        """Say of every work what becomes of it. True: rows or calls of ours were to blame."""
+    def _settle(self, had: list[Work], fault: Fault, blamed: list[tuple[int, int, int]], *, are_suspects: bool) -> None:
+        """Say of every work that the process had what becomes of it. `are_suspects`: also of those not blamed."""
         rows: dict[int, list[int]] = {}
         for id_, first, count in blamed:
             if id_ in self.works:
@@ -187,7 +181,6 @@ class Process:
         if any(self.works[id_].is_train for id_ in rows):
             self._blamed_deaths += 1
         is_alone = len({id_ for id_, _, _ in blamed}) == 1
-        had = [work for work in self.works.values() if work.is_sent]
         again: list[Work] = []
         suspects: list[Work] = []
         for work in had:
@@ -199,13 +192,12 @@ class Process:
             else:
                 more = work.again()
             if more is not None:
-                again.append(more)
+                (suspects if are_suspects and more.holds_up else again).append(more)
         self._running = 0
         # Suspects of this death go before older ones: they are halves of what went first.
         self._suspects.extendleft(reversed(suspects))
         self._waiting.extendleft(reversed(again))
         self.works = {work.id: work for work in (*again, *suspects)} | self.works
-        return bool(rows)
 
     async def _replace(self, dead: FunctionChild) -> None:
         await dead.stop(0)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
 from batchmill.datasets.text_rules import is_too_deep
 from batchmill.errors import BatchmillError
@@ -23,8 +22,9 @@ ADDRESSES = ("model", "stream")  # fields of a body that are no arguments, unles
 # What reading a row may raise.
 READ_ERRORS = (BatchmillError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+FORM_WORDS = (b'"data"', b'"inputs"', b"/infer")  # a row without them is in no form of live calls
+
 _values = msgspec.json.Decoder(list[Raw])
-_dicts = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 class FormBody(Struct, frozen=True, gc=False):
@@ -37,67 +37,66 @@ class FormBody(Struct, frozen=True, gc=False):
 Read = bytes | FormBody | RowError  # bytes: the JSON object of its arguments
 
 
+class _Line(Struct, gc=False):
+    """A line of an OpenAI file, its parts uncut."""
+
+    custom_id: Raw
+    url: str
+    body: Raw
+
+
+_lines = msgspec.json.Decoder(list[_Line])
+
+
 class RowReader:
-    """Reads rows for one function. Fields that the function does not name are left out, as columns often are."""
+    """Reads rows for one function. Fields that it does not take are left out by its process, as columns often are."""
 
     def __init__(self, interface: Interface) -> None:
         self._interface = interface
-        names = [each.name for each in interface.inputs]
-        self._is_open = interface.takes_more or (interface.takes != "arguments" and not names)
-        fields: list[tuple[str, Any, Any]] = [(f"f{n}", Raw | UnsetType, UNSET) for n in range(len(names))]
-        renames = {f"f{n}": name for n, name in enumerate(names)}
-        arguments = msgspec.defstruct("Arguments", fields, rename=renames, gc=False)
-        line = msgspec.defstruct("Line", [("custom_id", Raw), ("body", arguments), ("url", str)], gc=False)
-        self._arguments = msgspec.json.Decoder(list[arguments])  # type: ignore[valid-type]
-        self._lines = msgspec.json.Decoder(list[line])  # type: ignore[valid-type]
-        self._encode = msgspec.json.Encoder().encode
+        names = {each.name for each in interface.inputs}
+        takes_any = interface.takes_more or (interface.takes != "arguments" and not names)
+        self._strange = frozenset(ADDRESSES) - names if takes_any else frozenset()  # would be taken for arguments
 
-    def read(self, rows: Sequence[Row]) -> list[Read]:
+    def read(self, rows: Sequence[Row]) -> Sequence[Read]:
         """What each row calls."""
-        if not self._is_open and (quick := self._read_together(rows)) is not None:
-            return quick
-        return [self._read_one(row) for row in rows]
+        together = self._read_together(rows)
+        return [self._read_one(row) for row in rows] if together is None else together
 
-    def _read_together(self, rows: Sequence[Row]) -> list[Read] | None:
+    def _read_together(self, rows: Sequence[Row]) -> Sequence[Read] | None:
         """All rows by one call of the decoder; None where one of them is not as most are."""
-        form = rows[0].form
-        text = b"[" + b",".join([row.raw for row in rows]) + b"]"
+        form, raws = rows[0].form, [row.raw for row in rows]
+        text = joined(raws)
         try:
             if type(form) is not OpenAIForm:
-                arguments = self._arguments.decode(text)
-                return list(map(self._encode, arguments)) if len(arguments) == len(rows) else None
-            if b'"data"' in text or b'"inputs"' in text or b"/infer" in text:
+                return raws if len(_values.decode(text)) == len(rows) else None
+            if self._strange or any(word in text for word in FORM_WORDS):
                 return None
-            lines = self._lines.decode(text)
+            lines = _lines.decode(text)
         except READ_ERRORS:
             return None
         if len(lines) != len(rows) or any(row.form is not form for row in rows):
             return None
         for row, line in zip(rows, lines, strict=True):
-            row.custom_id = line.custom_id
-        return [self._encode(line.body) for line in lines]
+            row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % wants
+        return [bytes(line.body) for line in lines]
 
     def _read_one(self, row: Row) -> Read:
         try:
             if not isinstance(row.form, OpenAIForm):
-                return self._arguments_in(row.raw)
+                split_object(row.raw)
+                return row.raw
             request = row.form.request(row)
             fields = split_object(request.body)
             form = form_of_body(request.url, fields, self._interface)
-            return self._arguments_in(request.body) if form == ARGUMENTS else FormBody(form, request.body)
+            if form != ARGUMENTS:
+                return FormBody(form, request.body)
+            if self._strange.isdisjoint(fields):
+                return request.body
+            return join_object({name: value for name, value in fields.items() if name not in self._strange})
         except BatchmillError as error:
             return RowError(error.code, error.message)
         except READ_ERRORS as error:
             return RowError("invalid_json", f"the row cannot be read: {error}")
-
-    def _arguments_in(self, body: bytes) -> bytes:
-        [fields] = _dicts.decode(b"[" + body + b"]")
-        names = {each.name for each in self._interface.inputs}
-        kept = {name: value for name, value in fields.items() if name in names or self._is_more(name)}
-        return body if len(kept) == len(fields) else join_object(kept)
-
-    def _is_more(self, name: str) -> bool:
-        return self._is_open and name not in ADDRESSES
 
 
 def outcome_of(row: Row, body: bytes) -> Outcome:

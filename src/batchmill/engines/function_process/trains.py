@@ -144,7 +144,6 @@ class Trains:
         self.named = model.name, function.version
         self._process, self._counts = process, counts
         self._received_shapes, self._most = function.received_shapes, model.limits.in_flight_max
-        self._batch_size = function.batch_size
         self._ids = itertools.count(OWN_IDS)
         self._sink: Sink | None = None
         self._room = asyncio.Event()
@@ -196,8 +195,9 @@ class Trains:
 
     def _unit_size(self) -> int:
         """Rows of one train: as many as last TRAIN_S, and whole batches."""
+        child = self._process.child
         together = self.interface.calls != "row" or self.interface.is_async
-        unit = max(self._batch_size, self._counts.batch_most, TOGETHER if together else 1)
+        unit = max(child.batch_size if child is not None else 1, TOGETHER if together else 1)
         return min(max(unit, self._size), ROWS_MAX)
 
     def _wanted(self) -> int:
