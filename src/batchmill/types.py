@@ -71,6 +71,8 @@ class Interface(Struct, frozen=True, forbid_unknown_fields=True):
     takes_more: bool = False  # further arguments by any name
     is_async: bool = False
     streams: bool = False  # it is a generator, or sends its events itself
+    batch_size: int = 0  # rows that go together in one call, as it was started; 0: not known
+    batch_window_s: float = 0.0  # how long an idle worker waits for them
     summary: str = ""  # the first line of its docstring
 
 

@@ -71,6 +71,12 @@ def test_the_configuration_is_tritons():
     assert streaming["instance_group"][0]["kind"] == "KIND_GPU"
 
 
+def test_the_window_of_an_app_is_told():
+    """I3: where the app itself says how it is batched, that is the configuration's."""
+    config = config_of(target(Interface(batch_size=4, batch_window_s=0.5)))
+    assert config["dynamic_batching"] == {"preferred_batch_size": [4], "max_queue_delay_microseconds": 500000}
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_batch_of_one_is_none(size):
     """A batch size that lets no rows meet is no dynamic batching."""

@@ -166,7 +166,7 @@ def datatype_of(tensor: Tensor) -> str:
 def batch_size_of(target: Target) -> int:
     """Rows that go together in one call; 0 where each goes alone."""
     function = target.model.function
-    size = function.batch_size if function is not None else 0
+    size = (function.batch_size if function is not None else 0) or target.interface.batch_size
     return size if size > 1 else 0
 
 
@@ -190,7 +190,7 @@ def config_of(target: Target) -> dict[str, Any]:
     if size:
         config["dynamic_batching"] = {
             "preferred_batch_size": [size],
-            "max_queue_delay_microseconds": round(function.batch_window_s * 1e6),
+            "max_queue_delay_microseconds": round((function.batch_window_s or interface.batch_window_s) * 1e6),
         }
     return config
 
