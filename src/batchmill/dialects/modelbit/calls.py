@@ -96,11 +96,13 @@ class Calls:
 
     def _target(self, call: Call, raw: bytes) -> Target:
         """Raises: Elsewhere for a path that some model of the configuration serves, and that body names it."""
-        name = call.path["deployment"]
-        url = call.request.scope["path"]
-        if not self._versions.has(name) and not is_certain(url) and self._is_named(call, raw):
-            raise Elsewhere(raw)
-        return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
+        name, url = call.path["deployment"], call.request.scope["path"]
+        try:
+            return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
+        except UnknownName:
+            if not is_certain(url) and not self._versions.get(name) and self._is_named(call, raw):
+                raise Elsewhere(raw) from None
+            raise
 
     def _is_named(self, call: Call, raw: bytes) -> bool:
         try:
