@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.types import Interface, Tensor
-from batchmill.wire.datatypes import wire_name
+from batchmill.wire.datatypes import DATATYPES, FLOAT, INT, Datatype, wire_name
 from batchmill.wire.tensor_request import Received, TensorRequest
 
 NONE, LEADING, FLAT = "none", "leading", "flat"  # axis of the rows: there is none; before the shape; in its stead
@@ -118,6 +118,10 @@ def fits(shape: list[int], declared: list[int]) -> bool:
     return len(shape) == len(declared) and all(there in (-1, here) for here, there in zip(shape, declared, strict=True))
 
 
+def declared_datatype(tensor: Tensor | None) -> Datatype | None:
+    return None if tensor is None else DATATYPES.get(tensor.datatype or "")
+
+
 def _misfit(received: Received, tensor: Tensor) -> InvalidInput:
     message = (
         f"unexpected shape for input '{tensor.name}': expected {tensor.shape}, or rows of it {[-1, *tensor.shape]},"
@@ -126,11 +130,14 @@ def _misfit(received: Received, tensor: Tensor) -> InvalidInput:
     return InvalidInput(message, code="invalid_shape")
 
 
-def check_datatype(received: Received, tensor: Tensor | None) -> None:
-    """Raises: InvalidInput where a tensor has another datatype than its input declares."""
-    if tensor is None or tensor.datatype is None:
+def check_datatype(received: Received, tensor: Tensor | None, *, has_schema: bool = True) -> None:
+    """Raises: InvalidInput where a tensor has another datatype than its input declares; a hint means any width."""
+    declared = declared_datatype(tensor)
+    if tensor is None or declared is None:
         return
-    here, there = wire_name(received.datatype.name), wire_name(tensor.datatype)
-    if here != there:
+    here, there = wire_name(received.datatype.name), wire_name(declared.name)
+    kinds = (received.datatype.kind, declared.kind)
+    is_hinted = not has_schema and (kinds[0] == kinds[1] or kinds == (INT, FLOAT))
+    if here != there and not is_hinted:
         message = f"unexpected datatype for input '{tensor.name}': expected {there}, got {here}"
         raise InvalidInput(message, code="invalid_datatype")

@@ -187,7 +187,8 @@ def _list_of_arrays(name: str, flat: list[Any], shape: list[int], buffers: Buffe
     if any(part.shape != inner for part in parts):
         raise bad_return(f"Output {name} is a list of arrays of different shapes")
     datatype = _common(name, [part.datatype for part in parts])
-    return Output(name, datatype, [*shape, *inner], list(chain.from_iterable(part.values() for part in parts)))
+    flat = list(chain.from_iterable(part.values() for part in parts))
+    return Output(name, datatype, [*shape, *inner], list(map(float, flat)) if datatype.kind == FLOAT else flat)
 
 
 def _common(name: str, datatypes: list[Datatype]) -> Datatype:
@@ -222,7 +223,7 @@ def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
     flat = list(chain.from_iterable(cell.values() for cell in cells))
     if datatype.kind == INT:
         datatype = datatype if all(datatype.low <= value <= datatype.high for value in flat) else _wide(name, flat)
-    return Output(name, datatype, shape, flat)
+    return Output(name, datatype, shape, list(map(float, flat)) if datatype.kind == FLOAT else flat)
 
 
 def _declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:

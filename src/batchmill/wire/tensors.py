@@ -16,7 +16,7 @@ from batchmill.wire import tensor_binary
 from batchmill.wire.call_errors import failure
 from batchmill.wire.calls import COLUMNS, Asked, Results
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, INT64_MAX, TEXT, Datatype, wire_name
-from batchmill.wire.tensor_layout import NONE, Layout, check_datatype, lay, pair
+from batchmill.wire.tensor_layout import NONE, Layout, check_datatype, declared_datatype, lay, pair
 from batchmill.wire.tensor_reply import check_names, reply_of
 from batchmill.wire.tensor_request import Received, Wanted, read_request
 from batchmill.wire.tensor_results import ARRAY, Buffers, Output, outputs_of_columns, outputs_of_rows
@@ -64,6 +64,7 @@ class TensorsForm:
         buffers: Buffers = []
         members = []
         for received, tensor in pairs:
+            self._check(received, tensor, has_schema=interface.has_schema)
             column = self._column(received, tensor, layout, received_shapes=received_shapes)
             members.append(_encode(received.name) + b":" + column.written(buffers))
         told = _Told(request.id, request.wanted, request.binary, layout, interface)
@@ -94,15 +95,14 @@ class TensorsForm:
         wanted = told.wanted and [Wanted(each.name, None, each.classes) for each in told.wanted]
         return reply_of(head, outputs, wanted, binary=False)[0]
 
-    def _check(self, received: Received, tensor: Tensor | None) -> None:
-        check_datatype(received, tensor)
+    def _check(self, received: Received, tensor: Tensor | None, *, has_schema: bool) -> None:
+        check_datatype(received, tensor, has_schema=has_schema)
 
     def _elements(self, received: Received, tensor: Tensor | None) -> tuple[list[Any], Datatype]:
         """The elements that stand in the JSON, and the datatype that holds them."""
         return elements(received), received.datatype
 
     def _column(self, received: Received, tensor: Tensor | None, layout: Layout, *, received_shapes: bool) -> _Column:
-        self._check(received, tensor)
         if tensor is not None and tensor.is_array:
             return self._array(received, tensor, [1, *received.shape] if layout.axis == NONE else received.shape)
         shape = _of_lists([layout.rows, *layout.dimensions(received)], tensor, received_shapes=received_shapes)
@@ -131,8 +131,8 @@ class TensorsForm:
 class InferlessTensorsForm(TensorsForm):
     """As Inferless' tools send tensors: an integer wider than declared passes, and so do numbers of another width."""
 
-    def _check(self, received: Received, tensor: Tensor | None) -> None:
-        declared = _declared(tensor)
+    def _check(self, received: Received, tensor: Tensor | None, *, has_schema: bool) -> None:
+        declared = declared_datatype(tensor)
         if declared is None:
             return
         kinds = {declared.kind, received.datatype.kind}
@@ -142,7 +142,7 @@ class InferlessTensorsForm(TensorsForm):
 
     def _elements(self, received: Received, tensor: Tensor | None) -> tuple[list[Any], Datatype]:
         """By the kind that the input declares: true and false pass where it declares BOOL, or nothing."""
-        datatype = _declared(tensor) or received.datatype
+        datatype = declared_datatype(tensor) or received.datatype
         may_be_bool = received.datatype.kind == INT and (tensor is None or tensor.datatype is None)
         flat = elements_leniently(received, datatype.kind, may_be_bool=may_be_bool)
         return flat, holding(flat, datatype)
@@ -153,10 +153,6 @@ def holding(flat: list[Any], datatype: Datatype) -> Datatype:
     if datatype.kind != INT or not flat or (datatype.low <= min(flat) and max(flat) <= datatype.high):
         return datatype
     return DATATYPES["UINT64" if max(flat) > INT64_MAX else "INT64"]
-
-
-def _declared(tensor: Tensor | None) -> Datatype | None:
-    return DATATYPES.get(tensor.datatype or "") if tensor is not None else None
 
 
 def _of_lists(shape: list[int], tensor: Tensor | None, *, received_shapes: bool) -> list[int]:
