@@ -69,6 +69,8 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
     "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",
+    "batchmill.function_side.loading._import_module": "the user's own function, deployed",
+    "batchmill.function_side.installed.installed": "what the environment of a deployed function has installed",
 }
 # Ratchets: what was too large when the rule came -> its size then.
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -123,13 +123,6 @@ def test_load_sees_the_batched_mark(tmp_path):
         functions.load(f"{file}:bad")
 
 
-@pytest.mark.parametrize("size", [0, functions.LIST_ROWS_MAX + 1, "8"])
-def test_batched_bounds_its_size(size):
-    """A list size outside 1 to the maximum is refused where it is written."""
-    with pytest.raises(ValueError, match="size must be"):
-        functions.batched(size)
-
-
 def test_load_imports_from_the_files_folder(tmp_path):
     """The file's neighbours can be imported, and two files of one name do not get in each other's way."""
     write(tmp_path, "one/neighbour.py", "VALUE = 1")

@@ -13,6 +13,7 @@ import msgspec
 from batchmill.datasets.text_rules import is_too_deep
 from batchmill.engines.user_code import UserLog
 from batchmill.errors import BatchmillError
+from batchmill.function_side.marks import ROWS_PARAMETER
 from batchmill.models import functions
 from batchmill.types import Outcome, Row, RowError
 from batchmill.wire.forms import usage_of
@@ -119,7 +120,7 @@ class Calls:
         if self.loaded.list_rows is None:
             return refused, called, fields[0] if fields else {}
         if self.loaded.takes_rows:
-            return refused, called, {functions.ROWS_PARAMETER: fields}
+            return refused, called, {ROWS_PARAMETER: fields}
         columns = self.loaded.parameters.items()
         return refused, called, {name: [each.get(name, default) for each in fields] for name, default in columns}
 

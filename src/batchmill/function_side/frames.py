@@ -1,22 +1,27 @@
 """How a function's process and its worker speak: frames of a little JSON and the bytes that go with it.
 
 A frame is: magic (4 bytes), length of the JSON (u32), number of buffers (u32), crc32 of the JSON (u32), the length of
-each buffer (u64 each), the JSON (an object whose "kind" says what it is), the buffers. Little-endian.
+each buffer (u64 each), the JSON (an object whose "kind" says what it is; spaces behind it), the buffers. Little-endian.
 
 To the function: `start`, `ask`, `abandon`, `open`, `next`, `close`, `stop`. To the worker: `ready`, `failed`,
-`results`, `piece`. What stands in each is said where it is made: `main` and `models.function_child`.
+`results`, `piece`. What stands in each is said where it is made: `process` and `models.function_child`.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 
+from . import json_text
+
 MAGIC = b"bmf1"
 HEAD = struct.Struct("<4sIII")
-BUFFERS_MAX = 1 << 20
+BUFFERS_MAX = 1 << 16
+TEXT_BYTES_MAX = 1 << 28
 BYTES_MAX = 1 << 31
+ROOM_BYTES = 256 * 1024  # received at once
+LARGE_BYTES = 32 * 1024  # a frame from here up is received into memory of its own, and its buffers are parts of that
+ALIGN = 64  # where the first large buffer of a frame begins, from the frame's own begin
 
 
 class BrokenFrame(Exception):
@@ -25,55 +30,127 @@ class BrokenFrame(Exception):
 
 def pack(meta, buffers=()):
     """The pieces of a frame, to be written one after another; large buffers are not copied."""
-    text = json.dumps(meta, separators=(",", ":")).encode()
-    head = HEAD.pack(MAGIC, len(text), len(buffers), zlib.crc32(text))
-    sizes = struct.pack(f"<{len(buffers)}Q", *[len(each) for each in buffers])
-    return [head + sizes + text, *buffers]
+    return pack_text(json_text.dump(meta), buffers)
+
+
+def pack_text(text, buffers=()):
+    """As `pack`, of JSON that is written already."""
+    count = len(buffers)
+    sizes = [each.nbytes if type(each) is memoryview else len(each) for each in buffers]
+    if count == 1 and sizes[0] < LARGE_BYTES:
+        head = HEAD.pack(MAGIC, len(text), 1, zlib.crc32(text))
+        return [b"%b%b%b%b" % (head, sizes[0].to_bytes(8, "little"), text, buffers[0])]
+    text += b" " * _padding(HEAD.size + 8 * count + len(text), sizes)
+    head = HEAD.pack(MAGIC, len(text), count, zlib.crc32(text))
+    return [b"%b%b%b" % (head, struct.pack("<%dQ" % count, *sizes), text), *buffers]  # noqa: UP031
+
+
+def _padding(place, sizes):
+    """How many bytes are to go before the buffers, such that the first large one lies as its numbers want it."""
+    for size in sizes:
+        if size >= LARGE_BYTES:
+            return -place % ALIGN
+        place += size
+    return 0
 
 
 class Reader:
-    """Frames out of bytes that come in pieces."""
+    """Frames out of bytes that come in pieces.
+
+    Either `feed` it what came; or receive into `room()` and say with `received` how much that was: this saves a copy.
+    The buffers of a large frame are parts of one piece of memory, which lives as long as any of them.
+    """
 
     def __init__(self):
-        self._data = bytearray()
-        self._at = 0
+        self._view = memoryview(bytearray(ROOM_BYTES))
+        self._begin = self._end = 0  # what has come and was not taken
+        self._large = None  # the memory of a large frame that is on its way
+        self._filled = 0
 
     def feed(self, data):
         """The frames that are whole now, as (meta, buffers). Raises: BrokenFrame."""
-        self._data += data
+        data = memoryview(data)
         frames = []
-        while True:
+        while len(data):
+            room = self.room()
+            size = min(len(room), len(data))
+            room[:size] = data[:size]
+            frames += self.received(size)
+            data = data[size:]
+        return frames
+
+    def room(self):
+        """Where the next bytes belong; never empty."""
+        if self._large is not None:
+            return self._large[self._filled :]
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._end == len(self._view):
+            self._move(len(self._view))
+        return self._view[self._end :]
+
+    def received(self, size):
+        """The frames that are whole now that `size` bytes more lie in what `room` gave. Raises: BrokenFrame."""
+        if self._large is not None:
+            self._filled += size
+            if self._filled < len(self._large):
+                return []
+            whole, self._large = self._large, None
+            return [_take(whole, 0, len(whole), is_large=True)]
+        self._end += size
+        frames = []
+        while self._end - self._begin >= HEAD.size:
             frame = self._next()
             if frame is None:
                 break
             frames.append(frame)
-        if self._at:
-            del self._data[: self._at]
-            self._at = 0
         return frames
 
     def _next(self):
-        data, at = self._data, self._at
-        if len(data) - at < HEAD.size:
-            return None
-        magic, text_size, count, crc = HEAD.unpack_from(data, at)
-        if magic != MAGIC or count > BUFFERS_MAX:
+        view, begin, have = self._view, self._begin, self._end - self._begin
+        magic, text_size, count, _ = HEAD.unpack_from(view, begin)
+        if magic != MAGIC or count > BUFFERS_MAX or text_size > TEXT_BYTES_MAX:
             raise BrokenFrame("what came is no frame")
-        begin = at + HEAD.size + 8 * count
-        if len(data) < begin + text_size:
+        need = HEAD.size + 8 * count
+        if have < need:
+            if need > len(view) - begin:
+                self._move(max(need, ROOM_BYTES))
             return None
-        sizes = struct.unpack_from(f"<{count}Q", data, at + HEAD.size)
-        end = begin + text_size + sum(sizes)
-        if end - at > BYTES_MAX:
-            raise BrokenFrame(f"a frame of {end - at} bytes")
-        if len(data) < end:
-            return None
-        text = bytes(data[begin : begin + text_size])
-        if zlib.crc32(text) != crc:
-            raise BrokenFrame("a frame whose checksum is wrong")
-        buffers, place = [], begin + text_size
-        for size in sizes:
-            buffers.append(bytes(data[place : place + size]))
-            place += size
-        self._at = end
-        return json.loads(text), buffers
+        size = need + text_size + sum(struct.unpack_from(f"<{count}Q", view, begin + HEAD.size))
+        if size > BYTES_MAX:
+            raise BrokenFrame(f"a frame of {size} bytes")
+        if have >= size:
+            self._begin += size
+            return _take(view, begin, size, is_large=False)
+        if size >= LARGE_BYTES:
+            self._large, self._filled = memoryview(bytearray(size)), have
+            self._large[:have] = view[begin : self._end]
+            self._begin = self._end = 0
+        elif size > len(view) - begin:
+            self._move(len(view))
+        return None
+
+    def _move(self, size):
+        """Begin again at the front, with room for `size` bytes."""
+        rest = bytes(self._view[self._begin : self._end])
+        if size > len(self._view):
+            self._view = memoryview(bytearray(size))
+        assert len(rest) < len(self._view), "what fills the room would have been a frame, or a large one"
+        self._view[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
+
+def _take(view, begin, size, *, is_large):
+    """The frame that lies in `view` from `begin`: parts of that memory, or copies of them."""
+    _, text_size, count, crc = HEAD.unpack_from(view, begin)
+    place = begin + HEAD.size + 8 * count + text_size
+    text = view[place - text_size : place]
+    if zlib.crc32(text) != crc:
+        raise BrokenFrame("a frame whose checksum is wrong")
+    buffers = []
+    for length in struct.unpack_from(f"<{count}Q", view, begin + HEAD.size):
+        part = view[place : place + length]
+        buffers.append(part if is_large else bytes(part))
+        place += length
+    assert place == begin + size
+    return json_text.load(text), buffers

@@ -16,16 +16,12 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
-
-LIST_ROWS_MAX = 1024  # the longest list a function may be given at once
-ROWS_PARAMETER = "rows"  # a list-taking function with this one parameter gets whole rows
-
-F = TypeVar("F", bound=Callable[..., Any])
+from batchmill.function_side.marks import ROWS_PARAMETER
 
 
 class Source(Struct, frozen=True):
@@ -68,22 +64,6 @@ class Loaded(Struct, frozen=True):
     @property
     def takes_rows(self) -> bool:
         return self.list_rows is not None and list(self.parameters) == [ROWS_PARAMETER]
-
-
-def batched(size: int) -> Callable[[F], F]:
-    """Mark a function, or a class's `predict`, as one that takes lists of up to `size` rows and returns a list.
-
-    Every parameter gets a list with one value for each row; a function whose only parameter is called `rows` gets a
-    list of dicts, the whole rows.
-    """
-    if not isinstance(size, int) or not 1 <= size <= LIST_ROWS_MAX:
-        raise ValueError(f"batched(size): size must be 1 to {LIST_ROWS_MAX}, not {size!r}")
-
-    def mark(function: F) -> F:
-        function.batchmill_list_rows = size  # type: ignore[attr-defined]
-        return function
-
-    return mark
 
 
 def parse(source: str) -> Source:

@@ -1,0 +1,197 @@
+"""The function's process: loads what `start` names, then answers what the worker asks until `stop` or the end.
+
+To the worker: `ready` {interface, batch_size, batch_window_s}; `failed` {message}, before it exits; `results` and
+`piece`, as `replies` makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import sys
+import traceback
+
+from . import inferless_app, marks
+from .async_caller import AsyncLoop
+from .frames import pack
+from .link import BROKEN, Link, end_with_worker
+from .list_caller import ListCaller
+from .loading import LoadError, run_user_code
+from .progress import Progress
+from .replies import Replies
+from .row_caller import RowCaller
+from .streams import Streams
+from .tracebacks import trace_of
+from .user_code import ROW, load
+
+FAILED, MEMORY = 1, 71  # exit codes
+FULL_SHARE = 0.9  # of the memory it may have; a function that was refused more and still holds so much is replaced
+
+try:
+    import resource
+except ImportError:
+    resource = None
+
+
+class FunctionProcess:
+    """One process, one function, one worker."""
+
+    def __init__(self, socket_fd, progress_fd):
+        self._link = Link(socket_fd)
+        end_with_worker(self._link.fileno())
+        self._progress = Progress(progress_fd)
+        os.register_at_fork(after_in_child=self._progress.forget)
+        self._replies = Replies(self._link)
+        self._loop = None  # of a function that is async, or whose setup is
+        self._memory_bytes = None
+        self._is_stopped = False
+        self._code = self._caller = self._streams = None
+
+    def run(self):
+        """Serve until told to stop; returns the exit code."""
+        try:
+            early = self._start()
+        except LoadError as error:
+            self._link.put(pack({"kind": "failed", "message": str(error)}))
+            self._link.flush()
+            return FAILED
+        if self._code.is_async:
+            AsyncLoop(self._loop, self._code, self._replies, self._progress, self._link).run(early)
+        else:
+            self._make_caller()
+            self._serve(early)
+        self._finish()
+        return 0
+
+    def _start(self):
+        frames = []
+        while not frames:
+            self._link.wait()
+            frames = self._link.receive()
+        start = frames[0][0]
+        self._limit_memory(start.get("memory_bytes"))
+        marks.stand_in()
+        inferless_app.stand_in()
+        self._code = load(start)
+        if self._code.setup is not None:
+            run_user_code(lambda: self._call_or_await(self._code.setup), f"setting up {start['source']}")
+        if self._code.is_async and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        if self._link.is_child:
+            os._exit(0)
+        told = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
+        self._link.put(pack({"kind": "ready", "interface": self._code.interface, **told}))
+        self._link.flush()
+        return frames[1:]
+
+    def _limit_memory(self, memory_bytes):
+        self._memory_bytes = memory_bytes
+        if memory_bytes is not None and resource is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_DATA)
+            if most == resource.RLIM_INFINITY or memory_bytes <= most:
+                resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+    def _call_or_await(self, call):
+        result = call()
+        if inspect.isawaitable(result):
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            self._loop.run_until_complete(_awaited(result))
+
+    def _make_caller(self):
+        code, parts = self._code, (self._replies, self._progress, self._link)
+        if code.streams:
+            self._streams = Streams(code, self._replies, self._progress, memory_bytes=self._memory_bytes)
+        kind = RowCaller if code.calls == ROW else ListCaller
+        self._caller = kind(code, *parts, look=self._look, memory_bytes=self._memory_bytes)
+
+    def _serve(self, frames):
+        caller, link = self._caller, self._link
+        self._handle(frames)
+        while not self._is_stopped:
+            wait_s = caller.wait_s()
+            if wait_s != 0:
+                link.wait(wait_s)
+            self._look()
+            if self._streams is not None:
+                self._streams.turn()
+            caller.turn()
+            link.flush()
+            if caller.met_memory_limit:
+                self._replace_when_full()
+
+    def _look(self):
+        """Take over what has come; whether something goes before a train."""
+        frames = self._link.receive()
+        if frames:
+            self._handle(frames)
+        return self._caller.has_live or self._is_stopped or (self._streams is not None and self._streams.is_waiting)
+
+    def _handle(self, frames):
+        for meta, buffers in frames:
+            kind = meta["kind"]
+            if kind == "ask":
+                self._caller.add(meta, buffers)
+            elif kind == "abandon":
+                self._caller.abandon(meta["id"])
+            elif kind == "stop":
+                self._is_stopped = True
+            elif self._streams is not None:
+                self._streams.add(meta, buffers)
+            elif kind == "open":
+                message = "the function does not answer in events: ask without a stream"
+                self._replies.end_stream(meta["id"], ["invalid_argument", message, ""])
+
+    def _replace_when_full(self):
+        """End, to be started afresh, if what the function holds leaves it no room."""
+        self._caller.met_memory_limit = False
+        gc.collect()
+        if self._memory_bytes is not None and _data_bytes() > FULL_SHARE * self._memory_bytes:
+            os._exit(MEMORY)
+
+    def _finish(self):
+        if self._streams is not None:
+            self._streams.close_all()
+        if self._code.finish is not None:
+            try:
+                self._call_or_await(self._code.finish)
+            except BaseException as error:  # user code; it ends anyway
+                print(trace_of(error), file=sys.stderr)
+
+
+async def _awaited(result):
+    return await result
+
+
+def _data_bytes():
+    """What RLIMIT_DATA counts; 0 where nothing tells."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line for line in file if line.startswith("VmData:")]
+        return int(lines[0].split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def main(socket_fd, progress_fd):
+    """Run the program; never returns. An error of our own ends it, and the worker asks a new process again."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    if nothing != 0:
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    sys.dont_write_bytecode = True
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    try:
+        code = FunctionProcess(socket_fd, progress_fd).run()
+    except BaseException:  # at the edge of the process: user code's signal handlers may raise anywhere
+        traceback.print_exc()
+        code = BROKEN
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or FAILED  # user code has closed it
+    os._exit(code)

@@ -1,0 +1,52 @@
+"""What is being called now, where the worker still sees it when this process has died.
+
+A page of shared memory: u32 count, then count times (u64 ask id, u32 first row, u32 rows). Count 0: no user code runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+BYTES = 64 * 1024
+ENTRIES_MAX = (BYTES - 4) // 16
+FIRST = 3  # the word that holds the first row of the first entry
+
+
+class Progress:
+    """`words` is the page as u32: for rows called one by one, only words[FIRST] changes from row to row."""
+
+    def __init__(self, fd):
+        self._page = mmap.mmap(fd, BYTES)
+        os.close(fd)
+        self.words = memoryview(self._page).cast("I")
+
+    def one(self, ask_id, first, rows=1):
+        """One ask's rows are about to be called."""
+        words = self.words
+        words[0] = 0
+        words[1] = ask_id & 0xFFFFFFFF
+        words[2] = ask_id >> 32
+        words[FIRST] = first
+        words[4] = rows
+        words[0] = 1
+
+    def many(self, entries):
+        """These (ask id, first row, rows) are about to be called, or go on."""
+        words, place = self.words, 1
+        words[0] = 0
+        for ask_id, first, rows in entries[:ENTRIES_MAX]:
+            words[place] = ask_id & 0xFFFFFFFF
+            words[place + 1] = ask_id >> 32
+            words[place + 2] = first
+            words[place + 3] = rows
+            place += 4
+        words[0] = min(len(entries), ENTRIES_MAX)
+
+    def none(self):
+        """User code is not running."""
+        self.words[0] = 0
+
+    def forget(self):
+        """Write where nobody reads: this is a child that user code has forked."""
+        self.words = memoryview(bytearray(BYTES)).cast("I")
