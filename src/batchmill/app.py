@@ -256,6 +256,11 @@ def open_versions(data_dir: Path, database: Database, config: Config | None) -> 
     return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
 
 
+def has_models(config: Config) -> bool:
+    """Something may have been deployed here: there is something to look at."""
+    return (config.data_dir / DATABASE).exists()
+
+
 @contextlib.asynccontextmanager
 async def open_models(config: Config) -> AsyncIterator[ModelClient]:
     """The deployed functions of a data directory: those of the process that owns it, or our own.

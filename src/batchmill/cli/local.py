@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator
 from typing import BinaryIO
 
 from batchmill import app as root
+from batchmill.cli.local_models import LocalModels
 from batchmill.cli.session import App, ResultFile, Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput
 from batchmill.services.catalogue import Catalogue
-from batchmill.types import JobView
+from batchmill.types import JobView, ModelSpec
 from batchmill.wire.native import ModelInfo
 
 PIECE_BYTES = 1024 * 1024
+FUNCTION = "function_process"  # the engine of what is deployed
 
 
 class LocalApp:
@@ -39,7 +41,22 @@ class LocalApp:
 
     async def models(self, config: Config) -> list[ModelInfo]:
         catalogue = await asyncio.to_thread(Catalogue, config, config.base)
-        return [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
+        found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
+        if not root.has_models(config):
+            return found
+        async with root.open_models(config) as models:
+            return found + [ModelInfo(name, FUNCTION, []) for name in await models.names()]
+
+    @contextlib.asynccontextmanager
+    async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
+        async with root.open_models(config) as models:
+            yield LocalModels(models, config)
+
+    async def deployed(self, config: Config, name: str) -> ModelSpec | None:
+        if not root.has_models(config):
+            return None
+        async with root.open_models(config) as models:
+            return await models.find(name)
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

@@ -30,7 +30,8 @@ COMMANDS = {
     "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
     "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),
     "keys": ("batchmill.cli.keys:keys", "Make, list and revoke the keys of a server."),
-    "models": ("batchmill.cli.models:models", "List the models that rows can be sent to."),
+    "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
+    "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),
 }
 

@@ -1,23 +1,48 @@
-"""`batchmill models`: what rows and requests can be sent to."""
+"""`batchmill models`: what rows and requests can be sent to, and the versions of what was deployed."""
 
 from __future__ import annotations
 
+import re
+
 import click
 
-from batchmill.cli.session import EXIT_OK, Session, global_options
-from batchmill.cli.text import clean, table
+from batchmill.cli.deploy import signature_of
+from batchmill.cli.session import EXIT_OK, Models, Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.errors import InvalidInput
 from batchmill.types import Price
-from batchmill.wire.native import ModelInfo
+from batchmill.wire.native import (
+    AliasInfo,
+    BackendInfo,
+    FunctionDetail,
+    Merge,
+    ModelInfo,
+    NewAlias,
+    Restart,
+    Rollback,
+    VersionInfo,
+)
 
 NAME_CHARS_MAX = 80
+LATEST, MAIN = "latest", "main"
+_BACKEND = re.compile(r"(?:(.+)/)?([1-9][0-9]{0,8})(?:=([0-9.]+))?")
 
 
-@click.command()
+def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else refuse_half_text(value)
+
+
+name_argument = click.argument("name", metavar="NAME", callback=_text)
+branch_option = click.option("--branch", metavar="NAME", callback=_text, help="Of which branch [main].")
+
+
+@click.group(invoke_without_command=True)
 @global_options
-@click.pass_obj
-def models(session: Session) -> int:
-    """List the models of the configuration, or with --server those that your key may use."""
-    return session.run(_models(session))
+@click.pass_context
+def models(ctx: click.Context) -> int:
+    """List models; look after those that were deployed."""
+    session: Session = ctx.obj
+    return EXIT_OK if ctx.invoked_subcommand is not None else session.run(_models(session))
 
 
 async def _models(session: Session) -> int:
@@ -27,7 +52,7 @@ async def _models(session: Session) -> int:
             session.emit("model", model=model)
         return EXIT_OK
     if not found:
-        session.print("there are no models: name some in batchmill.toml, as [models.NAME]")
+        session.print("there are no models: name some in batchmill.toml, as [models.NAME], or `batchmill deploy` one")
         return EXIT_OK
     head = ["NAME", "ENGINE", "ADAPTERS", "USD PER MILLION TOKENS"]
     for line in table([head, *(_columns(model) for model in found)]):
@@ -45,3 +70,204 @@ def _priced(price: Price | None) -> str:
         return "-"
     cached = "" if price.cached is None else f", {price.cached:g} cached"
     return f"{price.input:g} in{cached}, {price.output:g} out"
+
+
+@models.command()
+@name_argument
+@global_options
+@click.pass_obj
+def show(session: Session, name: str) -> int:
+    """Show a deployed function: what it takes, its versions, and how it is called."""
+
+    async def tell() -> None:
+        async with session.app.open_models(session.config()) as opened:
+            found = await opened.show(name)
+        if session.as_json:
+            session.emit("model", model=found)
+        else:
+            _show(session, found)
+
+    return session.run(tell())
+
+
+def _show(session: Session, found: FunctionDetail) -> None:
+    latest = [each for each in found.versions if found.latest.get(each.branch) == each.number]
+    for version in latest:
+        session.print(f"{clean(version.reference)}: {clean(signature_of(version))}")
+        if version.interface is not None and version.interface.summary:
+            session.print(f"  {clean(version.interface.summary)}")
+        session.print(f"  from {clean(version.source)}, {moment(version.created)}, workers: {version.workers}")
+    for alias in found.aliases:
+        session.print(f"{found.name}@{clean(alias.name)}: {_split(alias)}")
+    for api, command in found.examples.items():
+        session.print(f"\n{api}:\n  {clean(command, 4000)}")
+
+
+def _split(alias: AliasInfo) -> str:
+    whole = sum(each.weight for each in alias.backends)
+    told = [f"{each.branch}/{each.number} {100 * each.weight / whole:.0f} %" for each in alias.backends]
+    copies = [f"{each.branch}/{each.number}" for each in alias.mirrors]
+    return clean(", ".join(told) + (f"; copies to {', '.join(copies)}" if copies else ""))
+
+
+@models.command()
+@name_argument
+@global_options
+@click.pass_obj
+def versions(session: Session, name: str) -> int:
+    """List the versions of a deployed function; failed ones too."""
+
+    async def tell() -> None:
+        async with session.app.open_models(session.config()) as opened:
+            found = await opened.show(name)
+        if session.as_json:
+            for version in found.versions:
+                session.emit("version", version=version)
+            return
+        head = ["VERSION", "STATE", "CREATED", "SOURCE", "WHY"]
+        for line in table([head, *(_version(each, found) for each in found.versions)]):
+            session.print(line)
+
+    return session.run(tell())
+
+
+def _version(version: VersionInfo, found: FunctionDetail) -> list[str]:
+    is_latest = found.latest.get(version.branch) == version.number
+    why = (version.error or "").rstrip().rpartition("\n")[2]
+    return [
+        clean(f"{version.branch}/{version.number}"), LATEST if is_latest else version.state, moment(version.created),
+        clean(version.source, NAME_CHARS_MAX), clean(why, NAME_CHARS_MAX) or "-",
+    ]  # fmt: skip
+
+
+@models.command()
+@name_argument
+@branch_option
+@click.option("--version", metavar="N", callback=_text, help="Which one [the newest that was tried].")
+@global_options
+@click.pass_obj
+def logs(session: Session, name: str, branch: str | None, version: str | None) -> int:
+    """Print what was printed while a version was made: pip's output, the function's own, the traceback."""
+
+    async def tell() -> None:
+        async with session.app.open_models(session.config()) as opened:
+            text = await opened.log(name, branch, version or LATEST)
+        if session.as_json:
+            session.emit("log", text=text)
+        elif text:
+            session.print(clean(text, 1_000_000, lines=True))
+
+    return session.run(tell())
+
+
+@models.command()
+@name_argument
+@click.argument("number", type=click.IntRange(min=1), required=False)
+@branch_option
+@global_options
+@click.pass_obj
+def rollback(session: Session, name: str, number: int | None, branch: str | None) -> int:
+    """Let an earlier version be the latest: NUMBER, or the one before."""
+
+    async def move(opened: Models) -> str:
+        found = await opened.rollback(name, Rollback(branch or MAIN, number))
+        return f"latest of {found.name} is {found.reference} now"
+
+    return _change(session, move)
+
+
+@models.command()
+@name_argument
+@click.argument("source", metavar="BRANCH", callback=_text)
+@click.option("--into", metavar="BRANCH", default=MAIN, show_default=True, callback=_text)
+@global_options
+@click.pass_obj
+def merge(session: Session, name: str, source: str, into: str) -> int:
+    """Make the latest of one branch a new version of another."""
+
+    async def move(opened: Models) -> str:
+        found = await opened.merge(name, Merge(source, into))
+        return f"{found.reference} is ready: {found.source}"
+
+    return _change(session, move)
+
+
+@models.command()
+@name_argument
+@branch_option
+@global_options
+@click.pass_obj
+def restart(session: Session, name: str, branch: str | None) -> int:
+    """Make the latest again, under a new number: its workers begin afresh, and no call is lost."""
+
+    async def move(opened: Models) -> str:
+        found = await opened.restart(name, Restart(branch or MAIN))
+        return f"{found.reference} is ready: {found.source}"
+
+    return _change(session, move)
+
+
+@models.command()
+@name_argument
+@click.argument("label", metavar="ALIAS", callback=_text)
+@click.argument("backends", metavar="[BRANCH/]N[=WEIGHT]...", nargs=-1)
+@click.option("--mirror", "mirrors", metavar="[BRANCH/]N", multiple=True, help="A version that gets copies.")
+@click.option("--remove", "is_removal", is_flag=True, help="Remove the alias.")
+@global_options
+@click.pass_obj
+def alias(
+    session: Session, name: str, label: str, *, backends: tuple[str, ...], mirrors: tuple[str, ...], is_removal: bool
+) -> int:
+    """Let an alias stand for versions: `alias NAME prod 3`, or split its calls: `alias NAME prod 3=90 4=10`."""
+    if is_removal == bool(backends):
+        raise InvalidInput("say which versions the alias stands for, or --remove it")
+
+    async def change(opened: Models) -> str:
+        if is_removal:
+            await opened.remove_alias(name, label)
+            return f"{name}@{label} is removed"
+        asked = NewAlias([_backend(each) for each in backends], [_backend(each) for each in mirrors])
+        return f"{name}@{label}: {_split(await opened.set_alias(name, label, asked))}"
+
+    return _change(session, change)
+
+
+def _backend(text: str) -> BackendInfo:
+    match = _BACKEND.fullmatch(text)
+    try:
+        weight = 1.0 if match is None or match[3] is None else float(match[3])
+    except ValueError:
+        match = None
+    if match is None or not 0 < weight <= 1e6:
+        raise InvalidInput(f"{text!r} is no version: write 3, 3=90 or feat/x/3=10")
+    return BackendInfo(int(match[2]), match[1] or MAIN, weight)
+
+
+@models.command()
+@name_argument
+@branch_option
+@click.option("--version", metavar="N", callback=_text, help="Which one [all].")
+@global_options
+@click.pass_obj
+def remove(session: Session, name: str, branch: str | None, version: str | None) -> int:
+    """Remove a version, a branch, or all of a deployed function."""
+
+    async def end(opened: Models) -> str:
+        gone = await opened.remove(name, branch, version)
+        return f"removed: {', '.join(each.reference for each in gone)}"
+
+    return _change(session, end)
+
+
+def _change(session: Session, change) -> int:
+    """Do something to a function and say what became of it."""
+
+    async def work() -> None:
+        async with session.app.open_models(session.config()) as opened:
+            told = await change(opened)
+        if session.as_json:
+            session.emit("changed", message=told)
+        else:
+            session.print(clean(told, 4000))
+
+    return session.run(work())

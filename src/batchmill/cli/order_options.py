@@ -59,10 +59,10 @@ def order_options(command: C) -> C:
     return command
 
 
-def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
+async def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
     """The order that the options of a command line make. Raises: InvalidInput."""
     is_local = session.server_url is None
-    models = _models(session, config, options) if is_local else named_models(session, options)
+    models = await _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
     if output is not None:
         output = os.path.abspath(session.cwd / Path(output).expanduser())
@@ -110,7 +110,7 @@ def _refuse_half_text(order: JobOrder) -> None:
         raise
 
 
-def _models(session: Session, config: Config, options: dict[str, Any]) -> list[ModelSpec]:
+async def _models(session: Session, config: Config, options: dict[str, Any]) -> list[ModelSpec]:
     key = session.api_key_env
     args = {name: scalar(value) for name, value in pairs(options["engine_args"], "--engine-arg", bare="true").items()}
     flags = ModelFlags(
@@ -128,11 +128,21 @@ def _models(session: Session, config: Config, options: dict[str, Any]) -> list[M
     names = options["models"]
     if len(names) > 1 and flags != ModelFlags():
         raise InvalidInput("with several --model, say in the configuration what holds for which: flags fit one only")
-    models = [resolve(name, config, cwd=session.cwd, flags=flags) for name in names]
+    models = [await _model(session, config, name, flags) for name in names]
     for at, model in enumerate(models):
         if model.name in [other.name for other in models[:at]]:
             raise InvalidInput(f"two models are called {model.name!r}: name them in the configuration")
     return models
+
+
+async def _model(session: Session, config: Config, name: str, flags: ModelFlags) -> ModelSpec:
+    if name not in config.models and ":" not in name:
+        deployed = await session.app.deployed(config, name)
+        if deployed is not None:
+            if flags != ModelFlags():
+                raise InvalidInput(f"{name} is deployed with settings of its own: `batchmill deploy` changes them")
+            return deployed
+    return resolve(name, config, cwd=session.cwd, flags=flags)
 
 
 # Flags that describe a model, or that say something about this machine: a server has its models, and its own disk.

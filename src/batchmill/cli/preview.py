@@ -30,7 +30,7 @@ def validate(session: Session, **options: Any) -> int:
 
 async def _validate(session: Session, options: dict[str, Any]) -> int:
     config = session.config()
-    order = build_order(session, config, options)
+    order = await build_order(session, config, options)
     with progress_of(session, "validating") as progress:
         report = await session.app.preview_validate(order, config, progress)
     return _report(session, report, order)
@@ -46,7 +46,7 @@ def plan(session: Session, **options: Any) -> int:
 
 async def _plan(session: Session, options: dict[str, Any]) -> int:
     config = session.config()
-    order = build_order(session, config, options)
+    order = await build_order(session, config, options)
     with progress_of(session, "planning") as progress:
         report, explanation = await session.app.preview_plan(order, config, progress)
     if explanation is None:
@@ -69,7 +69,7 @@ def estimate(session: Session, **options: Any) -> int:
 
 async def _estimate(session: Session, options: dict[str, Any]) -> int:
     config = session.config()
-    order = build_order(session, config, options)
+    order = await build_order(session, config, options)
     with progress_of(session, "estimating") as progress:
         report, found = await session.app.preview_estimate(order, config, progress)
     if found is None:

@@ -15,7 +15,7 @@ from batchmill.cli.summary import show_end
 from batchmill.cli.text import clean, count
 from batchmill.config import Config
 from batchmill.ports import Jobs
-from batchmill.types import JobOrder, Submitted
+from batchmill.types import Submitted
 from batchmill.wire.native import PRIORITY_MAX
 
 PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
@@ -39,10 +39,11 @@ def run(session: Session, **options: Any) -> int:
     are one dataset. The same command run again goes on where the last one stopped.
     """
     config = session.config()
-    return session.run(_run(session, config, build_order(session, config, options)))
+    return session.run(_run(session, config, options))
 
 
-async def _run(session: Session, config: Config, order: JobOrder) -> int:
+async def _run(session: Session, config: Config, options: dict[str, Any]) -> int:
+    order = await build_order(session, config, options)
     async with session.app.open_jobs(config) as jobs:
         submitted = await jobs.submit(order)
         return await attend(session, jobs, submitted)

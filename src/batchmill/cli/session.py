@@ -23,8 +23,18 @@ from batchmill.cli.text import clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused
 from batchmill.ports import Jobs
-from batchmill.types import JobOrder, JobView
-from batchmill.wire.native import ModelInfo
+from batchmill.types import JobOrder, JobView, ModelSpec
+from batchmill.wire.native import (
+    AliasInfo,
+    DeployReply,
+    FunctionDetail,
+    Merge,
+    ModelInfo,
+    NewAlias,
+    Restart,
+    Rollback,
+    VersionInfo,
+)
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -50,6 +60,29 @@ class ResultFile(Struct, frozen=True):
     pieces: AsyncIterator[bytes]
 
 
+class Models(Protocol):
+    """Deployed functions, on this machine or at a server. Raises, everywhere: UnknownName."""
+
+    async def deploy(self, bundle: BinaryIO) -> DeployReply:
+        """Raises: InvalidInput; ModelFailed (`deploy_failed`) with the traceback."""
+
+    async def show(self, name: str) -> FunctionDetail: ...
+
+    async def log(self, name: str, branch: str | None, version: str) -> str: ...
+
+    async def rollback(self, name: str, asked: Rollback) -> VersionInfo: ...
+
+    async def merge(self, name: str, asked: Merge) -> VersionInfo: ...
+
+    async def restart(self, name: str, asked: Restart) -> VersionInfo: ...
+
+    async def set_alias(self, name: str, alias: str, asked: NewAlias) -> AliasInfo: ...
+
+    async def remove_alias(self, name: str, alias: str) -> None: ...
+
+    async def remove(self, name: str, branch: str | None, version: str | None) -> list[VersionInfo]: ...
+
+
 class App(Protocol):
     """What commands call: the same whether jobs run on this machine or at a server."""
 
@@ -73,6 +106,12 @@ class App(Protocol):
         """The result file, or the error file, of a job that has ended."""
 
     def models(self, config: Config) -> Awaitable[list[ModelInfo]]: ...
+
+    def open_models(self, config: Config) -> AbstractAsyncContextManager[Models]:
+        """The deployed functions."""
+
+    def deployed(self, config: Config, name: str) -> Awaitable[ModelSpec | None]:
+        """The deployed function that a name means here; None: there is none, or a server is to say."""
 
     def open_keys(self, config: Config) -> AbstractAsyncContextManager[Any]:
         """Keys, with the verbs of `services.keys.KeyService`."""
