@@ -22,8 +22,11 @@ def per_row(x):
 BATCHED = """
 import time
 
+from batchmill import batched
 
-def {name}(xs: list):
+
+@batched({size})
+def {name}(xs):
     until = time.perf_counter() + 100e-6 + 10e-6 * len(xs)
     while time.perf_counter() < until:
         pass
@@ -57,8 +60,8 @@ def main() -> None:
     arguments = harness.parse_arguments(__doc__, connections=4, seconds=4.0)
     with deployed.serving() as server:
         server.deploy("per_row", PER_ROW)
-        server.deploy("batched", BATCHED.format(name="batched"), "--batch-size", "64")
-        server.deploy("alone", BATCHED.format(name="alone"), "--batch-size", "1")
+        server.deploy("batched", BATCHED.format(name="batched", size=64))
+        server.deploy("alone", BATCHED.format(name="alone", size=1))
 
         def side(name: str, *, fail: bool):
             load = make_load(server, name, fail=fail)

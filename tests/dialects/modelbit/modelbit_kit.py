@@ -20,6 +20,8 @@ HOOKS = '[server]\nprivate_hosts = ["127.0.0.1"]\n'
 CODE = '''
 import datetime, math, os, time
 
+from batchmill import batched
+
 
 def doubler(foo: int):
     """Twice as much."""
@@ -80,7 +82,8 @@ def exits(code):
     os._exit(code)
 
 
-def many(xs: list):
+@batched(8)
+def many(xs):
     if "bad" in xs:
         raise KeyError("bad")
     return [f"{x}!" for x in xs]

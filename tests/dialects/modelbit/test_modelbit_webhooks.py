@@ -74,10 +74,12 @@ async def test_where_no_answer_is_sent(tmp_path, url):
 
 async def test_an_answer_outlives_the_server(tmp_path, receiver):
     """What was promised and not sent when the server ended is sent by the next one, under the same id."""
-    receiver.answers["/hook"] = [500]
+    receiver.held.add("/hook")
     async with open_deployments(tmp_path, "doubler", config=HOOKS) as deployed:
         batch_id = await promised(deployed, "doubler/latest", 4, response_webhook=receiver.url())
         await receiver.wait_for(1)
+    receiver.held.clear()
+    receiver.release.set()
     async with open_server(tmp_path, HOOKS):
         first, second = await receiver.wait_for(2)
     assert first.body == second.body == b'{"data":8}'
