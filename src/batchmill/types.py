@@ -92,6 +92,11 @@ class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
     gpus: int = 0  # of each worker
     received_shapes: bool = False  # a tensor of one element is a single value, whatever the schema says (Inferless)
 
+    @property
+    def number(self) -> str:
+        """Which version of its branch it is: "3"."""
+        return self.version.rpartition("/")[2]
+
 
 class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A name that rows can be sent to, as the job saw it when it was submitted."""

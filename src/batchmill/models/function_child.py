@@ -38,7 +38,7 @@ _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<QII")
 ENTRIES_MAX = (PROGRESS_BYTES - _COUNT.size) // _ENTRY.size
 
-Blame = tuple[int, int, int]  # ask id, first row, rows
+Call = tuple[int, int, int]  # ask id, first row, rows
 
 
 class FunctionChild:
@@ -141,7 +141,8 @@ class FunctionChild:
         meta, _ = come[0]
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
-            self._began.set_result(msgspec.convert(meta["interface"], Interface))
+            told = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
+            self._began.set_result(msgspec.convert(meta["interface"] | told, Interface))
         elif meta["kind"] == "failed":
             self._began.set_exception(ModelFailed(str(meta["message"])))
         else:
@@ -174,13 +175,17 @@ class FunctionChild:
         said = self.log.tail(self._log_start)
         return f"{how}; it wrote:\n{said}" if said else how
 
-    def blamed(self) -> list[Blame]:
+    def blamed(self) -> list[Call]:
         """The rows whose call had begun and not ended when this is called, or when the process died."""
         if self._progress is None:
             return []
         (count,) = _COUNT.unpack_from(self._progress)
         places = range(_COUNT.size, _COUNT.size + min(count, ENTRIES_MAX) * _ENTRY.size, _ENTRY.size)
         return [_ENTRY.unpack_from(self._progress, place) for place in places]
+
+    def last_called(self) -> int:
+        """The ask whose call began last, though it may have ended; 0: none has begun."""
+        return 0 if self._progress is None else _ENTRY.unpack_from(self._progress, _COUNT.size)[0]
 
     def resident_bytes(self) -> int:
         """What it holds in memory now; 0 where nothing tells."""

@@ -69,7 +69,7 @@ class LiveCalls:
     """
 
     def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
-        self._name, self._version, self._process, self._counts = model.name, function.version, process, counts
+        self._name, self._version, self._process, self._counts = model.name, function.number, process, counts
         self._received_shapes = function.received_shapes
         self.is_idempotent = function.is_idempotent
         self.limit_s = model.limits.attempt_timeout_s

@@ -141,7 +141,7 @@ class Trains:
     """Runs a feed through the process. Concurrency: one event loop; one `run` at a time."""
 
     def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
-        self.named = model.name, function.version
+        self.named = model.name, function.number
         self._process, self._counts = process, counts
         self._received_shapes, self._most = function.received_shapes, model.limits.in_flight_max
         self._ids = itertools.count(OWN_IDS)
