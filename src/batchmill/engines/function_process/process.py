@@ -15,12 +15,13 @@ from typing import Any
 
 from batchmill.engines.function_process.work import CRASHED, Blame, Fault, Work
 from batchmill.errors import ModelFailed
-from batchmill.models.function_child import MEMORY, FunctionChild
+from batchmill.models.function_child import MEMORY, Call, FunctionChild
 from batchmill.models.function_socket import Frame
 from batchmill.types import Interface, ModelSpec
 
 STARTS_MAX = 4  # in a row that fail, then the model is given up
 IDLE_DEATHS_MAX = 5  # in a row while nothing was called, and nothing was answered between
+STRIKES_MAX = 2  # unexplained deaths that a work may have been in, then it is asked alone
 BLAMED_DEATHS_MAX = 30  # in a row by rows of jobs, and nothing was answered between: it is not the rows
 BACKOFF_S = 0.1  # doubled with each
 BACKOFF_MAX_S = 10.0
@@ -46,7 +47,7 @@ class Process:
         self._is_open = False  # a process is there, and works may go to it at once
         self.is_up = False
         self._fault: Fault | None = None  # why we killed it
-        self._hung: frozenset[tuple[int, int, int]] | None = None
+        self._hung: frozenset[Call] | None = None
         self._idle_deaths = self._blamed_deaths = 0
         self._replacing: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -142,7 +143,7 @@ class Process:
                 works.pop(work.id, None)
                 self._left(work)
 
-    def replace(self, fault: Fault, hung: frozenset[tuple[int, int, int]] | None = None) -> None:
+    def replace(self, fault: Fault, hung: frozenset[Call] | None = None) -> None:
         """Kill the process. `hung`: the calls that are to blame; None: all that were running."""
         if self.is_up and self.child is not None and self._fault is None:
             self._fault, self._hung = fault, hung
@@ -163,16 +164,28 @@ class Process:
         if not is_ours and not had and not blamed:
             self._idle_deaths += 1
         called = [work for work in had if work.holds_up]
-        is_unexplained = not is_ours and not blamed and bool(called)
-        if is_unexplained and len(called) == 1:  # its result was lost, or it was about to be called
-            blamed = [(called[0].id, 0, called[0].asked.rows)]
-        self._settle(had, fault, blamed, are_suspects=is_unexplained)
+        are_suspects = False
+        if called and not is_ours and not blamed:
+            blamed, are_suspects = self._unexplained(called)
+        self._settle(had, fault, blamed, are_suspects=are_suspects)
         if self._idle_deaths >= IDLE_DEATHS_MAX or self._blamed_deaths >= BLAMED_DEATHS_MAX:
             count = max(self._idle_deaths, self._blamed_deaths)
             self._give_up(ModelFailed(f"{count} processes of {self._model.source} died in a row. {fault.message}"))
         self._replacing = asyncio.create_task(self._replace(self.child))
 
-    def _settle(self, had: list[Work], fault: Fault, blamed: list[tuple[int, int, int]], *, are_suspects: bool) -> None:
+    def _unexplained(self, called: list[Work]) -> tuple[list[Call], bool]:
+        """(who is to blame for a death while nothing was called, whether all are to be asked alone)."""
+        assert self.child is not None
+        last = self.works.get(self.child.last_called())
+        if last is not None and last.is_sent:  # its result was lost
+            return [(last.id, 0, last.asked.rows)], False
+        for work in called:
+            work.strikes += 1
+        if max(work.strikes for work in called) <= STRIKES_MAX:
+            return [], False
+        return [(work.id, 0, work.asked.rows) for work in called if len(called) == 1], True
+
+    def _settle(self, had: list[Work], fault: Fault, blamed: list[Call], *, are_suspects: bool) -> None:
         """Say of every work that the process had what becomes of it. `are_suspects`: also of those not blamed."""
         rows: dict[int, list[int]] = {}
         for id_, first, count in blamed:

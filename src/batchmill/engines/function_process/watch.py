@@ -7,12 +7,11 @@ import time
 
 from batchmill.engines.function_process.process import Process
 from batchmill.engines.function_process.work import hung, stuffed
+from batchmill.models.function_child import Call
 from batchmill.types import ModelSpec
 
 TICK_S = 0.05
 GRACE_S = 0.5  # an async call whose time is up is told so, and may end by itself
-
-Call = tuple[int, int, int]  # ask id, first row, rows
 
 
 class Watch:

@@ -48,7 +48,7 @@ class Blame(Struct, frozen=True):
 class Work:
     """Base of LiveCall, Train, FormRow and Stream."""
 
-    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent")
+    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "strikes")
     is_train = False
     holds_up = True  # counts as running while the process has it
 
@@ -56,6 +56,7 @@ class Work:
         self.id, self.asked, self.is_exact = id_, asked, is_exact
         self.deadline = math.inf  # monotonic: somebody waits so long
         self.is_sent = False
+        self.strikes = 0  # processes that died with it and nobody knows why
 
     def frame(self) -> list[Buffer]:
         asked = self.asked
