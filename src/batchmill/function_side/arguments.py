@@ -6,6 +6,7 @@ A row function gets one item for each row in `calls`, to be called as `how` says
 from __future__ import annotations
 
 import inspect
+import operator
 
 from . import arrays, json_text
 from .installed import installed
@@ -66,6 +67,18 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
         told = ["invalid_json", f"the rows cannot be read: {error}", ""]
         return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), told))
     return bound
+
+
+def as_columns(bound, parameters):
+    """The rows as a list for each parameter; None where they have to be looked at one by one."""
+    names = parameters.positional
+    if bound.errors or parameters.is_dict or len(parameters.names) != len(names):
+        return None
+    if bound.how == ONE:
+        return {names[0]: bound.calls}
+    if bound.how == STAR and set(map(len, bound.calls)) == {len(names)}:
+        return dict(zip(names, map(list, zip(*bound.calls))))
+    return None
 
 
 def as_dicts(bound, parameters):
@@ -139,6 +152,9 @@ def _dict_of(row, parameters):
 
 def _named(rows, parameters, *, is_lenient):
     """`is_lenient`: what the function does not take is left out, as a table may have more columns."""
+    whole = _all_alike(rows, parameters)
+    if whole is not None:
+        return whole
     errors, required, names = {}, parameters.required, parameters.names
     for number, row in enumerate(rows):
         if type(row) is not dict:
@@ -161,6 +177,20 @@ def _named(rows, parameters, *, is_lenient):
     if parameters.is_dict:
         return Bound(ONE, rows, errors)
     return Bound(NAMED, rows, errors)
+
+
+def _all_alike(rows, parameters):
+    """The rows by position, where every one has each parameter and nothing else."""
+    names = parameters.positional
+    is_plain = names and parameters.names is not None and len(parameters.names) == len(names)
+    if not is_plain or parameters.is_dict or parameters.models or parameters.arrays:
+        return None
+    if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(names)}:
+        return None
+    try:
+        return Bound(ONE if len(names) == 1 else STAR, list(map(operator.itemgetter(*names), rows)), {})
+    except KeyError:
+        return None
 
 
 def _no_object(row):
@@ -231,12 +261,8 @@ def _whole_columns(meta, buffers, parameters):
     """Columns just as they came, for a function that takes columns; None where rows have to be looked at."""
     columns, extra, rows = json_text.load(buffers[0]), buffers[1:], meta["rows"]
     names = parameters.names
-    if (
-        parameters.models
-        or parameters.is_dict
-        or not names.issuperset(columns)
-        or not parameters.required.issubset(columns)
-    ):
+    is_fit = not (parameters.models or parameters.is_dict) and names.issuperset(columns)
+    if not is_fit or not parameters.required.issubset(columns):
         return None
     whole = {}
     for name in parameters.order:

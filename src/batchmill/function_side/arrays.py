@@ -97,7 +97,7 @@ def split_bytes(data):
 
 
 def write(array, buffers):
-    """What stands for a numpy array, whose bytes are added to `buffers`; None for one of a type that has no datatype."""
+    """What stands for a numpy array, its bytes added to `buffers`; None for one of a type that has no datatype."""
     kind = array.dtype.kind
     if kind in "SUO":
         items = [_bytes_of(each) for each in array.reshape(-1).tolist()]
@@ -126,16 +126,10 @@ def joined(parts):
     return loaded("numpy").concatenate(parts)
 
 
-def write_floats(items, buffers):
-    """What stands for a list of floats."""
+def write_floats(items, shape, buffers):
+    """What stands for floats in row-major order."""
     buffers.append(struct.pack(f"<{len(items)}d", *items))
-    return {ARRAY: [len(buffers) - 1, "FP64", [len(items)]]}
-
-
-def write_float(value, buffers):
-    """What stands for one float."""
-    buffers.append(struct.pack("<d", value))
-    return {ARRAY: [len(buffers) - 1, "FP64", []]}
+    return {ARRAY: [len(buffers) - 1, "FP64", shape]}
 
 
 def join_bytes(items):

@@ -27,7 +27,9 @@ class AsyncLoop:
         self._batches = Batches(code.batch_size, int(code.batch_window_s * 1e9))
         self._bisection = Bisection()
         self._asks = {}
-        self._running = {}  # task -> its (ask id, first row, rows)
+        self._running = {}  # task -> its (ask id, first row, rows), as many as the call has asks
+        self._places = []  # the tasks of single rows and streams, as `progress` numbers them
+        self._place_of = {}
         self._streams = {}  # id -> (async generator, whether it answers tensors)
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
@@ -105,14 +107,36 @@ class AsyncLoop:
                 break
             for ask, _, _ in parts:
                 ask.begin()
-            task = self._loop.create_task(self._call_row(parts) if self._is_row else self._call_batch(parts))
-            self._running[task] = [(ask.id, first, end - first) for ask, first, end in parts]
-            task.add_done_callback(self._ended)
-        self._note_progress()
-        self._wake_in_time(size)
+            call = self._call_row(parts) if self._is_row else self._call_batch(parts)
+            self._begin(call, [(ask.id, first, end - first) for ask, first, end in parts], self._ended)
+        if self._batches or self._timer is not None:
+            self._wake_in_time(size)
 
-    def _note_progress(self):
+    def _begin(self, call, entries, ended):
+        task = self._loop.create_task(call)
+        self._running[task] = entries
+        if self._is_row:
+            self._place_of[task] = len(self._places)
+            self._progress.add(len(self._places), *entries[0])
+            self._places.append(task)
+        else:
+            self._note_all()
+        task.add_done_callback(ended)
+        return task
+
+    def _note_all(self):
         self._progress.many([entry for entries in self._running.values() for entry in entries])
+
+    def _note_end(self, task):
+        del self._running[task]
+        if not self._is_row:
+            self._note_all()
+            return
+        place, last = self._place_of.pop(task), self._places.pop()
+        self._progress.take(place, len(self._places) + 1)
+        if last is not task:
+            self._places[place] = last
+            self._place_of[last] = place
 
     def _wake_in_time(self, size):
         """Come back when a batch that waits for its window is due."""
@@ -125,7 +149,7 @@ class AsyncLoop:
 
     def _ended(self, task):
         self._end_child()
-        del self._running[task]
+        self._note_end(task)
         if not task.cancelled() and task.exception() is not None:
             raise task.exception()
         self._start_calls()
@@ -210,10 +234,8 @@ class AsyncLoop:
     def _follow(self, meta, buffers):
         """Do what is wanted of a stream after what was wanted of it before."""
         stream_id = meta["id"]
-        task = self._loop.create_task(self._after(self._chains.get(stream_id), meta, buffers))
-        self._chains[stream_id] = task
-        self._running[task] = [(stream_id, 0, 1)]
-        task.add_done_callback(self._followed)
+        call = self._after(self._chains.get(stream_id), meta, buffers)
+        self._chains[stream_id] = self._begin(call, [(stream_id, 0, 1)], self._followed)
 
     def _followed(self, task):
         for stream_id, last in list(self._chains.items()):

@@ -1,10 +1,9 @@
-"""What type hints say of a value: a datatype, a shape, whether it is a numpy array. A hint nobody knows says nothing."""
+"""What type hints say of a value: datatype, shape, whether it is a numpy array. A hint nobody knows says nothing."""
 
 from __future__ import annotations
 
 import collections.abc
 import inspect
-import sys
 import typing
 
 from .installed import loaded
@@ -31,8 +30,7 @@ def hints_of(function):
     owner = function if inspect.isroutine(function) else type(function).__call__
     owner = inspect.unwrap(getattr(owner, "__func__", owner))
     try:
-        if sys.version_info >= (3, 9):
-            return typing.get_type_hints(owner, include_extras=True)
+        return typing.get_type_hints(owner, include_extras=True)
     except Exception:  # user code: a name in a hint that is imported only for type checkers, or any expression
         pass
     return {name: hint for name, hint in getattr(owner, "__annotations__", {}).items() if not isinstance(hint, str)}

@@ -5,6 +5,7 @@ Source: Inferless's pages on app.py, input and output, dynamic batching and stre
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -132,7 +133,7 @@ def _read_schema(place, folder):
     for each in dict.fromkeys((place, folder)):
         path = os.path.join(each, f"{SCHEMA}.py")
         if os.path.isfile(path):
-            module = run_user_code(lambda: _run_file(path), f"importing {SCHEMA}.py")
+            module = run_user_code(functools.partial(_run_file, path), f"importing {SCHEMA}.py")
             for name in SETTINGS:
                 settings[name] = _setting(name, getattr(module, name, settings[name]))
             schema = getattr(module, "INPUT_SCHEMA", None)

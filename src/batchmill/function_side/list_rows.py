@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 
 from . import arrays
-from .arguments import as_dicts, column_of
+from .arguments import as_columns, as_dicts, column_of
 from .asks import bad_return
 from .installed import loaded
 from .plain import detached
@@ -18,7 +18,7 @@ def prepare(ask, code):
     parameters = code.parameters
     if ask.bound.columns is not None:
         ask.columns = ask.bound.columns
-    else:
+    elif code.takes_rows or code.calls == FRAME or (columns := as_columns(ask.bound, parameters)) is None:
         dicts = as_dicts(ask.bound, parameters)
         if code.takes_rows or code.calls == FRAME:
             ask.columns = {"": dicts}
@@ -26,6 +26,8 @@ def prepare(ask, code):
             empty = dict.fromkeys(parameters.order)
             whole = [empty if row is None else row for row in dicts] if ask.errors else dicts
             ask.columns = {name: column_of(whole, name, parameters) for name in parameters.order}
+    else:
+        ask.columns = columns
     ask.keep_done()
     if not parameters.arrays:
         return [(first, end, None) for first, end in reversed(ask.runs)]
@@ -99,10 +101,11 @@ def share_out(parts, rows, result, code):
             part, found = _cut(found, end - first)
             ask.pieces.append((first, end - first, part))
             ask.end_rows(first, end)
-        return None
+        return
     items = _list_of(result)
     if items is None or len(items) != rows:
-        return _refuse(parts, rows, result, items)
+        _refuse(parts, rows, result, items)
+        return
     at = 0
     for ask, first, end in parts:
         ask.values[first:end] = items[at : at + end - first]
@@ -161,7 +164,7 @@ def _list_of(result):
     pandas = loaded("pandas")
     if pandas is not None and isinstance(result, pandas.DataFrame):
         return result.to_dict(orient="records")
-    if hasattr(result, "tolist") and not getattr(result, "shape", (1,)) == ():
+    if hasattr(result, "tolist") and getattr(result, "shape", (1,)) != ():
         return list(result) if getattr(getattr(result, "dtype", None), "kind", "") in "OSUmM" else result.tolist()
     if isinstance(result, collections.abc.Sequence) and not isinstance(result, (str, bytes)):
         return list(result)

@@ -1,6 +1,7 @@
 """The program of a function's process: `python main.py SOCKET_FD PROGRESS_FD`.
 
-Its package is loaded by path under a private name, and its folder leaves sys.path: nothing of it hides the user's modules.
+Its package is loaded by path under a private name, and its folder leaves sys.path: nothing of it hides
+the user's modules.
 """
 
 from __future__ import annotations

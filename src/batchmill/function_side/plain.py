@@ -89,13 +89,20 @@ class Writer:
 
     def _odd_number(self, value):
         """NaN and infinities."""
-        return arrays.write_float(value, self.buffers) if self.exact else None
+        return arrays.write_floats([value], [], self.buffers) if self.exact else None
 
     def _numbers(self, items):
-        """A list of floats as JSON holds it, or as an array where some are not finite; None for any other list."""
-        if not {float}.issuperset(map(type, items)):
+        """A (nested) list of floats as JSON holds it, or as an array where some are not finite; None for any other."""
+        shape, flat = [len(items)], items
+        while flat and type(flat[0]) is list and len(shape) < DEPTH_MAX:
+            length = len(flat[0])
+            if any(type(each) is not list or len(each) != length for each in flat):
+                return None
+            shape.append(length)
+            flat = [inner for each in flat for inner in each]
+        if not flat or not {float}.issuperset(map(type, flat)):
             return None
-        return items if all(map(math.isfinite, items)) else arrays.write_floats(items, self.buffers)
+        return items if all(map(math.isfinite, flat)) else arrays.write_floats(flat, shape, self.buffers)
 
     def _other(self, value):
         if isinstance(value, enum.Enum):

@@ -33,15 +33,31 @@ class Progress:
 
     def many(self, entries):
         """These (ask id, first row, rows) are about to be called, or go on."""
-        words, place = self.words, 1
-        words[0] = 0
-        for ask_id, first, rows in entries[:ENTRIES_MAX]:
-            words[place] = ask_id & 0xFFFFFFFF
-            words[place + 1] = ask_id >> 32
-            words[place + 2] = first
-            words[place + 3] = rows
-            place += 4
-        words[0] = min(len(entries), ENTRIES_MAX)
+        self.words[0] = 0
+        for place, entry in enumerate(entries[:ENTRIES_MAX]):
+            self._write(place, *entry)
+        self.words[0] = min(len(entries), ENTRIES_MAX)
+
+    def add(self, place, ask_id, first, rows):
+        """One call more, as number `place` of those that are running."""
+        if place < ENTRIES_MAX:
+            self._write(place, ask_id, first, rows)
+            self.words[0] = place + 1
+
+    def take(self, place, count):
+        """Number `place` of `count` calls has ended; the last takes its number."""
+        last = count - 1
+        if last < ENTRIES_MAX:
+            words = self.words
+            words[1 + 4 * place : 5 + 4 * place] = words[1 + 4 * last : 5 + 4 * last]
+            words[0] = last
+
+    def _write(self, place, ask_id, first, rows):
+        words, at = self.words, 1 + 4 * place
+        words[at] = ask_id & 0xFFFFFFFF
+        words[at + 1] = ask_id >> 32
+        words[at + 2] = first
+        words[at + 3] = rows
 
     def none(self):
         """User code is not running."""

@@ -112,7 +112,7 @@ class RowCaller:
             return map(call, rows).__next__
         if bound.how == STAR:
             return itertools.starmap(call, rows).__next__
-        return map(lambda named: call(**named), rows).__next__
+        return map(lambda named: call(**named), rows).__next__  # noqa: C417 (a generator ends with its first error)
 
     def _fail(self, ask, row, error):
         if self._link.is_child:
