@@ -11,6 +11,7 @@ import os
 from . import inferless_app
 from .arguments import Parameters
 from .hints import hints_of, is_frame, read_hint
+from .installed import installed
 from .loading import FINISHERS, LoadError, find
 from .marks import BATCH_ROWS_MAX, ROWS_PARAMETER
 from .plain import Writer
@@ -145,6 +146,8 @@ def _list_function(call, given, hints, source):
 def _frame_function(call, given, columns, source):
     if len(given) != 1:
         raise LoadError(f"{source}: Deployments using DataFrame Mode can only have one argument.")
+    if installed("pandas") is None:
+        raise LoadError(f"{source} takes a data frame, and its environment has no pandas: add it to the requirements")
     interface = _interface([], {}, FRAME)
     interface["inputs"] = [{"name": name, "datatype": None, "shape": [1], "required": True} for name in columns]
     code = UserCode(call, Parameters(columns, [], columns, is_dict=True), interface)
