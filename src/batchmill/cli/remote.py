@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
+from batchmill.cli.remote_models import RemoteModels
 from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client import calls, procedures
 from batchmill.client.asynchronous import AsyncClient
@@ -23,7 +24,7 @@ from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
 from batchmill.jobs.results import errors_path, output_kind
 from batchmill.states import JobState
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Scope, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, Scope, Submitted, Wait
 from batchmill.wire.native import Change, FileInfo, KeyInfo, MadeKey, ModelInfo, NewKey
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -88,6 +89,15 @@ class RemoteApp:
     async def models(self, config: Config) -> list[ModelInfo]:
         async with self._client() as client:
             return await client.models()
+
+    @contextlib.asynccontextmanager
+    async def open_models(self, config: Config) -> AsyncIterator[RemoteModels]:
+        async with self._client() as client:
+            yield RemoteModels(client)
+
+    async def deployed(self, config: Config, name: str) -> ModelSpec | None:
+        """The server finds out when the job comes."""
+        return None
 
 
 class RemoteKeys:

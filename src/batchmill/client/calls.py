@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -10,21 +10,31 @@ from msgspec import Struct
 
 from batchmill.client.messages import Ask, Request
 from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.wire.deploys import BUNDLE_MEDIA
 from batchmill.wire.native import (
     PREFIX,
     Accepted,
+    AliasInfo,
     Change,
+    DeployReply,
     Estimated,
     FileInfo,
     FilePage,
+    FunctionDetail,
     JobPage,
     KeyInfo,
     KeyList,
     MadeKey,
+    Merge,
     ModelList,
+    NewAlias,
     NewJob,
     NewKey,
     Planned,
+    Restart,
+    Rollback,
+    VersionInfo,
+    VersionList,
     Work,
 )
 from batchmill.wire.previews import SealReport
@@ -123,6 +133,58 @@ def _preview(reply: type[T], what: str, work: Work) -> Ask[T]:
 
 def models() -> Ask[ModelList]:
     return Ask(Request("GET", _path("models")), ModelList)
+
+
+def deploy(size_bytes: int) -> Ask[DeployReply]:
+    """The archive is the body. Making an environment takes as long as it takes."""
+    headers = {"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)}
+    return Ask(Request("POST", _path("models"), headers=headers, is_repeatable=False, is_long=True), DeployReply)
+
+
+def model(name: str) -> Ask[FunctionDetail]:
+    return Ask(Request("GET", _path("models", name)), FunctionDetail)
+
+
+def model_log(name: str, *, branch: str | None, version: str | None) -> Request:
+    return Request("GET", _path("models", name, "log"), _query(branch=branch, version=version))
+
+
+def model_document(name: str) -> Ask[dict[str, Any]]:
+    return Ask(Request("GET", _path("models", name, "openapi.json")), dict[str, Any])
+
+
+def rollback(name: str, asked: Rollback) -> Ask[VersionInfo]:
+    """Without a number a second one would go back further."""
+    ask = _long(VersionInfo, _path("models", name, "rollback"), asked)
+    return ask if asked.number is None else Ask(msgspec.structs.replace(ask.request, is_repeatable=True), VersionInfo)
+
+
+def merge(name: str, asked: Merge) -> Ask[VersionInfo]:
+    return _long(VersionInfo, _path("models", name, "merge"), asked)
+
+
+def restart(name: str, asked: Restart) -> Ask[VersionInfo]:
+    return _long(VersionInfo, _path("models", name, "restart"), asked)
+
+
+def _long(reply: type[T], path: str, body: Struct) -> Ask[T]:
+    """Workers of the new version are up before the answer comes."""
+    ask = _post(reply, path, body)
+    return Ask(msgspec.structs.replace(ask.request, is_long=True), reply)
+
+
+def set_alias(name: str, alias: str, asked: NewAlias) -> Ask[AliasInfo]:
+    body, headers = msgspec.json.encode(asked), {"content-type": "application/json"}
+    return Ask(Request("PUT", _path("models", name, "aliases", alias), headers=headers, body=body), AliasInfo)
+
+
+def remove_alias(name: str, alias: str) -> Ask[VersionList]:
+    return Ask(Request("DELETE", _path("models", name, "aliases", alias), is_repeatable=False), VersionList)
+
+
+def remove_model(name: str, *, branch: str | None, version: str | None) -> Ask[VersionList]:
+    query = _query(branch=branch, version=version)
+    return Ask(Request("DELETE", _path("models", name), query, is_repeatable=False), VersionList)
 
 
 def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> Ask[FileInfo]:

@@ -18,10 +18,11 @@ import msgspec
 from msgspec.structs import fields
 
 from batchmill.client import calls
+from batchmill.client.bundling import bundled, frame_columns
 from batchmill.client.messages import Ask, Broken, Reply, Send, SendFile, Sleep, Steps
 from batchmill.client.replies import error_of, retry_after_s, value_of
 from batchmill.errors import BatchmillError, InvalidInput, Unavailable
-from batchmill.wire.native import Accepted, FileInfo, NewJob, Work
+from batchmill.wire.native import Accepted, DeployReply, FileInfo, NewJob, Work
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Work)
@@ -179,6 +180,33 @@ def described(kind: type[W], files: list[str], options: dict[str, Any]) -> W:
         return msgspec.convert({**told, "files": files}, kind)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
+
+
+def deploy(source: Any, settings: dict[str, Any]) -> Steps[DeployReply]:
+    """Send a function with its code. What was not answered is not sent again: it may be a version already."""
+    told = dict(settings)
+    include = told.pop("include", ())
+    samples = {f"{name}.json": told.pop(f"{name}_json", None) for name in ("input", "output")}
+    chosen = {name: Path(path).absolute() for name, path in samples.items() if path is not None}
+    columns = frame_columns(told.pop("dataframe_mode", False), told.pop("example_dataframe", None))
+    if columns:
+        told["frame_columns"] = columns
+    if (path := told.get("requirements")) is not None and os.path.isfile(path):
+        told["requirements"] = Path(path).read_text()
+    with bundled(source, told, include=include, samples=chosen) as (_, file):
+        size_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        return (yield from send_bundle(file, size_bytes))
+
+
+def send_bundle(file: BinaryIO, size_bytes: int) -> Steps[DeployReply]:
+    """Send an archive of code."""
+    what = calls.deploy(size_bytes)
+    try:
+        reply: Reply = yield SendFile(what.request, file)
+    except Broken as broken:
+        raise unreachable(broken) from None
+    return value_of(what, reply)
 
 
 # -- pages --------------------------------------------------------------------------------------------------------

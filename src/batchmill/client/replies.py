@@ -20,7 +20,7 @@ _UNIQUE = (
     errors.InvalidConfig, errors.InvalidRow, errors.InvalidDataset, errors.InvalidTransition, errors.InputChanged,
     errors.AuthRefused, errors.QuotaExhausted, errors.StorageFull, errors.ModelFailed, errors.LedgerBroken,
 )  # fmt: skip
-BY_CODE: dict[str, type[BatchmillError]] = {each.code: each for each in _UNIQUE}
+BY_CODE: dict[str, type[BatchmillError]] = {each.code: each for each in _UNIQUE} | {"deploy_failed": errors.ModelFailed}
 BY_STATUS: dict[int, type[BatchmillError]] = {
     400: errors.InvalidInput,
     401: errors.Unauthenticated,

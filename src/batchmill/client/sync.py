@@ -13,10 +13,12 @@ from batchmill.client import calls, connection, procedures
 from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
+from batchmill.client.sync_model import Model
 from batchmill.client.writing import is_past, part_of
 from batchmill.types import JobView, LedgerReport, Wait
 from batchmill.wire.native import (
     Change,
+    DeployReply,
     Estimated,
     FileInfo,
     KeyInfo,
@@ -104,6 +106,24 @@ class Client:
     def models(self) -> list[ModelInfo]:
         """The models that this key may use, with their adapters."""
         return self.call(calls.models()).models
+
+    def deploy(self, source: Any, **settings: Any) -> DeployReply:
+        """Make a Python function a model of the server's, or a new version of one.
+
+        Args:
+            source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
+            settings: the fields of `batchmill.wire.deploys.DeployOrder` (`name`, `branch`, `requirements`: a file or
+                its text, `python`, `environment`, `secrets`, `workers`, `gpus`, `memory_bytes`, `timeout_s`,
+                `batch_size`, `batch_window_s`, `is_idempotent`, `received_shapes`, `examples`), and `include` (further
+                files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
+
+        Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
+        """
+        return self.run(procedures.deploy(source, settings))
+
+    def model(self, name: str) -> Model:
+        """A deployed function, to look after; nothing is asked yet."""
+        return Model(self, name)
 
     def upload(
         self,

@@ -1,15 +1,16 @@
-"""What both shells need when a job is waited for and its files are written."""
+"""What both shells need when a job is waited for, its files are written and an alias is made."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from batchmill.states import JobState
 from batchmill.types import JobView
+from batchmill.wire.native import BackendInfo, NewAlias
 
 
 def is_past(until: float | None, now: float, view: JobView) -> bool:
@@ -29,3 +30,10 @@ def part_of(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def asked_of(backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo]) -> NewAlias:
+    """What an alias is to stand for, versions of the branch main given by their numbers alone."""
+    if isinstance(backends, dict):
+        backends = [BackendInfo(number, weight=weight) for number, weight in backends.items()]
+    return NewAlias(backends, [BackendInfo(each) if isinstance(each, int) else each for each in mirrors])

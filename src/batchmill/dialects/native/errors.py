@@ -32,7 +32,7 @@ BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
     (errors.JobPaused, 503),
     (BatchmillError, 500),
 )
-BY_CODE = {"method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408}
+BY_CODE = {"deploy_failed": 422, "method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408}
 
 
 def status_of(error: BatchmillError) -> int:

@@ -36,7 +36,7 @@ from batchmill.wire.native import (
 
 MODELS = f"{PREFIX}/models"
 ONE = f"{MODELS}/{{name}}"
-MISSING, IN_USE = 404, 409
+MISSING, IN_USE, REFUSED = 404, 409, 422
 DOCUMENT = Content("application/json", {"type": "object"})
 
 
@@ -51,6 +51,7 @@ class Functions:
             Operation(
                 "deploy", "POST", MODELS, "Deploy a function", admin, self.deploy, body=Content(BUNDLE_MEDIA),
                 reply=DeployReply, status=201, also={200: DeployReply}, body_bytes_max=BYTES_MAX,
+                errors=(REFUSED,),
             ),
             Operation(
                 "model", "GET", ONE, "A deployed function, and how it is called", read, self.show,

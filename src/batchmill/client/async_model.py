@@ -1,0 +1,74 @@
+"""A deployed function at a server: its versions, its aliases, and what is printed while one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from batchmill.client import calls
+from batchmill.client.streams import Bytes
+from batchmill.client.writing import asked_of
+from batchmill.wire.native import (
+    AliasInfo,
+    BackendInfo,
+    FunctionDetail,
+    Merge,
+    Restart,
+    Rollback,
+    VersionInfo,
+)
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
+
+
+class AsyncModel:
+    """Raises, everywhere: UnknownName (`model_not_found`) for a function or version that is not there."""
+
+    def __init__(self, client: AsyncClient, name: str) -> None:
+        self._client, self.name = client, name
+
+    async def show(self) -> FunctionDetail:
+        """Its versions, what its names stand for, and how it is called."""
+        return await self._client.call(calls.model(self.name))
+
+    async def openapi(self) -> dict[str, Any]:
+        """Its OpenAPI document."""
+        return await self._client.call(calls.model_document(self.name))
+
+    async def log(self, *, branch: str | None = None, version: int | str | None = None) -> str:
+        """What was printed while a version was made: the newest that was tried, where none is named."""
+        wanted = None if version is None else str(version)
+        pieces = self._client.read(Bytes(calls.model_log(self.name, branch=branch, version=wanted)))
+        return b"".join([piece async for piece in pieces]).decode(errors="replace")
+
+    async def rollback(self, number: int | None = None, *, branch: str = "main") -> VersionInfo:
+        """Let an earlier version be the latest: this one, or the one before."""
+        return await self._client.call(calls.rollback(self.name, Rollback(branch, number)))
+
+    async def merge(self, source: str, *, into: str = "main") -> VersionInfo:
+        """Make the latest of one branch a new version of another."""
+        return await self._client.call(calls.merge(self.name, Merge(source, into)))
+
+    async def restart(self, *, branch: str = "main") -> VersionInfo:
+        """Make the latest again, under a new number, with workers of its own."""
+        return await self._client.call(calls.restart(self.name, Restart(branch)))
+
+    async def set_alias(
+        self, alias: str, backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo] = ()
+    ) -> AliasInfo:
+        """Let an alias stand for versions.
+
+        Args:
+            backends: number -> weight on the branch main, or BackendInfo for other branches too.
+            mirrors: versions that get copies of the calls; their answers go nowhere.
+        """
+        return await self._client.call(calls.set_alias(self.name, alias, asked_of(backends, mirrors)))
+
+    async def remove_alias(self, alias: str) -> None:
+        await self._client.call(calls.remove_alias(self.name, alias))
+
+    async def remove(self, *, branch: str | None = None, version: int | None = None) -> list[VersionInfo]:
+        """Remove a version, a branch, or all. Raises: Conflict (`version_in_use`)."""
+        wanted = None if version is None else str(version)
+        return (await self._client.call(calls.remove_model(self.name, branch=branch, version=wanted))).versions
