@@ -7,10 +7,12 @@ import sys
 import pytest
 
 CODE = """
-import logging, sys
+import asyncio, logging, sys
 from batchmill.server import access_log
 access_log.configure(sys.argv[1])
-access_log.write(access_log.Served("req_1", "GET", "/x", 200, project="one", key="k"))
+async def serve():
+    access_log.write(access_log.Served("req_1", "GET", "/x", 200, project="one", key="k"))
+asyncio.run(serve())
 log = logging.getLogger("batchmill.server")
 log.warning("two\\nlines \\x1b[31m %s", "and a \\r")
 logging.getLogger("uvicorn.error").info("not wanted")
@@ -18,6 +20,23 @@ try:
     raise ValueError("what somebody sent")
 except ValueError as error:
     log.error("failed", exc_info=error)
+"""
+
+
+MANY = """
+import asyncio, sys
+from batchmill.server import access_log
+access_log.configure("info")
+access_log.TOGETHER_S = 0.0
+async def serve():
+    for number in range(access_log.LINES_MAX + 1):
+        access_log.write(access_log.Served(f"req_{number}", "GET", "/x", 200))
+    await asyncio.sleep(0.0)
+    while access_log.access.handlers[0]._lines:
+        await asyncio.sleep(0.0)
+    print("all are written", file=sys.stderr, flush=True)
+    access_log.write(access_log.Served("last", "GET", "/x", 200, code="unknown_url"))
+asyncio.run(serve())
 """
 
 
@@ -34,6 +53,15 @@ def test_every_message_is_one_line():
     }  # fmt: skip
     assert warning["message"] == "two\nlines \x1b[31m and a \r" and warning["level"] == "warning"
     assert error["trace"].endswith("ValueError") and "what somebody sent" not in error["trace"]
+
+
+def test_lines_are_written_together_and_none_is_lost():
+    """Lines wait for others for a moment, at most so many; the last are written at the end of the process."""
+    told = subprocess.run([sys.executable, "-c", MANY], capture_output=True, check=True, timeout=60).stderr.split(b"\n")
+    assert [json.loads(line)["request"] for line in told[:1001]] == [f"req_{number}" for number in range(1001)]
+    assert told[1001] == b"all are written"
+    last = json.loads(told[1002])
+    assert (last["request"], last["code"], last["level"]) == ("last", "unknown_url", "info") and "project" not in last
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("warning", 2), ("error", 1)])

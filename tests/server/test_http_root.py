@@ -8,6 +8,7 @@ import httpx
 import pytest
 from small_api import HeldKeys, small_api
 
+from batchmill.server import access_log
 from batchmill.types import Caller, Scope
 
 READER = Caller("one", Scope.READ, "k1")
@@ -177,12 +178,15 @@ async def test_a_client_that_leaves_is_noticed():
         assert (await seen.get()).route == "/small/gone"
 
 
-async def test_a_line_for_each_request(caplog):
+async def test_a_line_for_each_request(capsys, caplog, monkeypatch):
     """The log has who asked for what and what came of it, and neither values nor keys."""
     caplog.set_level(logging.INFO, "batchmill.access")
+    lines = access_log.Requests()
+    monkeypatch.setattr(access_log.access, "handlers", [lines])
     async with small_api(keys=HeldKeys(good=READER)) as small:
         await ask(small, "GET", "/small/things?after=private", headers={"authorization": "Bearer good"})
-    told = caplog.records[-1].fields
+    lines.flush()
+    told = json.loads(capsys.readouterr().err)
     assert {name: told[name] for name in ("method", "route", "status", "project", "key", "bytes_in")} == {
         "method": "GET", "route": "/small/things", "status": 200, "project": "one", "key": "k1", "bytes_in": 0,
     }  # fmt: skip

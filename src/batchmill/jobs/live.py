@@ -163,7 +163,7 @@ class LivePath:
         if pool is None or pool.failure is not None or self._pools.is_closed:
             return None
         worker = pool.least_live()
-        if worker is None or sum([len(each.calls) for each in pool.workers.values()]) >= IN_FLIGHT_MAX:
+        if worker is None or line.in_flight >= IN_FLIGHT_MAX:
             return None
         if hold and not line.is_held:
             self._hold(line)

@@ -312,7 +312,12 @@ class Pool:
 
     def least_live(self) -> PoolWorker | None:
         """The ready worker with the fewest live requests."""
-        return None if self._stopping else min(self.ready(), key=lambda worker: len(worker.calls), default=None)
+        found = None
+        for worker in () if self._stopping else self.workers.values():  # for every call: no list, no key
+            is_free = worker.is_ready and not worker.is_ended
+            if is_free and (found is None or len(worker.calls) < len(found.calls)):
+                found = worker
+        return found
 
     @property
     def waiting(self) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import sys
+import time
 import traceback
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
+TOGETHER_S = 0.1  # a line is written so late at most
+LINES_MAX = 1000  # that are kept for so long
 LEVELS = ("debug", "info", "warning", "error")
 access = logging.getLogger("batchmill.access")
 _encode = msgspec.json.Encoder().encode
@@ -33,14 +38,81 @@ class Served(Struct):
 
 
 def write(served: Served) -> None:
-    """One line for a request."""
+    """One line for a request; lines that come close together are written together."""
     if access.isEnabledFor(logging.INFO):
-        told = {
-            "method": served.method[:16], "route": served.route, "status": served.status,
-            "ms": round(served.seconds * 1000, 2), "project": served.project, "key": served.key, "request": served.id,
-            "bytes_in": served.bytes_in, "bytes_out": served.bytes_out, "code": served.code,
-        }  # fmt: skip
-        access.info("request", extra={"fields": {name: value for name, value in told.items() if value is not None}})
+        for handler in access.handlers:
+            if isinstance(handler, Requests):
+                handler.add(served)
+
+
+class _Line(Struct, omit_defaults=True):
+    """A request as it is written."""
+
+    at: str
+    level: str
+    source: str = field(name="from")
+    method: str
+    route: str
+    status: int
+    ms: float
+    project: str | None = None
+    key: str | None = None
+    request: str = ""
+    bytes_in: int = -1  # no size: it is never left out
+    bytes_out: int = -1
+    code: str | None = None
+
+
+class Requests(logging.Handler):
+    """The lines of requests: thousands a second, which would cost more than the requests if each were a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._second, self._date = 0, ""
+
+    def add(self, served: Served) -> None:
+        self._lines.append(self._line(served))
+        if len(self._lines) >= LINES_MAX:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TOGETHER_S, self.flush)
+
+    def _line(self, served: Served) -> bytes:
+        now = time.time()
+        second = int(now)
+        if second != self._second:
+            self._second, self._date = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        told = _Line(
+            f"{self._date}.{int((now - second) * 1000):03d}+00:00", "info", access.name, served.method[:16],
+            served.route, served.status, round(served.seconds * 1000, 2), served.project, served.key, served.id,
+            served.bytes_in, served.bytes_out, served.code,
+        )  # fmt: skip
+        return _encode(told)
+
+    def flush(self) -> None:
+        """Write what there is. Also at the end of the process, by `logging.shutdown`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines = self._lines, []
+        if lines:
+            with contextlib.suppress(OSError):  # nobody reads them any more
+                sys.stderr.buffer.write(b"\n".join(lines) + b"\n")
+                sys.stderr.flush()
+
+
+class _Messages(logging.StreamHandler):
+    """All other messages: behind the lines of the requests before them."""
+
+    def __init__(self, requests: Requests) -> None:
+        super().__init__(sys.stderr)
+        self._requests = requests
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._requests.flush()
+        super().emit(record)
 
 
 class _Lines(logging.Formatter):
@@ -49,7 +121,7 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"at": at, "level": record.levelname.lower(), "from": record.name}
-        line |= getattr(record, "fields", None) or {"message": record.getMessage()}
+        line["message"] = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             line["trace"] = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
@@ -60,7 +132,9 @@ class _Lines(logging.Formatter):
 
 def configure(level: str) -> None:
     """Have the whole process log so, once. uvicorn's own lines of requests are off."""
-    handler = logging.StreamHandler(sys.stderr)
+    requests = Requests()
+    handler = _Messages(requests)
     handler.setFormatter(_Lines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    access.handlers[:] = [requests]
     logging.getLogger("batchmill").setLevel(level.upper())

@@ -46,6 +46,9 @@ class Metrics:
         self._events_waiting = 0
         self._ended: Counter[tuple[str, ...]] = Counter()
         self._live_tokens: Counter[tuple[str, ...]] = Counter()
+        # What is counted under these labels: to find it costs more than to count.
+        self._of_requests: dict[tuple[str, str, str], tuple[prometheus.Counter, prometheus.Histogram]] = {}
+        self._of_live: dict[tuple[str, str], tuple[prometheus.Counter, prometheus.Histogram]] = {}
         self._build()
         prometheus.ProcessCollector(registry=self._registry)
         self._registry.register(_Now(self))
@@ -74,14 +77,22 @@ class Metrics:
     def served(self, served: Served) -> None:
         """A request has ended. Quick, and never raises."""
         method = served.method if served.method in METHODS else "other"
-        route = served.route or "none"
-        self._requests.labels(method, route, str(served.status)).inc()
-        self._request_s.labels(method, route).observe(served.seconds)
+        key = method, served.route or "none", str(served.status)
+        found = self._of_requests.get(key)
+        if found is None:
+            found = self._requests.labels(*key), self._request_s.labels(*key[:2])
+            self._of_requests[key] = found
+        found[0].inc()
+        found[1].observe(served.seconds)
 
     def live(self, call: LiveCall) -> None:
         """A live request has ended."""
-        self._live.labels(call.model, str(call.status) if call.status else "none").inc()
-        self._live_s.labels(call.model).observe(call.seconds)
+        key = call.model, str(call.status) if call.status else "none"
+        found = self._of_live.get(key)
+        if found is None:
+            found = self._of_live[key] = self._live.labels(*key), self._live_s.labels(call.model)
+        found[0].inc()
+        found[1].observe(call.seconds)
         if call.usage is not None:
             told = call.usage.input_tokens, call.usage.cached_tokens, call.usage.output_tokens
             for kind, tokens in zip(("input", "cached", "output"), told, strict=True):
