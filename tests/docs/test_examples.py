@@ -32,6 +32,7 @@ TASK_PAGES = [
     "docs/python-sdk.md",
     "docs/webhooks-and-metrics.md",
     "docs/when-it-goes-wrong.md",
+    "docs/modelbit.md",
 ]
 PAGES = [*TASK_PAGES, "docs/configuration.md"]
 
