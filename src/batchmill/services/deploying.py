@@ -107,13 +107,14 @@ class Workshop:
         return replace(found.spec, function=function)
 
     def log(self, version: ModelVersion) -> str:
-        """The end of what was printed while a version was made."""
+        """The end of what was printed while a version was made, and why it failed."""
+        told = f"{version.error}\n" if version.error else ""
         try:
             with (self.folder(version) / LOG).open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - LOG_BYTES_MAX))
-                return file.read().decode(errors="replace")
+                return file.read().decode(errors="replace") + told
         except FileNotFoundError:
-            return version.error or ""
+            return told
 
     def discard_code(self, version: ModelVersion) -> None:
         """A version that failed keeps only what was printed."""

@@ -97,8 +97,8 @@ class ModelVersions:
         return self._book.routes(name)
 
     def show(self, name: str) -> tuple[list[ModelVersion], list[Route]]:
-        """Its versions and routes. Raises: UnknownName for a function that was never deployed here."""
-        if not self.get(name):
+        """Its versions and routes. Raises: UnknownName for a function of which nothing is left."""
+        if all(each.state == REMOVED for each in self.get(name)):
             raise self._book.unknown(name, None, LATEST)
         return self.get(name), self.routes(name)
 
