@@ -1,0 +1,55 @@
+"""A real server with functions deployed to it, and scripts of published clients that are run against it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fakes.running_server import RunningServer, running_server
+
+COMMAND_S = 100
+
+
+def batchmill(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command on the data directory of the server in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "batchmill", "--data-dir", str(folder / "data"), *words],
+        cwd=folder, capture_output=True, text=True, timeout=COMMAND_S,
+    )  # fmt: skip
+
+
+def deploy(folder: Path, *words: str) -> None:
+    done = batchmill(folder, "deploy", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def server_of(folder: Path, code: str, deployments: Sequence[Sequence[str]], *words: str) -> Iterator[RunningServer]:
+    """A server with the functions of `code` (functions.py): words of `batchmill deploy` for each."""
+    (folder / "functions.py").write_text(code)
+    (folder / "batchmill.toml").write_text("")
+    for each in deployments:
+        deploy(folder, *each)
+    with running_server(folder, "", *words) as server:
+        yield server
+
+
+def run_script(python: str, script: str, **told: Any) -> dict[str, Any]:
+    """What a script says in `found` once it has ended, in the interpreter of a published client.
+
+    It finds `told` under those names, and nothing of our own environment or packages.
+    """
+    text = f"import json\nfound = {{}}\nlocals().update(json.loads({json.dumps(json.dumps(told))}))\n{script}\n"
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    done = subprocess.run(
+        [python, "-c", text + "print('\\n' + json.dumps(found))"],
+        capture_output=True, text=True, timeout=COMMAND_S, env=kept,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("\n{")[2].join(["{", ""]))
