@@ -16,6 +16,7 @@ from . import json_text
 
 MAGIC = b"bmf1"
 HEAD = struct.Struct("<4sIII")
+HEAD_OF_ONE = struct.Struct("<4sIIIQ")  # of a frame with one buffer
 BUFFERS_MAX = 1 << 16
 TEXT_BYTES_MAX = 1 << 28
 BYTES_MAX = 1 << 31
@@ -38,8 +39,7 @@ def pack_text(text, buffers=()):
     count = len(buffers)
     sizes = [each.nbytes if type(each) is memoryview else len(each) for each in buffers]
     if count == 1 and sizes[0] < LARGE_BYTES:
-        head = HEAD.pack(MAGIC, len(text), 1, zlib.crc32(text))
-        return [b"%b%b%b%b" % (head, sizes[0].to_bytes(8, "little"), text, buffers[0])]
+        return [b"%b%b%b" % (HEAD_OF_ONE.pack(MAGIC, len(text), 1, zlib.crc32(text), sizes[0]), text, buffers[0])]
     text += b" " * _padding(HEAD.size + 8 * count + len(text), sizes)
     head = HEAD.pack(MAGIC, len(text), count, zlib.crc32(text))
     return [b"%b%b%b" % (head, struct.pack("<%dQ" % count, *sizes), text), *buffers]  # noqa: UP031
@@ -98,12 +98,29 @@ class Reader:
             whole, self._large = self._large, None
             return [_take(whole, 0, len(whole), is_large=True)]
         self._end += size
-        frames = []
+        frames = self._small()
         while self._end - self._begin >= HEAD.size:
             frame = self._next()
             if frame is None:
                 break
             frames.append(frame)
+        return frames
+
+    def _small(self):
+        """The frames of one buffer at the front: nearly all are such, and this is a shorter way."""
+        data, at = bytes(self._view[self._begin : self._end]), 0
+        frames, have = [], len(data)
+        while have - at >= HEAD_OF_ONE.size:
+            magic, text_size, count, crc, size = HEAD_OF_ONE.unpack_from(data, at)
+            middle = at + HEAD_OF_ONE.size + text_size
+            if count != 1 or magic != MAGIC or middle + size > have:
+                break
+            text = data[at + HEAD_OF_ONE.size : middle]
+            if zlib.crc32(text) != crc:
+                raise BrokenFrame("a frame whose checksum is wrong")
+            at = middle + size
+            frames.append((json_text.load(text), [data[middle:at]]))
+        self._begin += at
         return frames
 
     def _next(self):
