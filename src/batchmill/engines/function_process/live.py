@@ -18,7 +18,7 @@ from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Answering
 from batchmill.types import Ask, FunctionSpec, Interface, ModelSpec
-from batchmill.wire.call_forms import CALL_FORMS, INFERLESS_TENSORS, TENSORS
+from batchmill.wire.call_forms import CALL_FORMS, INFERLESS_TENSORS, TENSORS, CallForm
 from batchmill.wire.calls import Asked, Results
 from batchmill.wire.messages import Answer
 from batchmill.wire.raised import Raised
@@ -75,6 +75,7 @@ class LiveCalls:
         self.limit_s = model.limits.attempt_timeout_s
         self.interface: Interface = function.interface
         self.in_flight = 0
+        self._forms: dict[str, CallForm] = {}  # those that were used
         self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
 
     def ask(self, ask: Ask, answering: Answering) -> None:
@@ -99,14 +100,18 @@ class LiveCalls:
     def read(self, ask: Ask) -> Asked | Raised:
         """The body as calls, or what is wrong with it."""
         try:
-            form = CALL_FORMS.get(ask.form)
-            if form is None:
-                raise InvalidInput(f"no form of calls is named {ask.form!r}", code="unknown_form")
+            form = self._forms.get(ask.form) or self._load(ask.form)
             return form.read(ask.body, ask.head, self.interface, received_shapes=self._received_shapes)
         except BatchmillError as error:
             return Raised.of(error)
         except Exception as error:  # a form's own bug: who waits must hear of it
             return _bug(error)
+
+    def _load(self, name: str) -> CallForm:
+        if name not in CALL_FORMS:
+            raise InvalidInput(f"no form of calls is named {name!r}", code="unknown_form")
+        form = self._forms[name] = CALL_FORMS[name]
+        return form
 
     def _begin(self, ask: Ask, answering: Answering, arrived: float, asked: Asked | Raised) -> None:
         if isinstance(asked, Raised):
@@ -123,7 +128,7 @@ class LiveCalls:
 
     def _written(self, call: LiveCall, results: Results) -> Answer:
         try:
-            body, head = CALL_FORMS[call.form].write(call.asked, results, self._name, self._version)
+            body, head = self._forms[call.form].write(call.asked, results, self._name, self._version)
             return Answer(call.id, body, head)
         except BatchmillError as error:
             return Answer(call.id, raised=Raised.of(error))

@@ -15,7 +15,8 @@ from batchmill.wire.calls import Asked, CallError, Results
 CRASHED, HUNG, STUFFED = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
-_WORD = {True: b"true", False: b"false"}
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b}'
+WORDS = {True: b"true", False: b"false"}
 
 
 class Fault(Struct, frozen=True):
@@ -60,10 +61,8 @@ class Work:
 
     def frame(self) -> list[Buffer]:
         asked = self.asked
-        text = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b}' % (
-            self.id, asked.rows, asked.layout.encode(), _WORD[self.is_train], _WORD[self.is_exact],
-        )  # fmt: skip
-        return pack_text(text, [asked.calls, *asked.buffers])
+        text = ASK % (self.id, asked.rows, asked.layout.encode(), WORDS[self.is_train], WORDS[self.is_exact])
+        return pack_text(text, [asked.calls, *asked.buffers] if asked.buffers else (asked.calls,))
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         """A `results` or `piece` frame of it. True: it was the last."""
