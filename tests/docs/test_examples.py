@@ -29,6 +29,8 @@ TASK_PAGES = [
     "docs/use-a-language-model.md",
     "docs/use-a-remote-service.md",
     "docs/serve.md",
+    "docs/open-inference.md",
+    "docs/inferless.md",
     "docs/python-sdk.md",
     "docs/webhooks-and-metrics.md",
     "docs/when-it-goes-wrong.md",

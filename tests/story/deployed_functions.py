@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 from fakes.running_server import RunningServer, running_server
 
 COMMAND_S = 100
+DOCS = Path(__file__).parents[2] / "docs"
+SHOWN_ADDRESS = "127.0.0.1:8080"  # of the server, in pages
 
 
 def batchmill(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -53,3 +56,21 @@ def run_script(python: str, script: str, **told: Any) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("\n{")[2].join(["{", ""]))
+
+
+def run_example(python: str, page: str, client: str, port: int) -> tuple[str, str]:
+    """What the program below `<!-- CLIENT -->` in a page prints at a server of ours, and what the page says of it."""
+    block = re.search(rf"<!-- {client} -->\n```python\n(.*?)```\n+```\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert block is not None, f"{page} has no program for {client}"
+    script = block[1].replace(SHOWN_ADDRESS, f"127.0.0.1:{port}")
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=COMMAND_S, env=kept)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, block[2]
+
+
+def page_file(page: str, name: str) -> str:
+    """A file that a page shows below `<!-- file: NAME -->`."""
+    block = re.search(rf"<!-- file: {re.escape(name)} -->\n```\w*\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert block is not None, f"{page} shows no file {name}"
+    return block[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from story.client_envs import client_python
-from story.deployed_functions import deploy, run_script, server_of
+from story.deployed_functions import deploy, page_file, run_example, run_script, server_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "inferless_app"
 PROMPT = "There is a fine house in the forest"
@@ -122,6 +122,8 @@ def server(tmp_path_factory):
     app(folder, "labels", LABELS, LABELS_SCHEMA)
     app(folder, "stream", STREAM, STREAM_SCHEMA)
     app(folder, "talk", CHAT, CHAT_SCHEMA)
+    page = [page_file("inferless.md", f"my_app/{name}") for name in ("app.py", "input_schema.py")]
+    app(folder, "my_app", *page)
     with server_of(folder, "", []) as running:
         yield running
 
@@ -284,3 +286,9 @@ def test_the_strict_address_holds_integers_to_their_width(server):
         {"name": "prompt", "datatype": "BYTES", "shape": [1]},
         {"name": "shape", "datatype": "INT8", "shape": [2], "optional": True},
     ]
+
+
+def test_the_pages_program_prints_what_the_page_says(server):
+    """The program of docs/inferless.md works as it stands there, with the app that the page shows."""
+    printed, told = run_example(client_python("inferless"), "inferless.md", "inferless", server.port)
+    assert printed == told

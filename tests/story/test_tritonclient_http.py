@@ -2,7 +2,7 @@
 
 import pytest
 from story.client_envs import client_python
-from story.deployed_functions import run_script, server_of
+from story.deployed_functions import run_example, run_script, server_of
 
 FUNCTIONS = '''
 from typing import Annotated
@@ -343,3 +343,9 @@ found["register"] = refused(client.register_system_shared_memory, "region", "/re
     assert found["verbose"][0] == found["level"][0] == found["register"][0] == "400"
     assert "log_verbose_level" in found["verbose"][1] and "trace_level" in found["level"][1]
     assert found["memory"] == [] and "shared memory" in found["register"][1]
+
+
+def test_the_pages_program_prints_what_the_page_says(server):
+    """The program of docs/open-inference.md works as it stands there."""
+    printed, told = run_example(client_python("tritonclient"), "open-inference.md", "tritonclient", server.port)
+    assert printed == told
