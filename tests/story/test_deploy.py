@@ -120,7 +120,7 @@ def test_versions_aliases_and_rollback(server, client):
 
 
 def test_a_function_object_is_deployed_with_its_modules(server, client, monkeypatch):
-    """`client.deploy(fn)` sends a function's module and what it imports; its document and example say how to call it."""
+    """`client.deploy(fn)` sends its module and what that imports; its document and example say how to call it."""
     (server.folder / "code").mkdir()
     (server.folder / "code" / "scoring_of_test.py").write_text(MODULE)
     (server.folder / "code" / "factors.py").write_text("five = 5\n")

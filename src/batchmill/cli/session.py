@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from batchmill import config
 from batchmill.cli.interrupts import Interrupts
-from batchmill.cli.text import clean, json_line
+from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidInput, JobPaused
+from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed
 from batchmill.ports import Jobs
 from batchmill.types import JobOrder, JobView, ModelSpec
 from batchmill.wire.native import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
+TRACE_CHARS_MAX = 20_000
 EXIT_PIPE = 141  # as a shell shows a process that SIGPIPE ended
 LOCAL, REMOTE = "batchmill.cli.local", "batchmill.cli.remote"  # modules that have an `app`
 SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
@@ -225,7 +226,8 @@ class Session:
             return self._crashed(error)
         if self.as_json:
             self.emit("error", code=error.code, message=error.message)
-        self.say(f"batchmill: {clean(error.message, lines=True)}")
+        chars_max = TRACE_CHARS_MAX if isinstance(error, ModelFailed) else CHARS_MAX  # its last line says most
+        self.say(f"batchmill: {clean(error.message, chars_max, lines=True)}")
         if self.verbose:
             self.say(_trace(error))
         if isinstance(error, JobPaused):

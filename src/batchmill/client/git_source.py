@@ -72,7 +72,7 @@ def _fetch(place: str, address: str, revision: str) -> None:
         _git(place, "checkout", "--quiet", "FETCH_HEAD")
     except InvalidInput:
         _git(place, "fetch", "--quiet", "--tags", "--end-of-options", address, "+refs/heads/*:refs/remotes/origin/*")
-        _git(place, "checkout", "--quiet", "--detach", revision)
+        _git(place, "checkout", "--quiet", "--detach", revision, "--")
 
 
 def _git(place: str, *words: str) -> str:

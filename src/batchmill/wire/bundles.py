@@ -69,7 +69,7 @@ def read(source: BinaryIO, folder: Path) -> DeployOrder:
     """
     try:
         with (
-            gzip.GzipFile(fileobj=source) as unpacked,
+            gzip.GzipFile(fileobj=source, mode="rb") as unpacked,
             tarfile.open(fileobj=unpacked, mode="r|", tarinfo=_PlainInfo) as archive,
         ):
             members = iter(archive)
