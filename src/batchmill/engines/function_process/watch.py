@@ -11,6 +11,7 @@ from batchmill.models.function_child import Call
 from batchmill.types import ModelSpec
 
 TICK_S = 0.05
+LOG_TICKS = 20  # between two looks at the size of the log
 GRACE_S = 0.5  # an async call whose time is up is told so, and may end by itself
 
 
@@ -29,9 +30,18 @@ class Watch:
 
     async def run(self) -> None:
         """Until cancelled."""
+        ticks = 0
         while True:
             await asyncio.sleep(TICK_S)
             self.look(time.monotonic())
+            ticks += 1
+            if ticks % LOG_TICKS == 0:
+                await self._bound_log()
+
+    async def _bound_log(self) -> None:
+        child = self._process.child
+        if child is not None and child.is_alive and child.log.is_full():
+            await asyncio.to_thread(child.log.rotate)
 
     def look(self, now: float) -> None:
         """Tell those whose time is up; replace the process where a call does not end, or holds too much."""
