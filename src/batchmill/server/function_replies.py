@@ -92,7 +92,9 @@ class ExpressCalls:
             if name == b"content-encoding" or (self._packs and name == b"accept-encoding" and is_wanted(value)):
                 return None
             if name == _LENGTH:
-                head = value
+                head = value.strip()
+                if not head:
+                    return None
         try:
             target = locate(self._functions, caller, path["model"], path.get("version"))
         except BatchmillError:
