@@ -26,6 +26,7 @@ TASK_PAGES = [
     "docs/run-a-batch.md",
     "docs/results.md",
     "docs/use-a-function.md",
+    "docs/functions.md",
     "docs/use-a-language-model.md",
     "docs/use-a-remote-service.md",
     "docs/serve.md",
