@@ -13,6 +13,7 @@ from .progress import FIRST
 from .streams import collected
 from .tracebacks import row_error
 
+TRACES_MAX = 4  # of the rows of a live ask that fail: its reply shows one at most
 LOOK_NS = 500_000  # rows are called for this long, then the socket is looked at
 
 
@@ -117,7 +118,8 @@ class RowCaller:
     def _fail(self, ask, row, error):
         if self._link.is_child:
             os._exit(0)
-        ask.errors[row] = row_error(error, self._memory_bytes)
+        is_shown = ask.is_train or len(ask.errors) < TRACES_MAX
+        ask.errors[row] = row_error(error, self._memory_bytes, with_trace=is_shown)
         self.met_memory_limit |= isinstance(error, MemoryError)
 
     def _check(self, ask, first, end):

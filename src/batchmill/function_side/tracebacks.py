@@ -15,13 +15,13 @@ _places = {}  # the lines that a traceback leads through -> their text
 _is_ours = {}  # code -> whether it is of this package
 
 
-def row_error(error, memory_bytes=None):
-    """[code, message, trace] of what user code raised."""
-    kind = type(error)
+def row_error(error, memory_bytes=None, *, with_trace=True):
+    """[code, message, trace] of what user code raised; without one the trace is empty."""
+    trace = trace_of(error) if with_trace else ""
     if memory_bytes is not None and isinstance(error, MemoryError):
         text = f"the function was refused more memory: its process may have {memory_bytes} bytes"
-        return ["memory_limit", text, trace_of(error)]
-    return [kind.__name__, text_of(error), trace_of(error)]
+        return ["memory_limit", text, trace]
+    return [type(error).__name__, text_of(error), trace]
 
 
 def trace_of(error):
