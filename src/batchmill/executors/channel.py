@@ -62,8 +62,7 @@ class Channel(asyncio.Protocol):
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -40,13 +40,14 @@ class Line:
 class LiveAsk:
     """A call that a worker has, and what its `calls` hold: called with the answer, or with why there is none."""
 
-    __slots__ = ("_again", "_ask", "_hear", "_is_over", "_is_second", "_line", "_worker")
+    __slots__ = ("_again", "_ask", "_hear", "_is_second", "_line", "_worker")
 
     def __init__(self, line: Line, ask: Ask, hear: HearAnswer, again: Callable[[LiveAsk], None]) -> None:
         """`again` gets a call that may be made once more, on another worker."""
-        self._line, self._ask, self._hear, self._again = line, ask, hear, again
+        self._line, self._ask, self._again = line, ask, again
+        self._hear: HearAnswer | None = hear  # until it has heard
         self._worker: PoolWorker | None = None
-        self._is_over = self._is_second = False
+        self._is_second = False
         line.in_flight += 1
         line.begun += 1
         line.bytes += len(ask.body)
@@ -56,7 +57,7 @@ class LiveAsk:
         return self._line
 
     def begin(self, worker: PoolWorker) -> None:
-        if not self._is_over:
+        if self._hear is not None:
             self._worker = worker
             worker.ask(self._ask, self)
 
@@ -77,7 +78,7 @@ class LiveAsk:
 
     def cancel(self) -> None:
         """Nobody waits for the answer any more."""
-        if not self._is_over:
+        if self._hear is not None:
             self._leave()
             if self._worker is not None:
                 self._worker.abandon(self._ask.id)
@@ -89,11 +90,12 @@ class LiveAsk:
         return ModelFailed(f"the worker of {self._line.model.name!r} died before it had answered", code=LOST)
 
     def _end(self, answer: Answer) -> None:
-        if not self._is_over:
+        hear = self._hear
+        if hear is not None:
             self._leave()
-            self._hear(answer)
+            hear(answer)
 
     def _leave(self) -> None:
-        self._is_over = True
+        self._hear = None  # who heard knows this call: what goes round has to be found to be freed
         self._line.in_flight -= 1
         self._line.bytes -= len(self._ask.body)

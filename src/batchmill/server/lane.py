@@ -202,6 +202,16 @@ class Lane:
         return lines
 
 
+class _Nobody:
+    """Who waits for a `message_event`."""
+
+    def set(self) -> None:
+        """It has happened."""
+
+
+_NOBODY = _Nobody()
+
+
 class Flight:
     """A request on the lane, and the one reply to it. It stands where uvicorn has the cycle of a request."""
 
@@ -215,10 +225,7 @@ class Flight:
         self.response_complete = self.disconnected = self.more_body = False
         self.keep_alive = True
         self.body = bytearray()
-        self.message_event = self
-
-    def set(self) -> None:
-        """Of `message_event`: nobody waits for it."""
+        self.message_event = _NOBODY
 
     def __call__(self, status: int, headers: Headers, body: bytes) -> None:
         if self.response_complete or not self.is_ours:
@@ -249,8 +256,9 @@ class Flight:
     def stop(self, error: BatchmillError) -> None:
         """Answer with an error, and end what was begun."""
         if not self.response_complete:
-            if self.cancel is not None:
-                self.cancel()
+            cancel, self.cancel = self.cancel, None
+            if cancel is not None:
+                cancel()
             self.refuse(error)
 
     def drop(self) -> None:
@@ -258,14 +266,16 @@ class Flight:
         if self.response_complete:
             return
         self.response_complete = self.disconnected = True
-        if self.cancel is not None:
-            self.cancel()
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
         self._served.status = CLIENT_LEFT
         self._lane.left()
         self._lane.ended(self._served)
 
     def _end(self) -> None:
         data, self._reply = self._reply, None
+        self.cancel = None  # which leads back here: what goes round has to be found to be freed
         assert data is not None
         self._lane.left()
         self._done(self, data)
