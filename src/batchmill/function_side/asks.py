@@ -102,7 +102,7 @@ def write_columns(pieces):
     if len(kinds) > 1:
         return None
     buffers, told = [], {}
-    for name in pieces[0][1]:
+    for name in pieces[0][2]:
         parts = [columns[name] for *_, columns in pieces]
         array = parts[0] if len(parts) == 1 else arrays.joined(parts)
         written = arrays.write(array, buffers)

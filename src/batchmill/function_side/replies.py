@@ -71,7 +71,7 @@ class Replies:
 
     def _values(self, ask, first, end):
         if ask.pieces:
-            pieces = sorted(piece for piece in ask.pieces if first <= piece[0] < end)
+            pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
             if ask.is_exact and not ask.errors and sum(rows for _, rows, _ in pieces) == end - first:
                 written = write_columns(pieces)
                 if written is not None:
@@ -117,6 +117,10 @@ class Replies:
         """Hand over what has been put, if it has waited long enough for more."""
         if time.perf_counter_ns() - self._flushed_ns > FLUSH_NS:
             self.flush()
+
+
+def _first_of(piece):
+    return piece[0]
 
 
 def spread(ask, first, rows, columns):
