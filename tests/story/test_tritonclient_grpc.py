@@ -322,7 +322,7 @@ heard, over = [], threading.Semaphore(0)
 
 def hear(result, error):
     response = result.get_response() if result is not None else None
-    last = response is not None and response.parameters["triton_final_response"].bool_param
+    last = response is None or response.parameters["triton_final_response"].bool_param
     values = {}
     if error is None:
         values = {each.name: result.as_numpy(each.name).tolist() for each in response.outputs}
@@ -370,13 +370,14 @@ found["heard"] = heard
 """
     )
     heard = found["heard"]
+    assert all(error is None for _, last, _, error in heard if not last)
     values = {each: [told[2] for told in heard if told[0] == each and not told[1]] for each in ("3", "9", "2")}
     assert values == {each: [{"n": [n], "half": [n / 2]} for n in range(min(int(each), 5))] for each in ("3", "9", "2")}
-    last = {told[0]: told for told in heard if told[1]}
-    assert last["3"] == ["3", True, {}, None]
-    assert last["9"][3].strip().splitlines()[-1] == "ValueError: no further than five"
-    assert last["2"] == ["2", True, {}, None]
-    assert "nobody" in last["who"][3]
+    last = [told for told in heard if told[1]]
+    assert [told[0] for told in last] == ["3", "", "2", ""]  # of an error the client tells nothing but its message
+    assert last[0] == ["3", True, {}, None] and last[2] == ["2", True, {}, None]
+    assert last[1][3].strip().splitlines()[-1] == "ValueError: no further than five"
+    assert "nobody" in last[3][3]
 
 
 def test_the_repository_is_told_and_functions_are_loaded_and_unloaded(run):
