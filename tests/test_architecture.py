@@ -42,7 +42,7 @@ NEVER = {
 }
 # The plug-ins of a package: they never import one another, and the jobs know none of them by name.
 PLUGINS = {
-    "engines": {"function", "http", "llm", "provider_batch"},
+    "engines": {"function", "function_process", "http", "llm", "provider_batch"},
     "executors": {"local", "ray"},
 }
 
