@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from story.client_envs import client_python
-from story.deployed_functions import deploy, page_file, run_example, run_script, server_of
+from story.deployed_functions import batchmill, deploy, page_file, run_example, run_script, server_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "inferless_app"
 PROMPT = "There is a fine house in the forest"
@@ -87,6 +87,40 @@ INPUT_SCHEMA = {
     "loud": {"datatype": "BOOL", "required": False, "shape": [1], "example": [True]},
 }
 """
+MASKED = """
+class InferlessPythonModel:
+    def initialize(self):
+        pass
+
+    def infer(self, inputs):
+        kept = [each for each, mask in zip(inputs["input_ids"], inputs["attention_mask"]) if mask]
+        return {"kept": kept, "label_1": 0.398}
+
+    def finalize(self):
+        pass
+"""
+SAMPLE_INPUT = {
+    "inputs": [
+        {
+            "name": "attention_mask",
+            "shape": [1, 10],
+            "datatype": "INT64",
+            "data": [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
+        },
+        {
+            "name": "input_ids",
+            "shape": [1, 10],
+            "datatype": "INT64",
+            "data": [[3041, 5372, 502, 416, 597, 2420, 345, 1549, 588, 13]],
+        },
+    ]
+}
+SAMPLE_OUTPUT = {
+    "outputs": [
+        {"data": [""], "name": "kept", "shape": [-1], "datatype": "INT64"},
+        {"name": "label_1", "shape": [1], "datatype": "FP64", "data": ["Sample Output"]},
+    ]
+}
 BEGIN = """
 import inferless
 import requests
@@ -113,6 +147,21 @@ def app(folder, name, code, schema):
     deploy(folder, name, "--name", name)
 
 
+def masked(folder, name, sample_output, is_refused=False):
+    """An app with the older sample input and output instead of a schema."""
+    home = folder / name
+    home.mkdir()
+    (home / "app.py").write_text(MASKED)
+    (home / "input.json").write_text(json.dumps(SAMPLE_INPUT))
+    (home / "output.json").write_text(json.dumps(sample_output))
+    if not is_refused:
+        deploy(folder, name, "--name", name)
+        return ""
+    done = batchmill(folder, "deploy", name, "--name", name)
+    assert done.returncode != 0
+    return done.stderr
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inferless")
@@ -122,6 +171,7 @@ def server(tmp_path_factory):
     app(folder, "labels", LABELS, LABELS_SCHEMA)
     app(folder, "stream", STREAM, STREAM_SCHEMA)
     app(folder, "talk", CHAT, CHAT_SCHEMA)
+    masked(folder, "masked", SAMPLE_OUTPUT)
     page = [page_file("inferless.md", f"my_app/{name}") for name in ("app.py", "input_schema.py")]
     app(folder, "my_app", *page)
     with server_of(folder, "", []) as running:
@@ -193,6 +243,25 @@ found["one"] = inferless.call(at("labels"), "key", data={"how": "seen", "x": [0.
     assert seen == {"n": 3, "x": [0.5, 1.5], "flag": True, "words": ["a", "b"], "grid": [[1, 2], [3, 4]]}
     assert json.loads(values(found["batch"])["seen"][0]) == {"x": [0.5, 1.5]}
     assert json.loads(values(found["one"])["seen"][0]) == {"x": [0.5], "words": ["a"]}
+
+
+def test_the_older_samples_are_a_schema(run, server):
+    """The documentation's sample input, with its dimension for the request, is what the app is called with (seed)."""
+    found = run(
+        """
+found["answer"] = inferless.call(at("masked"), "key", inputs=sample)
+""",
+        sample=SAMPLE_INPUT,
+    )
+    ids = SAMPLE_INPUT["inputs"][1]["data"][0]
+    kept = values(found["answer"])["kept"]
+    assert kept == ids and values(found["answer"])["label_1"] == [0.398]
+
+
+def test_output_names_of_the_older_samples_are_checked(server):
+    """An app that does not return what its sample output names is refused when it is deployed, by that name."""
+    wrong = {"outputs": [{"name": "generated_text", "shape": [1], "datatype": "BYTES", "data": ["Sample Output"]}]}
+    assert "generated_text" in masked(server.folder, "wrongly_named", wrong, is_refused=True)
 
 
 def test_calls_in_the_background(run):
