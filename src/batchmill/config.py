@@ -32,6 +32,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.otlp_endpoint         | where traces are sent (OTEL_EXPORTER_OTLP_ENDPOINT); none: nowhere         |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
+| projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
@@ -132,6 +133,7 @@ class ProjectEntry(Struct, frozen=True):
 
     weight: float = 1.0
     models: list[str] | None = None
+    functions: list[str] | None = None
 
 
 class WebhookEntry(Struct, frozen=True):

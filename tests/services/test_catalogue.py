@@ -1,11 +1,15 @@
 """The models of a server, and whose they are."""
 
+import random
+
 import pytest
 
 from batchmill.config import load
 from batchmill.errors import InvalidConfig, UnknownName
 from batchmill.services.catalogue import Catalogue
-from batchmill.types import Caller, Scope
+from batchmill.services.model_book import ModelBook
+from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
+from batchmill.wire.deploys import Backend, ModelVersion, Route
 
 CONFIG = """
 [models.tiny]
@@ -123,3 +127,76 @@ def test_an_engine_server_fetches_nothing_for_a_caller(tmp_path, told, flags):
     [model] = catalogue.models()
     assert model.engine_args == flags
     assert catalogue.find(caller(), "m").model == model
+
+
+class Deployed:
+    """Versions as `ModelVersions` tells of them, in memory."""
+
+    def __init__(self, *versions, routes=()):
+        self._book = ModelBook(versions, routes, random.Random(1))
+        self.names, self.routes, self.get, self.choose = (
+            self._book.names, self._book.routes, self._book.get, self._book.choose,
+        )  # fmt: skip
+
+
+def version(number, branch="main", state="ready"):
+    function = FunctionSpec(version=f"{branch}/{number}", folder=f"/f/{branch}/{number}", digest="d")
+    spec = ModelSpec("doubler", "function_process", "app.py:f", function=function)
+    return ModelVersion("doubler", branch, number, state, float(number), spec=spec if state == "ready" else None)
+
+
+@pytest.fixture
+def deployed(catalogue):
+    routes = [
+        Route("doubler", "main", [Backend("main", 12)]), Route("doubler", "feat/x", [Backend("feat/x", 1)]),
+        Route("doubler", "@prod", [Backend("main", 2)]),
+    ]  # fmt: skip
+    versions = [version(number) for number in range(1, 13)] + [version(13, state="failed"), version(1, "feat/x")]
+    catalogue.attach(Deployed(*versions, routes=routes))
+    return catalogue
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("doubler", "main/12"), ("doubler@latest", "main/12"), ("doubler@1", "main/1"), ("doubler@main/3", "main/3"),
+     ("doubler@prod", "main/2"), ("doubler@feat/x/1", "feat/x/1"), ("doubler@feat/x/latest", "feat/x/1")],
+)  # fmt: skip
+def test_a_deployed_function_is_found_by_all_its_names(deployed, name, told):
+    """A name, a version, a branch and an alias each mean one version, for calls and for jobs."""
+    assert deployed.find(caller(), name).model.function.version == told
+    spec = deployed.for_job(caller(), name)
+    assert (spec.function.version, spec.targets()) == (told, {name: None})
+
+
+@pytest.mark.parametrize(
+    "name", ["doubler@13", "doubler@99", "doubler@stage", "doubler@feat/y/1", "doublr", "doubler@"]
+)
+def test_a_version_that_is_not_there_is_unknown(deployed, name):
+    """A failed version, a number, branch or alias nobody made, and a name nobody deployed are unknown."""
+    with pytest.raises(UnknownName) as caught:
+        deployed.find(caller(), name)
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_job_gets_the_newest_versions_under_all_their_names(deployed):
+    """Rows may name the latest of each branch, aliases and the newest ten versions; no name means two of them."""
+    specs = [spec for spec in deployed.specs(caller()) if spec.function is not None]
+    named = {name: spec.function.version for spec in specs for name in spec.targets()}
+    assert sum(len(spec.targets()) for spec in specs) == len(named)
+    assert named["doubler"] == named["doubler@12"] == named["doubler@main/latest"] == "main/12"
+    assert named["doubler@prod"] == "main/2" and named["doubler@feat/x/latest"] == "feat/x/1"
+    assert "doubler@main/5" in named and "doubler@main/1" not in named
+    assert [name for name in names(deployed, caller()) if "doubler" in name] == ["doubler", "doubler@prod"]
+
+
+def test_functions_are_for_whom_they_are_for(tmp_path, deployed):
+    """A key or project that names its models has no function besides; one that names functions has these."""
+    assert "doubler" not in names(deployed, caller("small"))
+    assert "doubler" not in names(deployed, caller(models=["tiny"]))
+    assert names(deployed, caller(models=["doubler"])) == ["doubler", "doubler@prod"]
+    (tmp_path / "other").mkdir()
+    other = make(tmp_path / "other", CONFIG + 'functions = ["doubler"]\n')
+    other.attach(deployed._versions)
+    assert names(other, caller("small")) == ["upper", "doubler", "doubler@prod"]
+    with pytest.raises(UnknownName):
+        deployed.for_job(caller("small"), "doubler@1")

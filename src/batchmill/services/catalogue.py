@@ -60,7 +60,7 @@ class Catalogue:
         own = [served for served in self._served.values() if self.may(caller, served.name)]
         for name in self._deployed(caller):
             found = self._names_of(name)
-            own += [Served(text, _spec(found[text])) for text in found if text == name or _is_alias(text)]
+            own += [Served(text, _spec(found[text])) for text in sorted(found) if text == name or _is_alias(text)]
         return own
 
     def find(self, caller: Caller, name: str) -> Served:
@@ -150,6 +150,8 @@ class Catalogue:
         """Both the key and its project allow the very name: a model's does not stand for its adapters'."""
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
+        if project is not None and project.functions is not None and name not in self._served:
+            allowed = project.functions
         return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)
 
 

@@ -33,7 +33,7 @@ BATCH_SIZE_MAX = 100_000
 BATCH_WINDOW_S_MAX = 60.0
 GPUS_MAX = 64
 VARIABLES_MAX = 1000
-PEOPLES = {"source", "name", "branch", "examples", "has_samples"}  # fields of an order that do not change what is called, or how
+PEOPLES = {"source", "name", "branch", "examples", "has_samples"}  # fields that do not change what is called, or how
 
 
 class Staged(Struct, frozen=True):

@@ -15,7 +15,8 @@ from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownNa
 from batchmill.ports import Clock, Live
 from batchmill.services.catalogue import Catalogue, Served
 from batchmill.services.live_usage import UsageReader
-from batchmill.types import Caller, LiveHead, LiveRequest, Usage
+from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
+from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 
 SHOWN_CHARS = 80  # of a path nobody serves, in a message
 
@@ -38,6 +39,7 @@ class _Asked(Struct):
 
 
 _asked = msgspec.json.Decoder(_Asked).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class LiveCalls:
@@ -57,7 +59,7 @@ class LiveCalls:
         """
         served, stream = self._asked_for(caller, url, body)
         began = self._clock.monotonic()
-        pieces = self._live.predict(served.model, LiveRequest(url, body, stream))
+        pieces = self._live.predict(served.model, LiveRequest(url, body, stream, _form_of(served.model, url, body)))
         call = LiveCall(served.name, url, 0, 0.0, caller.project)
         try:
             head = await anext(pieces, None)
@@ -105,6 +107,13 @@ class LiveCalls:
         ended = msgspec.structs.replace(call, seconds=self._clock.monotonic() - began)
         for listener in self._listeners:
             listener(ended)
+
+
+def _form_of(model: ModelSpec, url: str, body: bytes) -> str:
+    """How a function reads the body: its fields say it, as in a row of a job."""
+    if model.function is None:
+        return ARGUMENTS
+    return form_of_body(url, _fields(body), model.function.interface)
 
 
 async def _close(pieces: AsyncIterator[LiveHead | bytes]) -> None:
