@@ -9,7 +9,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.bodies import parse_json
+from batchmill.server.bodies import Refusal, parse_json
 from batchmill.server.encodings import is_wanted, packed, unpacked
 from batchmill.server.express import Cancel, Headers, Reply
 from batchmill.server.operations import Call
@@ -28,12 +28,27 @@ _LENGTH = LENGTH.encode()
 
 JSON_BYTES_MAX = 4 * 1024 * 1024  # of a body that holds no tensors
 S = TypeVar("S", bound=Struct)
+Pieces = AsyncGenerator[bytes]
 Say = Callable[[BatchmillError], bytes]  # the JSON of an error, in the envelope of a dialect
 
 
 async def body_of(call: Call, bytes_max: int) -> bytes:
     """The body of a raw operation, as it was before it was compressed."""
     return await unpacked(await call.request.body(), call.request.headers.get("content-encoding"), bytes_max)
+
+
+def head_of(call: Call) -> bytes:
+    """What the header says of where the JSON of a body ends; empty where all of it is JSON.
+
+    Raises: Refusal for a header without anything in it.
+    """
+    told = call.request.headers.get(LENGTH)
+    if told is None:
+        return b""
+    head = told.strip().encode("latin-1")
+    if not head:
+        raise Refusal("the header Inference-Header-Content-Length holds no number", code="invalid_header")
+    return head
 
 
 async def json_of(call: Call, wanted: type[S]) -> S:
@@ -77,6 +92,16 @@ class Events(PieceReply):
 
     def late(self, error: BatchmillError) -> bytes:
         return b"data: " + self._say(error) + b"\n\n"
+
+
+async def stream(
+    call: Call, functions: FunctionCalls, target: Target, form: str, sent: tuple[bytes, bytes], *,
+    say: Say, told: Callable[[Pieces], Pieces] = lambda pieces: pieces,
+) -> Response:  # fmt: skip
+    """What a function answers event by event; `told` makes of its events what a client gets. Raises as `answer`."""
+    body, head = sent
+    begun = await unless_gone(call, functions.stream(call.caller, target, form, body, head))
+    return Response(status_code=CLIENT_LEFT) if begun is None else Events(told(begun[1]), say)
 
 
 class ExpressCalls:

@@ -22,7 +22,7 @@ RESERVED_NAMES = frozenset({
     "assistants", "audio", "batch", "batches", "chat", "classify", "completions", "containers",
     "conversations", "datasets", "deployments", "detokenize", "embeddings", "endpoints", "evals", "events",
     "files", "fine_tuning", "images", "jobs", "keys", "metrics", "models", "moderations", "organization",
-    "pooling", "projects", "realtime", "rerank", "responses", "score", "threads", "tokenize", "uploads",
+    "pooling", "projects", "realtime", "rerank", "responses", "score", "stats", "threads", "tokenize", "uploads",
     "usage", "v1", "v2", "vector_stores", "videos", "webhook_endpoints", "webhooks",
 })  # fmt: skip
 

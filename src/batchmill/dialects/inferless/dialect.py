@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.function_replies import Events, ExpressCalls, answer, body_of
+from batchmill.server.function_replies import ExpressCalls, answer, body_of, head_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
 from batchmill.server.text_errors import SCHEMA, Envelope, text_refusal
@@ -81,11 +81,10 @@ class InferlessDialect:
     async def infer(self, call: Call) -> Response:
         """The outputs of an app; of one that sends events, each event as it comes."""
         target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
-        body = await body_of(call, self._bytes_max)
-        if not target.interface.streams:
-            return await answer(call, self._functions, target, FORM, (body, b""))
-        _, pieces = await self._functions.stream(call.caller, target, FORM, body)
-        return Events(pieces, self.say)
+        sent = (await body_of(call, self._bytes_max), head_of(call))
+        if target.interface.streams:
+            return await stream(call, self._functions, target, FORM, sent, say=self.say)
+        return await answer(call, self._functions, target, FORM, sent)
 
     def say(self, error: BatchmillError) -> bytes:
         """The JSON of an error that comes as an event."""

@@ -6,6 +6,7 @@ Source: Triton's generate extension.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from batchmill.dialects.open_inference.inference import require_stream
 from batchmill.dialects.open_inference.urls import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.server.bodies import Refusal
-from batchmill.server.function_replies import CLIENT_LEFT, JSON, Events, as_accepted, body_of
+from batchmill.server.function_replies import CLIENT_LEFT, JSON, as_accepted, body_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone
 from batchmill.server.text_errors import Envelope
@@ -77,8 +78,7 @@ class Generation:
         target = self._target(call)
         require_stream(target.interface.streams, target.name)
         own, body = await self._read(call, target)
-        _, pieces = await self._functions.stream(call.caller, target, FORM, body)
-        return Events(_events(own, pieces), self.say)
+        return await stream(call, self._functions, target, FORM, (body, b""), say=self.say, told=partial(_events, own))
 
     def say(self, error: BatchmillError) -> bytes:
         """The JSON of an error that comes as an event."""

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from batchmill.dialects.open_inference.urls import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
-from batchmill.server.bodies import Refusal
-from batchmill.server.function_replies import LENGTH, OCTETS, Events, ExpressCalls, answer, as_accepted, body_of
+from batchmill.server.function_replies import (
+    OCTETS,
+    ExpressCalls,
+    answer,
+    as_accepted,
+    body_of,
+    head_of,
+    stream,
+)
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
 from batchmill.server.text_errors import Envelope
@@ -104,34 +110,19 @@ class Inference:
                 "answers in events; POST to its infer_stream or generate_stream",
                 code="streams_only",
             )
-        sent = (await body_of(call, self._bytes_max), head_of(call.request))
+        sent = (await body_of(call, self._bytes_max), head_of(call))
         return await as_accepted(call, await answer(call, self._functions, target, FORM, sent))
 
     async def infer_stream(self, call: Call) -> Response:
         """An event for each value that a function yields: the reply of `infer`, without a binary part."""
         target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
         require_stream(target.interface.streams, target.name)
-        body = await body_of(call, self._bytes_max)
-        _, pieces = await self._functions.stream(call.caller, target, FORM, body, head_of(call.request))
-        return Events(pieces, self.say)
+        sent = (await body_of(call, self._bytes_max), head_of(call))
+        return await stream(call, self._functions, target, FORM, sent, say=self.say)
 
     def say(self, error: BatchmillError) -> bytes:
         """The JSON of an error that comes as an event."""
         return encode(Envelope(self._hide(error.message)))
-
-
-def head_of(request: Request) -> bytes:
-    """What the header says of where the JSON ends; empty where all of the body is JSON.
-
-    Raises: Refusal for a header without a number.
-    """
-    told = request.headers.get(LENGTH)
-    if told is None:
-        return b""
-    head = told.strip().encode("latin-1")
-    if not head:
-        raise Refusal("the header Inference-Header-Content-Length holds no number", code="invalid_header")
-    return head
 
 
 def require_stream(streams: bool, name: str) -> None:
