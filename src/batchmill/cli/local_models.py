@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from batchmill.config import Config
 from batchmill.services import model_views as views
+from batchmill.services.deploying import SENT
 from batchmill.services.model_door import ModelClient
 from batchmill.wire.native import (
     AliasInfo,
@@ -31,7 +32,7 @@ class LocalModels:
 
     async def deploy(self, bundle: BinaryIO) -> DeployReply:
         """Whoever owns the data directory reads the archive where it is put here."""
-        with tempfile.TemporaryDirectory(prefix="deploy-", dir=self._config.data_dir) as folder:
+        with tempfile.TemporaryDirectory(prefix=SENT, dir=self._config.data_dir) as folder:
             path = Path(folder, "bundle.tar.gz")
             with path.open("wb") as file:
                 await asyncio.to_thread(shutil.copyfileobj, bundle, file)

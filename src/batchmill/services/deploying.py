@@ -23,10 +23,12 @@ from batchmill.config import LIMITS_MAX, WORKERS_MAX
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.models.environments import Environments
 from batchmill.services.model_names import folder_of
+from batchmill.services.model_records import FAILED
 from batchmill.types import FunctionSpec, Interface, Limits, ModelSpec
 from batchmill.wire import bundles
 from batchmill.wire.deploys import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 
+SENT = "deploy-"  # how folders begin in which a command leaves an archive for whoever owns the data directory
 LOG, ORDER, TRIAL = "deploy.log", "deploy.json", "trial"
 LOG_BYTES_MAX = 256 * 1024  # of what is shown
 BATCH_SIZE_MAX = 100_000
@@ -53,6 +55,7 @@ class Trial(Protocol):
 
 class Workshop:
     def __init__(self, data_dir: Path, trial: Trial) -> None:
+        self._data_dir = data_dir
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
         self._environments = Environments(data_dir / "environments")
@@ -126,11 +129,16 @@ class Workshop:
     def sweep(self, keep: Iterable[ModelVersion]) -> None:
         """Remove what an owner that died left behind. No other process writes here."""
         shutil.rmtree(self._staging, ignore_errors=True)
+        for sent in self._data_dir.glob(f"{SENT}*"):  # by commands that were killed
+            shutil.rmtree(sent, ignore_errors=True)
         self._environments.sweep()
-        known = {self.folder(version) for version in keep}
+        known = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
             if folder not in known:
                 shutil.rmtree(folder, ignore_errors=True)
+            elif known[folder].state == FAILED:
+                _gather_log(folder)
+                self.discard_code(known[folder])
 
 
 def _stage(bundle: Path, folder: Path) -> Staged:
