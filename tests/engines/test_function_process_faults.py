@@ -340,3 +340,43 @@ def f(): return 1
         with pytest.raises(ModelFailed, match="(?s)died in a row.*exit code 5"):
             async with asyncio.timeout(PATIENCE_S):
                 await engine.run(OpenFeed(sink), sink)
+
+
+NESTED = """
+def f(depth):
+    value = 1
+    for _ in range(depth): value = [value]
+    return value
+"""
+
+
+async def test_results_that_nest_deep(tmp_path: Path) -> None:
+    """A nested result is kept; one nested too deep is an error of that row or call, and nothing else."""
+    async with running(deployed(tmp_path, NESTED), tmp_path / "home") as engine:
+        sink = await run_all(engine, table_rows({"depth": 100}, {"depth": 600}, {"depth": 100_000}, {"depth": 1}))
+        assert {o.row.number: o.error.code for o in sink.outcomes if o.error} == {1: "bad_return", 2: "bad_return"}
+        answers = Answers(engine)
+        with pytest.raises(ModelFailed):
+            await answers.value({"depth": 100_000})
+        assert await answers.value({"depth": 1}) == [1]
+
+
+async def test_an_async_call_that_hangs(tmp_path: Path) -> None:
+    """An awaited call whose time is up ends alone; one that blocks the loop is ended with its process."""
+    text = """
+import asyncio, os, time
+async def f(does=""):
+    if does == "await": await asyncio.Event().wait()
+    if does == "block": time.sleep(600)
+    return os.getpid()
+"""
+    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        pid = await answers.value({})
+        beside = answers.ask("arguments", {"does": "await"}, timeout_s=30)
+        with pytest.raises(ModelFailed) as failed:
+            await answers.value({"does": "await"}, timeout_s=0.2)
+        assert (failed.value.code, await answers.value({}), beside.done()) == ("timeout", pid, False)
+        with pytest.raises(ModelFailed) as failed:
+            await answers.value({"does": "block"}, timeout_s=0.2)
+        assert (failed.value.code, await answers.value({}) != pid) == ("timeout", True)

@@ -13,6 +13,7 @@ from batchmill.function_side.frames import BrokenFrame, Reader
 
 READS_MAX = 16  # at one wake-up: the loop has others to serve
 PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024
+JOIN_BYTES_MAX = 64 * 1024  # pieces up to here together are copied into one
 SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
 
 Buffer = bytes | memoryview
@@ -99,6 +100,10 @@ class FrameSocket:
     def _flush(self) -> None:
         out = self._out
         while out and self.is_open:
+            if len(out) > 1 and len(out) <= PIECES_MAX and sum(map(len, out)) <= JOIN_BYTES_MAX:
+                joined = b"".join(out)
+                out.clear()
+                out.append(joined)
             pieces = list(itertools.islice(out, PIECES_MAX))
             try:
                 sent = self._sock.sendmsg(pieces)

@@ -172,6 +172,7 @@ class Process:
             count = max(self._idle_deaths, self._blamed_deaths)
             self._give_up(ModelFailed(f"{count} processes of {self._model.source} died in a row. {fault.message}"))
         self._replacing = asyncio.create_task(self._replace(self.child))
+        self._replacing.add_done_callback(self._replaced)
 
     def _unexplained(self, called: list[Work]) -> tuple[list[Call], bool]:
         """(who is to blame for a death while nothing was called, whether all are to be asked alone)."""
@@ -232,6 +233,11 @@ class Process:
             else:
                 self._up(self.child)
                 return
+
+    def _replaced(self, task: asyncio.Task[None]) -> None:
+        """A bug of ours must not leave everybody waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(ModelFailed(f"{self._model.source} cannot be replaced: {type(error).__name__}: {error}"))
 
     def _give_up(self, error: ModelFailed) -> None:
         self.failure = error
