@@ -20,7 +20,7 @@ from batchmill.states import PauseReason
 ROOT = Path(__file__).parents[2]
 FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine_server.py"
 SHOWN_SERVICE = "127.0.0.1:8000"
-SHOWN_PORTS = ("8080", "9100")  # of servers that a page starts itself
+SHOWN_PORTS = ("8080", "8001", "9100")  # of servers that a page starts itself
 TASK_PAGES = [
     "README.md",
     "docs/run-a-batch.md",
@@ -31,6 +31,7 @@ TASK_PAGES = [
     "docs/use-a-remote-service.md",
     "docs/serve.md",
     "docs/open-inference.md",
+    "docs/open-inference-grpc.md",
     "docs/inferless.md",
     "docs/python-sdk.md",
     "docs/webhooks-and-metrics.md",

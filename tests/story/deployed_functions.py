@@ -58,11 +58,11 @@ def run_script(python: str, script: str, **told: Any) -> dict[str, Any]:
     return json.loads(done.stdout.rpartition("\n{")[2].join(["{", ""]))
 
 
-def run_example(python: str, page: str, client: str, port: int) -> tuple[str, str]:
+def run_example(python: str, page: str, client: str, port: int, shown: str = SHOWN_ADDRESS) -> tuple[str, str]:
     """What the program below `<!-- CLIENT -->` in a page prints at a server of ours, and what the page says of it."""
     block = re.search(rf"<!-- {client} -->\n```python\n(.*?)```\n+```\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert block is not None, f"{page} has no program for {client}"
-    script = block[1].replace(SHOWN_ADDRESS, f"127.0.0.1:{port}")
+    script = block[1].replace(shown, f"127.0.0.1:{port}")
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=COMMAND_S, env=kept)
     assert done.returncode == 0, done.stderr
