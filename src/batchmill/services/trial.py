@@ -14,8 +14,6 @@ from batchmill.types import Interface, ModelSpec, Tensor
 from batchmill.wire.calls import NAMED, POSITIONAL
 from batchmill.wire.deploys import DeployOrder
 
-FRAME_ARGUMENTS = "Deployments using DataFrame Mode can only have one argument."  # Modelbit's words
-
 
 async def try_version(spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
     """What the function takes and returns. Raises: ModelFailed, with the traceback of what does not work."""
@@ -23,8 +21,6 @@ async def try_version(spec: ModelSpec, home: Path, order: DeployOrder) -> Interf
     child = FunctionChild(spec, home)
     try:
         interface = await child.start()
-        if spec.function is not None and spec.function.frame_columns and interface.calls != "frame":
-            raise ModelFailed(f"{spec.source}: {FRAME_ARGUMENTS}")
         for number, example in enumerate([*order.examples, *_sample(interface, spec, order)], 1):
             await _call(child, number, example, spec)
         return interface
