@@ -56,7 +56,7 @@ async def test_exit_in_a_call_is_one_clear_error(tmp_path: Path) -> None:
     async with running(deployed(tmp_path, DOES), tmp_path / "home") as engine:
         answers = Answers(engine)
         _, first = await answers.value({})
-        with pytest.raises(ModelFailed, match="exit code 3") as failed:
+        with pytest.raises(ModelFailed, match="^the function's process died: exit code 3$") as failed:
             await answers.value({"does": "exit"})
         assert failed.value.code == "worker_crashed"
         said, second = await answers.value({})
@@ -329,7 +329,7 @@ def f(): open({str(mark)!r}, "w"); os._exit(1)
 
 
 async def test_a_process_that_dies_by_itself_again_and_again(tmp_path: Path) -> None:
-    """A process that keeps dying while nothing is called is given up after a few, with what it wrote."""
+    """A process that keeps dying while nothing is called is given up after a few, with how it ended."""
     text = """
 import os, threading
 threading.Timer(0.01, lambda: (print("no reason", flush=True), os._exit(5))).start()

@@ -168,12 +168,17 @@ class FunctionChild:
             self._began.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.last_words()}"))
         self.ended()
 
+    def ending(self) -> str:
+        """How it ended. Fit for everybody who calls it: what it printed may be of others."""
+        code = self.exit_code
+        if code is None:
+            return "it is running"
+        return f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
+
     def last_words(self) -> str:
         """How it ended, and the end of what it printed."""
-        code = self.exit_code
-        how = "it is running" if code is None else f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
         said = self.log.tail(self._log_start)
-        return f"{how}; it wrote:\n{said}" if said else how
+        return f"{self.ending()}; it wrote:\n{said}" if said else self.ending()
 
     def blamed(self) -> list[Call]:
         """The rows whose call had begun and not ended when this is called, or when the process died."""

@@ -156,7 +156,7 @@ class Process:
             return
         assert self.child is not None
         self._is_open = self.is_up = False
-        fault = self._fault or Fault(CRASHED, f"the function's process died: {self.child.last_words()}")
+        fault = self._fault or Fault(CRASHED, f"the function's process died: {self.child.ending()}")
         blamed = [each for each in self.child.blamed() if self._hung is None or each in self._hung]
         had = [work for work in self.works.values() if work.is_sent]
         is_ours = self._fault is not None or self.child.exit_code == MEMORY
@@ -170,7 +170,8 @@ class Process:
         self._settle(had, fault, blamed, are_suspects=are_suspects)
         if self._idle_deaths >= IDLE_DEATHS_MAX or self._blamed_deaths >= BLAMED_DEATHS_MAX:
             count = max(self._idle_deaths, self._blamed_deaths)
-            self._give_up(ModelFailed(f"{count} processes of {self._model.source} died in a row. {fault.message}"))
+            text = f"{count} processes of {self._model.source} died in a row, the last with {self.child.ending()}"
+            self._give_up(ModelFailed(f"{text}: see function.log"))
         self._replacing = asyncio.create_task(self._replace(self.child))
         self._replacing.add_done_callback(self._replaced)
 
