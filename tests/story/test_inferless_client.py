@@ -99,6 +99,24 @@ class InferlessPythonModel:
     def finalize(self):
         pass
 """
+TOGETHER = """
+class InferlessPythonModel:
+    def initialize(self):
+        pass
+
+    def infer(self, inputs):
+        return [{"n": 2 * each["n"], "more": each.get("more", 0)} for each in inputs]
+
+    def finalize(self):
+        pass
+"""
+TOGETHER_SCHEMA = """
+INPUT_SCHEMA = {
+    "n": {"datatype": "INT32", "required": True, "shape": [1], "example": [1]},
+    "more": {"datatype": "INT32", "required": False, "shape": [1]},
+}
+BATCH_SIZE = 4
+"""
 SAMPLE_INPUT = {
     "inputs": [
         {
@@ -172,6 +190,7 @@ def server(tmp_path_factory):
     app(folder, "stream", STREAM, STREAM_SCHEMA)
     app(folder, "talk", CHAT, CHAT_SCHEMA)
     masked(folder, "masked", SAMPLE_OUTPUT)
+    app(folder, "together", TOGETHER, TOGETHER_SCHEMA)
     page = [page_file("inferless.md", f"my_app/{name}") for name in ("app.py", "input_schema.py")]
     app(folder, "my_app", *page)
     with server_of(folder, "", []) as running:
@@ -262,6 +281,31 @@ def test_output_names_of_the_older_samples_are_checked(server):
     """An app that does not return what its sample output names is refused when it is deployed, by that name."""
     wrong = {"outputs": [{"name": "generated_text", "shape": [1], "datatype": "BYTES", "data": ["Sample Output"]}]}
     assert "generated_text" in masked(server.folder, "wrongly_named", wrong, is_refused=True)
+
+
+def test_an_app_gets_lists_and_says_how_long_they_wait(run, server):
+    """With BATCH_SIZE an app gets a list of dicts; its window is 500 ms where it names none (I3)."""
+    found = run(
+        """
+import threading
+
+def call(n):
+    return inferless.call_async(
+        at("together"), "key", data={"n": n}, callback=lambda error, told: found.update({n: told})
+    )
+
+
+threads = [call(n) for n in range(4)]
+for thread in threads:
+    thread.join()
+found["batch"] = inferless.call(at("together"), "key", data={"n": 5, "more": 1}, is_batch=True)
+"""
+    )
+    assert [values(found[str(n)]) for n in range(4)] == [{"n": [2 * n], "more": [0]} for n in range(4)]
+    assert values(found["batch"]) == {"n": [10], "more": [1]} and found["batch"]["outputs"][0]["shape"][0] == 1
+    config = httpx.get(f"{server.url}/v2/models/together/config").json()
+    assert config["max_batch_size"] == 4
+    assert config["dynamic_batching"] == {"preferred_batch_size": [4], "max_queue_delay_microseconds": 500000}
 
 
 def test_calls_in_the_background(run):
