@@ -37,6 +37,7 @@ class Parameters:
         self.models = dict(models or {})
         self.is_dict = is_dict
         self.defaults = dict(defaults or {})
+        self.keeps_ids = False  # the ids of rows matter to the function
         self.order = self.positional + sorted((self.names or self.required) - set(self.positional))
         last = [at for at, name in enumerate(self.positional) if name in self.required]
         self.fewest = last[-1] + 1 if last else 0  # positions that must be filled
@@ -97,9 +98,7 @@ def _read(meta, buffers, parameters):
     extra = buffers[1:]
     if layout == "columns":
         return _of_columns(calls, meta["rows"], extra, parameters, meta["train"])
-    ids, skip = None, 0
-    if layout == "with_ids":
-        ids, skip = [row[0] for row in calls], 1
+    skip = layout == "with_ids"
     if layout == "named":
         return _named(_with_arrays(calls, extra, parameters), parameters, is_lenient=meta["train"])
     if parameters.is_dict or extra or parameters.arrays or parameters.models:
@@ -107,17 +106,21 @@ def _read(meta, buffers, parameters):
         bound = _named(_with_arrays(rows, extra, parameters), parameters, is_lenient=False)
     else:
         bound = _positional(calls, skip, parameters)
-    bound.ids = ids
+    if skip and parameters.keeps_ids:
+        bound.ids = [row[0] for row in calls]
     return bound
 
 
 def _positional(calls, skip, parameters):
     names = parameters.positional
+    if len(names) == 1 and not parameters.only_named:
+        try:  # every row has just this one
+            return Bound(ONE, [item for _, item in calls] if skip else [item for (item,) in calls], {})
+        except ValueError:
+            pass
     most, fewest = len(names) + skip, parameters.fewest + skip
     lengths = set(map(len, calls))
     is_fit = not parameters.only_named and all(fewest <= length <= most for length in lengths)
-    if is_fit and len(names) == 1 and lengths == {skip + 1}:
-        return Bound(ONE, [row[skip] for row in calls], {})
     rows = [row[skip:] for row in calls] if skip else calls
     if is_fit:
         return Bound(STAR, rows, {})

@@ -27,6 +27,8 @@ from .tracebacks import trace_of
 from .user_code import ROW, load
 
 FAILED, MEMORY = 1, 71  # exit codes
+# Objects made between two collections: Python's own number is less than the rows of one body.
+GC_OBJECTS_DEFAULT, GC_OBJECTS = gc.get_threshold()[0], 20_000
 FULL_SHARE = 0.9  # of the memory it may have; a function that was refused more and still holds so much is replaced
 
 try:
@@ -81,6 +83,9 @@ class FunctionProcess:
             self._loop = asyncio.new_event_loop()
         if self._link.is_child:
             os._exit(0)
+        gc.freeze()  # what is there now stays: no collection needs to look at it
+        if gc.get_threshold()[0] == GC_OBJECTS_DEFAULT:  # user code has not set another
+            gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
         told = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
         self._link.put(pack({"kind": "ready", "interface": self._code.interface, **told}))
         self._link.flush()

@@ -64,5 +64,6 @@ class Progress:
         self.words[0] = 0
 
     def forget(self):
-        """Write where nobody reads: this is a child that user code has forked."""
+        """Write where nobody reads, and let nobody write who holds the page: this is a child of user code."""
+        self.words.release()
         self.words = memoryview(bytearray(BYTES)).cast("I")

@@ -15,6 +15,8 @@ from .tracebacks import row_error
 
 TRACES_MAX = 4  # of the rows of a live ask that fail: its reply shows one at most
 LOOK_NS = 500_000  # rows are called for this long, then the socket is looked at
+STRIDE_MAX = 16  # rows between two looks at the clock, where they are quick
+QUICK_NS = LOOK_NS // 8
 
 
 class RowCaller:
@@ -83,28 +85,29 @@ class RowCaller:
 
     def _call_some(self, ask, first, end):
         """Call rows from `first` on, for a moment; returns the first that was not called."""
-        values, words, link, clock = ask.values, self._progress.words, self._link, time.perf_counter_ns
+        values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
         step = self._steps(ask.bound, first, end)
         self._progress.one(ask.id, first)
-        began = clock()
-        until = began + LOOK_NS
-        row = first
-        while True:
-            words[FIRST] = row
-            try:
-                values[row] = step()
-            except BaseException as error:  # SystemExit and the like too: one row must not end the process
-                self._fail(ask, row, error)
-            if link.is_child:
-                os._exit(0)
-            row += 1
-            if row == end or clock() > until:
-                break
+        began = last = clock()
+        at, stride = first, 1
+        while at < end and last - began < LOOK_NS:
+            stop = min(at + stride, end)
+            for row in range(at, stop):
+                words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
+                try:
+                    values[row] = step()
+                except BaseException as error:  # SystemExit and the like too: one row must not end the process
+                    self._fail(ask, row, error)
+            at, now = stop, clock()
+            stride = min(2 * stride, STRIDE_MAX) if now - last < QUICK_NS else 1
+            last = now
+        if self._link.is_child:
+            os._exit(0)
         self._progress.none()
-        self._replies.count(1, row - first, 0, clock() - began)
+        self._replies.count(1, at - first, 0, last - began)
         if self._result is not None:
-            self._check(ask, first, row)
-        return row
+            self._check(ask, first, at)
+        return at
 
     def _steps(self, bound, first, end):
         """What calls the next row, each time it is called."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import weakref
 
 MESSAGE_CHARS_MAX = 2048
 FRAMES_MAX = 40  # shown of a deep traceback
@@ -13,21 +14,27 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _UNUSUAL = (SyntaxError, NameError, AttributeError, ImportError)  # Python adds lines or hints to these
 _places = {}  # the lines that a traceback leads through -> their text
 _is_ours = {}  # code -> whether it is of this package
+_usual_kinds = weakref.WeakKeyDictionary()  # exception class -> whether Python writes nothing more of it
 
 
 def row_error(error, memory_bytes=None, *, with_trace=True):
     """[code, message, trace] of what user code raised; without one the trace is empty."""
-    trace = trace_of(error) if with_trace else ""
     if memory_bytes is not None and isinstance(error, MemoryError):
         text = f"the function was refused more memory: its process may have {memory_bytes} bytes"
-        return ["memory_limit", text, trace]
-    return [type(error).__name__, text_of(error), trace]
+        return ["memory_limit", text, trace_of(error) if with_trace else ""]
+    name, text = type(error).__name__, text_of(error)
+    if not with_trace:
+        return [name, text, ""]
+    return [name, text, trace_of(error, text)]
 
 
-def trace_of(error):
+def trace_of(error, text=None):
     """The traceback from the first frame of user code on; its last line is `Type: message`."""
     try:
-        return _cut(_trace(error))
+        if not _is_usual(error):
+            return _cut(_trace(error))
+        text, name = text_of(error) if text is None else text, type(error).__name__
+        return f"{_through(_of_user(error))}{name}: {text}" if text else _through(_of_user(error)) + name
     except Exception as broken:  # user code: its __str__, its __notes__
         return f"{type(error).__name__}: (its traceback cannot be written: {type(broken).__name__})"
 
@@ -46,28 +53,27 @@ def _cut(text):
 
 
 def _trace(error):
+    lines = traceback.format_exception(type(error), error, _of_user(error), limit=-FRAMES_MAX)
+    return "".join([line[: 4 * MESSAGE_CHARS_MAX] for line in lines]).rstrip()
+
+
+def _is_usual(error):
+    """Whether its traceback is nothing but the lines it leads through, and `Type: message`."""
+    if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
+        return False
+    kind = type(error)
+    is_usual = _usual_kinds.get(kind)
+    if is_usual is None:
+        is_usual = _usual_kinds[kind] = not issubclass(kind, _UNUSUAL) and not hasattr(kind, "exceptions")
+    return is_usual and "__notes__" not in getattr(error, "__dict__", ())
+
+
+def _of_user(error):
+    """The traceback from the first frame of user code on."""
     frames = error.__traceback__
     while frames is not None and _belongs_to_us(frames.tb_frame.f_code):
         frames = frames.tb_next
-    is_chained = error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__)
-    if is_chained or isinstance(error, _UNUSUAL) or hasattr(error, "__notes__") or hasattr(error, "exceptions"):
-        lines = traceback.format_exception(type(error), error, frames, limit=-FRAMES_MAX)
-        return "".join(_last_line_last(lines)).rstrip()
-    return _through(frames) + _last_line(error)
-
-
-def _last_line_last(lines):
-    """Only the end of a message that is endless."""
-    return [line if len(line) < 4 * MESSAGE_CHARS_MAX else line[: 4 * MESSAGE_CHARS_MAX] + "\n" for line in lines]
-
-
-def _last_line(error):
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
-    text = str(error)[:MESSAGE_CHARS_MAX]
-    return f"{name}: {text}" if text else name
+    return frames
 
 
 def _through(frames):

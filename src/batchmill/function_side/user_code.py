@@ -151,6 +151,7 @@ def _frame_function(call, given, columns, source):
     interface = _interface([], {}, FRAME)
     interface["inputs"] = [{"name": name, "datatype": None, "shape": [1], "required": True} for name in columns]
     code = UserCode(call, Parameters(columns, [], columns, is_dict=True), interface)
+    code.parameters.keeps_ids = True
     code.batch_size, code.frame_columns = FRAME_ROWS_MAX, list(columns)
     return code
 
