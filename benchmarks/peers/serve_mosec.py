@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from mosec import Server, Worker
-
-PORT, NAME, BATCH_SIZE = sys.argv[1], sys.argv[2], int(sys.argv[3])
-
-if NAME == "solve":
-    import solving
 
 
 class Single(Worker):
@@ -22,15 +18,20 @@ class Single(Worker):
 class Batched(Worker):
     """Rows that have come together."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.solve = import_module("solving").solve
+
     def forward(self, data: list[dict]) -> list[dict]:
-        return [{"data": each} for each in solving.solve([each["data"] for each in data])]
+        return [{"data": each} for each in self.solve([each["data"] for each in data])]
 
 
 if __name__ == "__main__":
-    sys.argv = [sys.argv[0], "--port", PORT]  # which mosec reads itself
+    port, name, size = sys.argv[1:]
+    sys.argv = [sys.argv[0], "--port", port]  # which mosec reads itself
     server = Server()
-    if NAME == "solve":
-        server.append_worker(Batched, num=1, max_batch_size=BATCH_SIZE)
+    if name == "solve":
+        server.append_worker(Batched, num=1, max_batch_size=int(size))
     else:
         server.append_worker(Single, num=1)
     server.run()
