@@ -60,6 +60,9 @@ class HeldKeys:
     def known(self, token: str | None) -> Caller | None:
         return self.callers.get(token or "") if self.callers else ANYBODY
 
+    def still(self, key_id: str) -> Caller | None:
+        return next((caller for caller in self.callers.values() if caller.key == key_id), None)
+
 
 class SmallDialect:
     """`name` prefixes its paths; its envelope says which dialect spoke."""

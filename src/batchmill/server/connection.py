@@ -14,6 +14,7 @@ from batchmill.errors import Unavailable
 from batchmill.server.lane import Asked, Flight, Lane
 
 HEAD_BYTES_MAX = 64 * 1024
+LANE_BODY_S = 0.1  # on the lane, from the first read to the end of the body
 PIPELINED_MAX = 64  # requests sent before the first of them was answered
 
 
@@ -27,9 +28,11 @@ class Connection(HttpToolsProtocol):
         self._deadline: float | None = None  # of the loop's time
         self._timer: asyncio.TimerHandle | None = None  # goes off at the deadline, or before it and looks again
         self._head_bytes = 0
-        self._in_head = True
+        self._in_head = True  # what comes next belongs to the head of a request
+        self._has_begun = self._is_timed = False  # a head that is not complete; its time runs
         self._asked: Asked | None = None  # its headers fit the lane, and its body comes
         self._body: list[bytes] = []
+        self._leaving: asyncio.TimerHandle | None = None  # when a body that is still coming has to leave the lane
         self._flight: Flight | None = None  # under way on the lane
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -42,6 +45,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         flight, self._flight = self._flight, None
+        self._stay()
         if flight is not None:
             flight.drop()
         super().connection_lost(exc)
@@ -52,8 +56,11 @@ class Connection(HttpToolsProtocol):
             if self._deadline is None:
                 self._within(self.head_s)
         super().data_received(data)
-        if self._asked is not None and self.parser is not None:
-            self._leave_lane(self._asked)  # its body takes longer: it is read piece by piece, within its time
+        if self._has_begun and not self._is_timed:
+            self._is_timed = True
+            self._within(self.head_s)
+        if self._asked is not None and self._leaving is None and self.parser is not None:
+            self._leaving = self.loop.call_later(LANE_BODY_S, self._leave_late)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.send_400_response("The headers are too long.")
         elif len(self.pipeline) > PIPELINED_MAX:
@@ -62,8 +69,7 @@ class Connection(HttpToolsProtocol):
     # -- what the parser finds ----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._in_head = True
-        self._within(self.head_s)
+        self._in_head = self._has_begun = True
         if self._lane is None:
             super().on_message_begin()
         else:  # which is done only for those that leave the lane
@@ -71,11 +77,15 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # what comes behind a body changes nothing that was checked before it
-            super().on_header(name, value)
+            name = name.lower()
+            self.headers.append((name, value))
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
-        self._within(None)
+        self._in_head = self._has_begun = self._is_timed = False
+        self._head_bytes = 0
+        self._deadline = None
         if self._lane is None:
             super().on_headers_complete()
             return
@@ -97,8 +107,25 @@ class Connection(HttpToolsProtocol):
         self.headers += headers  # the scope has this very list
         super().on_headers_complete()
 
+    def _leave_late(self) -> None:
+        """The body takes longer: it is read piece by piece, within its time."""
+        self._leaving = None
+        if self._asked is not None and not self.transport.is_closing():
+            self._leave_lane(self._asked)
+
+    def shutdown(self) -> None:
+        if self._asked is not None:  # uvicorn knows only of requests that go its way
+            self._leave_lane(self._asked)
+        super().shutdown()
+
+    def _stay(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+
     def _leave_lane(self, asked: Asked) -> None:
         """The normal way, with what has come of the body."""
+        self._stay()
         self._asked = None
         self._go_normally()
         body, self._body = b"".join(self._body), []
@@ -114,6 +141,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         asked = self._asked
         if asked is not None and self._lane is not None:
+            self._stay()
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             flight = None if self.transport.is_closing() else self._lane.begin(asked, body, self._answered)
             if flight is None:

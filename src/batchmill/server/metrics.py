@@ -18,7 +18,7 @@ from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.access_log import Served
 from batchmill.server.function_metrics import Counted, functions
-from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS, Family, counted, measured
+from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS, Family, Timings, counted, measured
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
@@ -46,9 +46,6 @@ class Metrics:
         self._events_waiting = 0
         self._ended: Counter[tuple[str, ...]] = Counter()
         self._live_tokens: Counter[tuple[str, ...]] = Counter()
-        # What is counted under these labels: to find it costs more than to count.
-        self._of_requests: dict[tuple[str, str, str], tuple[prometheus.Counter, prometheus.Histogram]] = {}
-        self._of_live: dict[tuple[str, str], tuple[prometheus.Counter, prometheus.Histogram]] = {}
         self._build()
         prometheus.ProcessCollector(registry=self._registry)
         self._registry.register(_Now(self))
@@ -57,42 +54,19 @@ class Metrics:
         told = {"registry": self._registry, "namespace": "batchmill"}
         info = prometheus.Gauge("build_info", "Which batchmill runs; always 1.", ["version", "python"], **told)
         info.labels(batchmill.__version__, platform.python_version()).set(1)
-        self._requests = prometheus.Counter(
-            "http_requests", "HTTP requests that ended.", ["method", "route", "status"], **told
-        )
-        self._request_s = prometheus.Histogram(
-            "http_request_duration_seconds", "Seconds from a request's first byte to its reply's last one.",
-            ["method", "route"], buckets=HTTP_SECONDS, **told,
-        )  # fmt: skip
-        self._live = prometheus.Counter(
-            "live_requests", "Live requests that ended; status none: without an answer.", ["model", "status"], **told
-        )
-        self._live_s = prometheus.Histogram(
-            "live_request_duration_seconds", "Seconds until a live request was answered whole.", ["model"],
-            buckets=LIVE_SECONDS, **told,
-        )  # fmt: skip
+        self._requests = Timings(HTTP_SECONDS)
+        self._live = Timings(LIVE_SECONDS)
 
     # -- told as it happens -------------------------------------------------------------------------------------------
 
     def served(self, served: Served) -> None:
         """A request has ended. Quick, and never raises."""
         method = served.method if served.method in METHODS else "other"
-        key = method, served.route or "none", str(served.status)
-        found = self._of_requests.get(key)
-        if found is None:
-            found = self._requests.labels(*key), self._request_s.labels(*key[:2])
-            self._of_requests[key] = found
-        found[0].inc()
-        found[1].observe(served.seconds)
+        self._requests.add((method, served.route or "none", str(served.status)), served.seconds)
 
     def live(self, call: LiveCall) -> None:
         """A live request has ended."""
-        key = call.model, str(call.status) if call.status else "none"
-        found = self._of_live.get(key)
-        if found is None:
-            found = self._of_live[key] = self._live.labels(*key), self._live_s.labels(call.model)
-        found[0].inc()
-        found[1].observe(call.seconds)
+        self._live.add((call.model, str(call.status) if call.status else "none"), call.seconds)
         if call.usage is not None:
             told = call.usage.input_tokens, call.usage.cached_tokens, call.usage.output_tokens
             for kind, tokens in zip(("input", "cached", "output"), told, strict=True):
@@ -115,6 +89,15 @@ class Metrics:
         """What is counted or measured elsewhere."""
         tallies = self._dispatcher.tallies
         project, model = "project", "model"
+        labels = ["method", "route", "status"]
+        yield counted("http_requests", "HTTP requests that ended.", labels, self._requests.counts())
+        told = "Seconds from a request's first byte to its reply's last one."
+        yield self._requests.family("http_request_duration_seconds", told, labels[:2])
+        labels = [model, "status"]
+        told = "Live requests that ended; status none: without an answer."
+        yield counted("live_requests", told, labels, self._live.counts())
+        told = "Seconds until a live request was answered whole."
+        yield self._live.family("live_request_duration_seconds", told, labels[:1])
         yield counted("rows", "Rows of jobs whose outcome was counted.", [project, model, "result"], tallies.rows)
         yield counted(
             "tokens", "Tokens of these rows; kind input includes cached.", [project, model, "kind"], tallies.tokens

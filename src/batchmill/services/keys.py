@@ -137,10 +137,15 @@ class KeyService:
         known = None if match is None else self._known.get(match[1])
         if token is None or match is None or known is None or not hmac.compare_digest(_digest(token), known.digest):
             return None
+        return self.still(match[1])
+
+    def still(self, key_id: str) -> Caller | None:
+        """Whom a key stands for that was seen to be right before; None where it may have ended since."""
+        known = self._known.get(key_id)
         now = self._clock.now()
-        if known.expires is not None and known.expires <= now:
+        if known is None or (known.expires is not None and known.expires <= now):
             return None
-        self._used[match[1]] = now
+        self._used[key_id] = now
         return known.caller
 
     async def _look_up(self, key_id: str) -> _Known | None:
