@@ -142,9 +142,10 @@ def test_a_broken_frame_ends_the_process(drive):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts like this on Linux")
-def test_memory_is_limited(drive):
+@pytest.mark.parametrize("word", ["", "async "])
+def test_memory_is_limited(drive, word):
     """A row that asks for more memory than there may be fails with memory_limit, and the next one works."""
-    process = drive("def f(a): return len(bytearray(a))", memory_bytes=512 * 1024 * 1024)
+    process = drive(f"{word}def f(a): return len(bytearray(a))", memory_bytes=512 * 1024 * 1024)
     process.ready()
     values, errors = process.call([[10], [2**30], [20]])
     assert values == [10, None, 20]
@@ -153,9 +154,10 @@ def test_memory_is_limited(drive):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts like this on Linux")
-def test_a_function_that_keeps_its_memory_is_replaced(drive):
+@pytest.mark.parametrize("word", ["", "async "])
+def test_a_function_that_keeps_its_memory_is_replaced(drive, word):
     """With its memory full of what the function holds on to, the process ends by itself once it has answered."""
-    code = "kept = []\ndef f(a):\n  while True: kept.append(bytearray(1 << 20))"
+    code = f"kept = []\n{word}def f(a):\n  while True: kept.append(bytearray(1 << 20))"
     process = drive(code, memory_bytes=256 * 1024 * 1024)
     process.ready()
     assert process.call([[1]])[1][0][0] == "memory_limit"

@@ -19,10 +19,16 @@ BATCHES_MAX = 4  # of many rows, at once: more of them would never fill
 
 
 class AsyncLoop:
-    """Everything that the other callers do, on an event loop. `run` returns after `stop`."""
+    """Everything that the other callers do, on an event loop. `run` returns after `stop`.
 
-    def __init__(self, loop, code, replies, progress, link):
+    Args:
+        when_full: is called between calls once a call was refused memory.
+    """
+
+    def __init__(self, loop, code, replies, progress, link, *, when_full, memory_bytes=None):
         self._loop, self._code, self._replies, self._progress, self._link = loop, code, replies, progress, link
+        self._memory_bytes, self._when_full = memory_bytes, when_full
+        self.met_memory_limit = False
         self._is_row = code.calls == ROW
         self._batches = Batches(code.batch_size, int(code.batch_window_s * 1e9))
         self._bisection = Bisection()
@@ -154,6 +160,9 @@ class AsyncLoop:
             raise task.exception()
         self._start_calls()
         self._replies.flush()
+        if self.met_memory_limit and not self._running:
+            self.met_memory_limit = False
+            self._when_full()
 
     async def _call_row(self, parts):
         [(ask, row, _)] = parts
@@ -165,12 +174,16 @@ class AsyncLoop:
                 ask.values[row] = await call_with(self._code.call, ask.bound, row)
         except BaseException as error:  # SystemExit and the like too: one row must not end the process
             self._refuse_cancel()
-            ask.errors[row] = row_error(error)
+            ask.errors[row] = self._told(error)
         self._replies.count(1, 1, 0, time.perf_counter_ns() - began)
         if self._code.result is not None and not self._code.streams and row not in ask.errors:
             list_rows.settle(ask, row, self._code)
         ask.end_rows(row, row + 1)
         self._reply(ask, 1)
+
+    def _told(self, error):
+        self.met_memory_limit |= isinstance(error, MemoryError)
+        return row_error(error, self._memory_bytes)
 
     def _refuse_cancel(self):
         """Go on being cancelled if it was us, at the end, and not user code that cancelled itself."""
@@ -212,7 +225,7 @@ class AsyncLoop:
             self._refuse_cancel()
             if rows > 1:
                 return False
-            list_rows.fail(parts, row_error(error))
+            list_rows.fail(parts, self._told(error))
             self._failed += 1
             return True
         finally:
@@ -277,7 +290,7 @@ class AsyncLoop:
             pass
         except BaseException as raised:  # user code
             self._refuse_cancel()
-            error = row_error(raised)
+            error = self._told(raised)
         else:
             if not self._replies.piece(stream_id, event, exact=exact):
                 await self._close(stream_id, events)

@@ -88,7 +88,7 @@ def _import_file(file, stem, source):
     # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
     is_taken = stem in sys.modules or stem in getattr(sys, "stdlib_module_names", sys.builtin_module_names)
     name = f"{stem}_{hashlib.sha256(file.encode()).hexdigest()[:8]}" if is_taken else stem
-    spec = importlib.util.spec_from_file_location(name, file, loader=_FreshLoader(name, file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=FreshLoader(name, file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -99,7 +99,7 @@ def _import_file(file, stem, source):
     return module
 
 
-class _FreshLoader(SourceFileLoader):
+class FreshLoader(SourceFileLoader):
     """Compiles the file as it is now: cached bytecode is told apart by size and second only."""
 
     def get_code(self, fullname):

@@ -1,7 +1,7 @@
 """The function's process: loads what `start` names, then answers what the worker asks until `stop` or the end.
 
-To the worker: `ready` {interface, batch_size, batch_window_s}; `failed` {message}, before it exits; `results` and
-`piece`, as `replies` makes them.
+Of `start`, `received_shapes` is heeded in the worker, by the form that reads a body. To the worker go `ready`
+{interface, batch_size, batch_window_s}; `failed` {message}, then the exit; `results` and `piece` as `replies` has them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class FunctionProcess:
             self._link.flush()
             return FAILED
         if self._code.is_async:
-            AsyncLoop(self._loop, self._code, self._replies, self._progress, self._link).run(early)
+            parts = (self._loop, self._code, self._replies, self._progress, self._link)
+            AsyncLoop(*parts, when_full=self._replace_when_full, memory_bytes=self._memory_bytes).run(early)
         else:
             self._make_caller()
             self._serve(early)
@@ -125,6 +126,7 @@ class FunctionProcess:
             caller.turn()
             link.flush()
             if caller.met_memory_limit:
+                caller.met_memory_limit = False
                 self._replace_when_full()
 
     def _look(self):
@@ -151,7 +153,6 @@ class FunctionProcess:
 
     def _replace_when_full(self):
         """End, to be started afresh, if what the function holds leaves it no room."""
-        self._caller.met_memory_limit = False
         gc.collect()
         if self._memory_bytes is not None and _data_bytes() > FULL_SHARE * self._memory_bytes:
             os._exit(MEMORY)

@@ -13,14 +13,15 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.function_side.loading import FreshLoader
 from batchmill.function_side.marks import ROWS_PARAMETER
 
 
@@ -196,7 +197,7 @@ def _import_file(file: Path, source: Source) -> ModuleType:
     # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
     taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}" if taken else file.stem
-    spec = importlib.util.spec_from_file_location(name, file, loader=_FreshLoader(name, str(file)))
+    spec = importlib.util.spec_from_file_location(name, file, loader=FreshLoader(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -206,14 +207,6 @@ def _import_file(file: Path, source: Source) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-class _FreshLoader(SourceFileLoader):
-    """Compiles the file as it is now: cached bytecode is told apart by size and second only."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
 
 
 def _put_on_path(folder: Path) -> None:
