@@ -1,13 +1,7 @@
 """A function's process for a test, ended with it."""
 
-import os
-import sys
-
 import pytest
-from driver import Driver
-
-# Another interpreter to run the function's process with, as a deployment's own environment has one.
-PYTHON = os.environ.get("BATCHMILL_FUNCTION_PYTHON", sys.executable)
+from function_driver import Driver
 
 
 @pytest.fixture
@@ -18,7 +12,7 @@ def drive(tmp_path):
     def start(code, **options):
         folder = tmp_path / f"code{len(drivers)}"
         folder.mkdir()
-        drivers.append(Driver(folder, code, python=options.pop("python", PYTHON), **options))
+        drivers.append(Driver(folder, code, **options))
         return drivers[-1]
 
     yield start

@@ -7,7 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import PYTHON
+from function_driver import PYTHON
 
 HEAD = "import numpy as np, batchmill\nfrom typing import Annotated\n"
 

@@ -14,12 +14,14 @@ from batchmill.function_side import frames
 
 PROGRAM = Path(batchmill.function_side.__file__).parent / "main.py"
 TIMEOUT_S = 20
+# Another interpreter to run the function's process with, as a deployment's own environment has one.
+PYTHON = os.environ.get("BATCHMILL_FUNCTION_PYTHON", sys.executable)
 
 
 class Driver:
     """A function's process. `code` is written to app.py; `files` beside it."""
 
-    def __init__(self, folder, code, *, source="app.py:f", files=None, python=sys.executable, env=None, **start):
+    def __init__(self, folder, code, *, source="app.py:f", files=None, python=PYTHON, env=None, **start):
         for name, text in {"app.py": code, **(files or {})}.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
