@@ -160,8 +160,17 @@ async def test_the_rate_is_counted_once():
     assert [reply.split()[1] for reply in replies] == [b"200", b"200", b"429"] and b"retry-after: " in replies[2]
 
 
+async def test_a_body_of_several_reads_stays_on_the_lane():
+    """A body that is larger than one read of the socket, and comes without a pause, is as short a way."""
+    dialect, body = Hot(), b"x" * 700_000
+    async with api(dialect, body_bytes_max=1_000_000) as small:
+        replies = [(await talk_kept(small, post(body), 1))[0] for _ in range(2)]
+    assert all(reply.endswith(body) for reply in replies)
+    assert (dialect.short, dialect.long) == ([body, body], [])
+
+
 async def test_a_body_in_pieces_goes_the_normal_way():
-    """A body that is not there with its headers is waited for where waiting has its limits."""
+    """A body that takes its time after its headers is waited for where waiting has its limits."""
     dialect, data = Hot(), post(b"abcdef")
     async with api(dialect) as small:
         reader, writer = await asyncio.open_connection(*small.address)

@@ -12,15 +12,23 @@ from batchmill.wire import messages
 
 READ_AHEAD_BYTES = 4 * 1024 * 1024  # of messages that nobody has taken; beyond that the other side has to wait
 LENGTH_BYTES = 4
+BUFFER_BYTES = 64 * 1024
+SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
 
 
-class Channel(asyncio.Protocol):
-    """Made by `open_channel`. Concurrency: one task reads."""
+class Channel(asyncio.BufferedProtocol):
+    """Made by `open_channel`. Concurrency: one task reads.
+
+    Messages are read together into one buffer and copied out of it; one that does not fit is read into a buffer of its
+    own, where it stays.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._whole: deque[memoryview] = deque()  # messages that nobody has taken
-        self._rest = bytearray()  # the beginning of one that is not whole
+        self._buffer = bytearray(BUFFER_BYTES)  # for messages that fit
+        self._large: bytearray | None = None  # one that does not
+        self._filled = 0  # of the one that is read into now
         self._ahead = 0  # bytes of `_whole`
         self._is_paused = self._is_over = False
         self._error: ConnectionError | None = None
@@ -65,33 +73,49 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        if self._rest:
-            self._rest += data
-            length = int.from_bytes(self._rest[:LENGTH_BYTES], "little")
-            if length <= messages.MESSAGE_BYTES_MAX and len(self._rest) < LENGTH_BYTES + length:
-                return
-            data = bytes(self._rest)
-            self._rest = bytearray()
-        view, at, size = memoryview(data), 0, len(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._buffer if self._large is None else self._large)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._large is None:
+            self._cut()
+        elif self._filled == len(self._large):
+            self._take(memoryview(self._large))
+            self._large, self._filled = None, 0
+        else:
+            return
+        if self._ahead > READ_AHEAD_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def _cut(self) -> None:
+        """Take the whole messages out of the buffer; the beginning of one more moves to where it has room."""
+        view, at, size = memoryview(bytes(memoryview(self._buffer)[: self._filled])), 0, self._filled
         while size - at >= LENGTH_BYTES:
             length = int.from_bytes(view[at : at + LENGTH_BYTES], "little")
             if length > messages.MESSAGE_BYTES_MAX:
                 self._error = ConnectionError(f"a message of {length} bytes: the other side speaks another protocol")
                 self.close()
                 break
-            end = at + LENGTH_BYTES + length
-            if end > size:
+            at += LENGTH_BYTES
+            if length > size - at:
+                if LENGTH_BYTES + length > BUFFER_BYTES:
+                    self._large = bytearray(length)
+                    self._large[: size - at] = view[at:]
+                else:
+                    at -= LENGTH_BYTES
                 break
-            self._whole.append(view[at + LENGTH_BYTES : end])
-            self._ahead += length
-            at = end
-        if at < size and self._error is None:
-            self._rest += view[at:]
-        if self._ahead > READ_AHEAD_BYTES and not self._is_paused and self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
-        self._wake()
+            self._take(view[at : at + length])
+            at += length
+        self._filled = size - at
+        if self._large is None:
+            self._buffer[: self._filled] = view[at:]
+
+    def _take(self, message: memoryview) -> None:
+        self._whole.append(message)
+        self._ahead += len(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
@@ -113,5 +137,7 @@ class Channel(asyncio.Protocol):
 async def open_channel(sock: socket.socket) -> Channel:
     """A channel on a connected socket, which it owns from now on."""
     loop = asyncio.get_running_loop()
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
     _, channel = await loop.create_unix_connection(Channel, sock=sock)
     return channel

@@ -22,7 +22,7 @@ from batchmill.server.replies import date, hidden, new_request_id, refusal, secu
 from batchmill.server.routing import Route
 from batchmill.types import Caller, Scope
 
-BODY_BYTES_MAX = 256 * 1024  # a longer body is read piece by piece, within its time
+BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, within its time
 WAYS_MAX = 1024  # paths that are remembered
 HOSTS_MAX = 64  # Host headers that are remembered as right
 HEADS_MAX = 256  # of replies, that are remembered as they are written
