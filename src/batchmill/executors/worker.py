@@ -22,6 +22,7 @@ from msgspec import Struct
 from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused
+from batchmill.executors.allocator import keep_memory
 from batchmill.executors.answering import Answering
 from batchmill.executors.calling import Calling
 from batchmill.executors.channel import Channel, open_channel
@@ -293,6 +294,7 @@ def _step_back() -> None:
 
 async def main(fd: int) -> int:
     """Speak to the owner on socket `fd` until it is over."""
+    keep_memory()
     channel = await open_channel(socket.socket(fileno=fd))
     found = await channel.read()
     if not found:
