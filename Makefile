@@ -51,7 +51,8 @@ test: lint
 	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
-	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" \
+	    BATCHMILL_FUNCTION_PYTHON="$$PWD/$(CLIENT_VENVS)/functions/bin/python" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	@echo "--> checking the style"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make an environment for each published client that the tests use, in the folder given: their pins contradict each other.
-# What is there and whole is left as it is. PYTHON chooses the interpreter.
+# One more, "functions", is what a deployed function may have in its own. What is there and whole is left as it is. PYTHON chooses the interpreter.
 set -eu
 folder="$1"
 
@@ -11,6 +11,7 @@ modelbit modelbit==0.44.3 pandas setuptools<81
 inferless inferless==0.2.15
 tritonclient tritonclient[http,grpc]==2.73.0 ml_dtypes
 kserve kserve
+functions numpy pandas pydantic
 LIST
 }
 
