@@ -45,32 +45,55 @@ def bare_server() -> Iterator[str]:
         process.wait()
 
 
-def measure(python: Path, kind: str, address: str, key: str, *, in_flight: int, seconds: float) -> float:
-    """Requests a second. Raises CommandFailed."""
+def measure(python: Path, kind: str, address: str, key: str, *, clients: int, seconds: float) -> float:
+    """Requests a second of so many clients together. Raises CommandFailed."""
     script = harness.FOLDER / "peers" / "tensor_client.py"
-    command = [str(python), str(script), kind, address, key, str(in_flight), str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + START_S)
-    if done.returncode != 0:
-        raise harness.CommandFailed(done.stderr[-2000:])
-    return float(done.stdout)
+    command = [str(python), str(script), kind, address, key, str(seconds)]
+    started = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(clients)
+    ]  # fmt: skip
+    try:
+        for each in started:
+            assert each.stdout is not None
+            each.stdout.readline()
+        told = [each.communicate("\n", timeout=seconds + START_S) for each in _all_at_once(started)]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    if any(each.returncode for each in started):
+        raise harness.CommandFailed("".join(errors for _, errors in told)[-2000:])
+    return sum(float(printed) for printed, _ in told)
+
+
+def _all_at_once(started: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+    """Every client begins now, not when the one before has been heard."""
+    for each in started:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    return started
 
 
 def main() -> None:
-    """Measure each number in flight in pairs and print the ratios."""
-    arguments = harness.parse_arguments(__doc__, in_flight=8, seconds=4.0)
+    """Measure each number of clients in pairs and print the ratios."""
+    arguments = harness.parse_arguments(__doc__, clients=4, seconds=4.0)
     python = harness.peer_python("tritonclient", *PACKAGES)
     with deployed.serving(grpc=True) as server, bare_server() as bare:
         server.deploy("identity", CODE)
         http = f"{server.host}:{server.port}"
-        for in_flight in dict.fromkeys((1, arguments.in_flight)):
-            told = partial(measure, python, in_flight=in_flight, seconds=arguments.seconds)
+        for clients in dict.fromkeys((1, arguments.clients)):
+            told = partial(measure, python, clients=clients, seconds=arguments.seconds)
             told("http", http, server.key, seconds=1.0)
             sides = {
                 "batchmill": partial(told, "http", http, server.key),
                 "bare": partial(told, "http", bare, "none"),
                 "batchmill grpc": partial(told, "grpc", server.grpc, server.key),
             }
-            print(f"{in_flight} in flight:")
+            print(f"{clients} client{'s' if clients > 1 else ''}:")
             figures = harness.alternate(arguments.pairs, sides)
             for name, rates in figures.items():
                 harness.print_side(name, rates, "requests/s")
