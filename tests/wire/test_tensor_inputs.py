@@ -229,6 +229,15 @@ def test_wrong_requests_are_refused(request_: Any, code: str, words: str):
     assert words in caught.value.message
 
 
+@pytest.mark.parametrize("shape", [[65_537, 0], [2**40, 0], [0, 2**31], [300, 0, 300]])
+def test_rows_without_elements_are_not_for_nothing(shape: list[int]):
+    """A few bytes of a request do not become as many empty lists as its shape says."""
+    declared = schema("INT64", [-1] * len(shape))
+    with pytest.raises(InvalidInput, match=r"input 'x' has no elements, and more than 65536 rows") as caught:
+        value_of(tensor("INT64", shape, []), declared)
+    assert caught.value.code == "invalid_shape"
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"inputs":[{"data":[NaN]}]}', b"\xff\xfe", b'{"a":1}x'])
 def test_malformed_json_is_the_callers_error(body: bytes):
     """What is no JSON is refused, and says so (P5)."""

@@ -19,6 +19,7 @@ from batchmill.wire.datatypes import DATATYPES, TEXT, Datatype, elements_of
 INPUTS_MAX = 1024
 RANK_MAX = 32
 ELEMENTS_MAX = 2**31 - 1
+EMPTY_MAX = 65_536  # lists without elements, which cost a request nothing and the worker memory
 HEAD_MAX = 2**31 - 1
 CHARS_SHOWN = 80
 Scalar = str | bool | int | float
@@ -154,6 +155,9 @@ def _shape(each: _Input) -> list[int]:
     if len(shape) > RANK_MAX or elements_of(shape) > ELEMENTS_MAX:
         message = f"input '{each.name}' has {len(shape)} dimensions and {elements_of(shape)} elements"
         raise InvalidInput(f"{message}; at most {RANK_MAX} and {ELEMENTS_MAX} are taken", code="invalid_shape")
+    if 0 in shape and elements_of([dimension for dimension in shape if dimension]) > EMPTY_MAX:
+        message = f"input '{each.name}' has no elements, and more than {EMPTY_MAX} rows of them: {shape}"
+        raise InvalidInput(message, code="invalid_shape")
     return shape
 
 
