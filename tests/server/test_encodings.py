@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import Response
 
 from batchmill.errors import InvalidInput, TooLarge
-from batchmill.server.encodings import INLINE_BYTES_MAX, packed, unpacked
+from batchmill.server.encodings import INLINE_BYTES_MAX, MEMBERS_MAX, PIECE_BYTES, packed, unpacked
 
 SMALL, LARGE = b'{"inputs":[]}', random.Random(7).randbytes(4 * INLINE_BYTES_MAX)
 MAX = 1024 * 1024
@@ -33,6 +33,19 @@ async def test_a_plain_body_is_left_alone(name):
 async def test_members_of_gzip_follow_each_other():
     """A gzip body may be several, one behind the other."""
     assert await unpacked(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", MAX) == b"ab"
+
+
+async def test_a_body_of_countless_members_is_refused():
+    """Members that hold nothing cost a client next to nothing, and the server no more than so many."""
+    assert await unpacked(gzip.compress(b"") * MEMBERS_MAX, "gzip", MAX) == b""
+    with pytest.raises(TooLarge, match="more than 1,000 members"):
+        await unpacked(gzip.compress(b"") * (MEMBERS_MAX + 1), "gzip", MAX)
+
+
+async def test_a_member_may_end_anywhere_in_a_long_body():
+    """Where the pieces that a body is read in end makes no difference."""
+    parts = [random.Random(n).randbytes(n * PIECE_BYTES // 3 + n) for n in range(6)]
+    assert await unpacked(b"".join(gzip.compress(each) for each in parts), "gzip", MAX) == b"".join(parts)
 
 
 @pytest.mark.parametrize("size", [MAX, MAX + 1])

@@ -16,6 +16,8 @@ from batchmill.server.bodies import SHOWN_CHARS, Refusal
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 OFFERED = ("gzip", "deflate")
 LEVEL = 1  # tensors compress little, and somebody waits
+MEMBERS_MAX = 1000  # of a gzip body: empty ones cost a client 20 bytes each
+PIECE_BYTES = 64 * 1024  # what is behind the end of a member is copied for the next one
 INLINE_BYTES_MAX = 32 * 1024  # of a body that is handled on the loop; a larger one goes to a thread
 
 
@@ -38,20 +40,26 @@ async def unpacked(body: bytes, encoding: str | None, bytes_max: int) -> bytes:
 
 
 def _inflate(body: bytes, name: str, bytes_max: int) -> bytes:
-    whole, rest = bytearray(), body
+    """gzip may be several members, one behind the other."""
+    whole, view, reader, members = bytearray(), memoryview(body), None, 0
     try:
-        while rest:
-            reader = zlib.decompressobj(WINDOWS[name])
-            whole += reader.decompress(rest, bytes_max + 1 - len(whole))
-            if len(whole) > bytes_max or reader.unconsumed_tail:
-                raise TooLarge(f"the body is longer than {bytes_max:,} bytes", code="request_too_large")
-            if not reader.eof:
-                raise Refusal(f"the {name} body ends in the middle", code="invalid_encoding")
-            rest = reader.unused_data  # gzip may be several members, one behind the other
+        for at in range(0, len(view), PIECE_BYTES):
+            rest: bytes | memoryview = view[at : at + PIECE_BYTES]
+            while rest:
+                if reader is None:
+                    reader, members = zlib.decompressobj(WINDOWS[name]), members + 1
+                whole += reader.decompress(rest, bytes_max + 1 - len(whole))
+                if len(whole) > bytes_max or reader.unconsumed_tail:
+                    raise TooLarge(f"the body is longer than {bytes_max:,} bytes", code="request_too_large")
+                if members > MEMBERS_MAX:
+                    raise TooLarge(f"the {name} body has more than {MEMBERS_MAX:,} members", code="request_too_large")
+                rest, reader = (reader.unused_data, None) if reader.eof else (b"", reader)
     except zlib.error as error:
         raise Refusal(
             f"the body is not {name}, as its Content-Encoding says: {error}", code="invalid_encoding"
         ) from None
+    if reader is not None:
+        raise Refusal(f"the {name} body ends in the middle", code="invalid_encoding")
     return bytes(whole)
 
 
