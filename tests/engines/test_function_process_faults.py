@@ -380,3 +380,55 @@ async def f(does=""):
         with pytest.raises(ModelFailed) as failed:
             await answers.value({"does": "block"}, timeout_s=0.2)
         assert (failed.value.code, await answers.value({}) != pid) == ("timeout", True)
+
+
+async def test_a_body_of_many_quick_rows_that_is_late(tmp_path: Path) -> None:
+    """A body whose rows take too long together ends by itself: none of its calls hangs, so the process stays."""
+    text = """
+import os, time
+def f(n):
+    time.sleep(0.05)
+    return os.getpid()
+"""
+    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        pid = await answers.value({"n": 0})
+        with pytest.raises(ModelFailed, match="took longer than 0.3 s") as failed:
+            await answers.value({"data": [[n, n] for n in range(1000)]}, form="rows", timeout_s=0.3)
+        assert (failed.value.code, await answers.value({"n": 0})) == ("timeout", pid)
+
+
+async def test_a_call_that_begins_late_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    """Those who waited in line for too long are told so, and cost nobody the process."""
+    text = "import os, time\ndef f(wait=0.0):\n    time.sleep(wait)\n    return os.getpid()\n"
+    async with running(deployed(tmp_path, text, limits=Limits(attempt_timeout_s=0.5)), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        pid = await answers.value({})
+        async with asyncio.timeout(PATIENCE_S):
+            told = await asyncio.gather(*[answers.ask("arguments", {"wait": 0.3}) for _ in range(4)])
+        codes = [answer.raised.code if answer.raised is not None else "" for answer in told]
+        assert (codes[0], codes[-1], told[-1].raised.message[:26]) == ("", "timeout", "there was no answer in 0.5")
+        assert await answers.value({}, timeout_s=30) == pid
+
+
+async def test_an_async_call_that_is_late_is_cancelled(tmp_path: Path) -> None:
+    """An awaited call whose time is up is cancelled, and those beside it go on: also when the time to end is over."""
+    text = f"""
+import asyncio, os
+async def f(wait=0.0):
+    try:
+        await asyncio.sleep(wait)
+    except asyncio.CancelledError:
+        open({str(tmp_path / "told")!r}, "a").write("cancelled ")
+        raise
+    return os.getpid()
+"""
+    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        pid = await answers.value({})
+        beside = answers.ask("arguments", {"wait": 1.5})
+        with pytest.raises(ModelFailed, match="took longer than 0.2 s"):
+            await answers.value({"wait": 600}, timeout_s=0.2)
+        async with asyncio.timeout(PATIENCE_S):
+            assert json.loads((await beside).body) == pid
+        assert (tmp_path / "told").read_text() == "cancelled "

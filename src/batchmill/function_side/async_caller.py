@@ -98,9 +98,13 @@ class AsyncLoop:
 
     def _abandon(self, ask_id):
         ask = self._asks.pop(ask_id, None)
-        if ask is not None:
-            ask.is_abandoned = True
-            self._batches.drop(ask)
+        if ask is None:
+            return
+        ask.is_abandoned = True
+        self._batches.drop(ask)
+        for task, entries in list(self._running.items()):
+            if all(called == ask_id for called, _, _ in entries):  # others may wait for the rest
+                task.cancel()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -234,6 +238,8 @@ class AsyncLoop:
         return True
 
     async def _cut(self, parts, rows):
+        if all(ask.is_abandoned for ask, _, _ in parts):
+            return
         if self._bisection.goes_by_singles(rows):
             for part in singles(parts):
                 await self._try(part, 1)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from batchmill.engines.function_process.counting import Counts
 from batchmill.engines.function_process.process import Process
-from batchmill.engines.function_process.work import HUNG, Blame, Work, hung, results_of
+from batchmill.engines.function_process.work import HUNG, Blame, Work, hung, results_of, unheard
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Answering
@@ -54,8 +54,8 @@ class LiveCall(Work):
         self.fail(blame.fault.error())
         return None, []
 
-    def expire(self) -> None:
-        self.fail(hung(self.limit_s).error())
+    def expire(self, *, was_called: bool) -> None:
+        self.fail((hung if was_called else unheard)(self.limit_s).error())
 
     def fail(self, error: BatchmillError) -> None:
         self._calls.end(self, Answer(self.id, raised=Raised.of(error)))

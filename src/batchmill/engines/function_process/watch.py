@@ -26,7 +26,7 @@ class Watch:
         self._limit_s, self._memory_bytes = model.limits.attempt_timeout_s, model.limits.memory_bytes
         self._grace_s = GRACE_S if is_async else 0.0
         self._since: dict[Call, float] = {}  # calls that are running -> when they were first seen to
-        self._leaving: dict[int, float] = {}  # Asks whose time is up -> when their call must have ended
+        self._leaving: dict[int, float] = {}  # Asks whose time is up -> how long a call of theirs may take
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -45,17 +45,13 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Tell those whose time is up; replace the process where a call does not end, or holds too much."""
-        for work in [work for work in self._process.works.values() if work.deadline <= now]:
-            if work.is_sent:
-                self._leaving[work.id] = now + self._grace_s
-            self._process.drop(work)
-            work.expire()
         child = self._process.child
+        running = child.blamed() if child is not None and self._process.is_up else []
+        self._expire(now, {call[0] for call in running})
         if child is None or not self._process.is_up:
             self._since.clear()
             self._leaving.clear()
             return
-        running = child.blamed()
         if not running:
             self._since.clear()
             self._leaving.clear()
@@ -64,11 +60,25 @@ class Watch:
         if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
             self._process.replace(stuffed(self._memory_bytes, held))
 
+    def _expire(self, now: float, running: set[int]) -> None:
+        """Tell those whose time is up. What of theirs has not begun never does."""
+        for work in [work for work in self._process.works.values() if work.deadline <= now]:
+            if work.is_sent:
+                self._leaving[work.id] = work.limit_s + self._grace_s
+            self._process.drop(work)
+            work.expire(was_called=work.id in running)
+
     def _end_hung(self, running: list[Call], now: float) -> None:
+        """Whoever asked may have waited in line: only what one call itself takes says that it hangs.
+
+        To replace the process for less would cost the next callers its setup, and make them late too.
+        """
         self._since = {call: self._since.get(call, now) for call in running}
         ids = {call[0] for call in running}
-        self._leaving = {id_: at for id_, at in self._leaving.items() if id_ in ids}
-        due = {id_ for id_, at in self._leaving.items() if at <= now}
-        late = [call for call, since in self._since.items() if now - since > self._limit_s or call[0] in due]
+        self._leaving = {id_: limit_s for id_, limit_s in self._leaving.items() if id_ in ids}
+        late = [
+            call for call, since in self._since.items()
+            if now - since > self._leaving.get(call[0], self._limit_s)
+        ]  # fmt: skip
         if late:
             self._process.replace(hung(self._limit_s), frozenset(late))

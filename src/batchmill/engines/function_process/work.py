@@ -33,6 +33,10 @@ def hung(seconds: float) -> Fault:
     return Fault(HUNG, f"the function took longer than {seconds:g} s")
 
 
+def unheard(seconds: float) -> Fault:
+    return Fault(HUNG, f"there was no answer in {seconds:g} s: the function was busy, or being started")
+
+
 def stuffed(limit: int, held: int) -> Fault:
     text = f"the function's process held {held / 2**20:.0f} MiB, more than its limit of {limit / 2**20:.0f} MiB"
     return Fault(STUFFED, text)
@@ -50,6 +54,7 @@ class Work:
     """Base of LiveCall, Train, FormRow and Stream."""
 
     __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "strikes")
+    limit_s = math.inf  # what its deadline was made of
     is_train = False
     holds_up = True  # counts as running while the process has it
 
@@ -76,8 +81,8 @@ class Work:
         """(what to ask again, what to ask again with nothing beside it)."""
         raise AssertionError("said by what it is")
 
-    def expire(self) -> None:
-        """Its deadline has passed: who waits is told."""
+    def expire(self, *, was_called: bool) -> None:
+        """Its deadline has passed: who waits is told. `was_called`: the function was at it."""
 
     def fail(self, error: ModelFailed) -> None:
         """No process will answer it."""
