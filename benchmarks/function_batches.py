@@ -18,6 +18,7 @@ import solving  # noqa: E402
 
 BATCH_SIZE = 64
 AIM, AIM_CHEAPER = 6, 10
+MARK = "\n\nfrom batchmill import batched  # noqa: E402\n\nsolve = batched(64)(solve)\n"
 BODY, CONNECTIONS = b'{"data": 0.5}', 64
 WANTED = {"data": solving.solve([0.5])[0]}
 
@@ -34,7 +35,7 @@ def print_cheaper() -> None:
 
 def main() -> None:
     """Run the three sides in turn and print what batches bring."""
-    arguments = harness.parse_arguments(__doc__, seconds=5.0)
+    arguments = harness.parse_arguments(__doc__, seconds=5.0, window_ms=0)
     print_cheaper()
     p50: dict[str, list[float]] = {"batches": [], "none": [], "mosec": []}
     python = harness.peer_python("mosec", "mosec==0.9.8", "numpy")
@@ -47,8 +48,8 @@ def main() -> None:
 
     def ours(name: str, rows: int) -> float:
         with deployed.serving() as server:
-            code = (hammer.PEERS / "solving.py").read_text()
-            server.deploy("solve", code, "--batch-size", str(rows))
+            code = (hammer.PEERS / "solving.py").read_text() + MARK
+            server.deploy("solve", code, "--batch-size", str(rows), "--batch-window", f"{arguments.window_ms}ms")
             target = hammer.Target(server.port, "/v1/solve/latest", BODY, server.key)
             assert hammer.ask(target) == WANTED
             return shoot(name, target)

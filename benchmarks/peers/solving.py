@@ -12,7 +12,7 @@ SIZE = 256
 _draw = numpy.random.default_rng(1)
 SYSTEM = _draw.standard_normal((SIZE, SIZE)) + SIZE * numpy.eye(SIZE)
 SIDE = _draw.standard_normal(SIZE)
-ROW = _draw.standard_normal(4000)
+ROW = _draw.standard_normal(11_000)
 
 
 def solve(x: list[float]) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,12 @@ from batchmill.services.catalogue import Catalogue
 from batchmill.services.live_calls import LiveCall
 from batchmill.types import Caller, CallStats, Interface, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.messages import Answer
+from batchmill.wire.raised import Raised
 
 if TYPE_CHECKING:
     from batchmill.services.model_versions import ModelVersion, ModelVersions
+
+log = logging.getLogger("batchmill.server")
 
 COPIES_MAX = 256  # of calls that mirrors have and have not answered; further ones get none
 SHOWN_CHARS = 256
@@ -136,7 +140,11 @@ class FunctionCalls:
 
         def told(answer: Answer) -> None:
             self._tell(caller, target, form, None if answer.raised is None else answer.raised.code, began)
-            hear(answer)
+            try:
+                hear(answer)
+            except Exception as error:  # the edge: a door's own bug must not end the worker that answered
+                log.error("an answer of %s could not be handed on", target.name, exc_info=error)
+                hear(Answer(answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))))
 
         cancel = self._live.ask_now(target.model, form, body, head=head, hear=told)
         if cancel is None:

@@ -1,0 +1,81 @@
+"""The socket between owner and worker: whole messages whatever the reads cut, bounded, and an end that is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from batchmill.executors import channel as channels
+from batchmill.executors.channel import open_channel
+from batchmill.wire import messages
+from batchmill.wire.messages import Chunk, Ready, to_owner
+
+
+async def both():
+    ours, theirs = socket.socketpair()
+    return await open_channel(ours), await open_channel(theirs)
+
+
+async def take(channel, count):
+    found = []
+    while len(found) < count:
+        found += [to_owner.decode(data) for data in await channel.read()]
+    return found
+
+
+async def test_messages_arrive_in_order():
+    """What is sent is read, whole and in order, however large."""
+    one, two = await both()
+    sent = [Ready(1), Chunk(1, b"x" * 3_000_000), Ready(2), *[Chunk(n, b"y") for n in range(1000)]]
+    for message in sent:
+        one.send(message)
+    assert await take(two, len(sent)) == sent
+    one.close()
+    assert await two.read() == []
+    two.send(Ready(3))
+    two.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 64])
+async def test_reads_may_cut_anywhere(size):
+    """A message in pieces of any length is the message."""
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    data = messages.pack(Ready(7)) + messages.pack(Chunk(3, b"abcdef" * 10)) + messages.pack(Ready(8))
+    reading = asyncio.create_task(take(channel, 3))
+    for at in range(0, len(data), size):
+        theirs.sendall(data[at : at + size])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert await reading == [Ready(7), Chunk(3, b"abcdef" * 10), Ready(8)]
+    theirs.close()
+    channel.close()
+
+
+async def test_who_speaks_another_protocol_is_an_error():
+    """A length that no message has ends the channel, with a word on why."""
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ConnectionError, match="protocol"):
+        await channel.read()
+    theirs.close()
+
+
+async def test_a_reader_that_does_not_read_holds_up_the_writer(monkeypatch):
+    """What nobody has taken is bounded: beyond that the other side has to wait, until somebody reads."""
+    monkeypatch.setattr(channels, "READ_AHEAD_BYTES", 10_000)
+    one, two = await both()
+    sent = [Chunk(n, b"z" * 100_000) for n in range(400)]
+    for message in sent:
+        one.send(message)
+    draining = asyncio.create_task(one.drain())
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert not draining.done()
+    assert await take(two, len(sent)) == sent
+    await draining
+    one.close()
+    two.close()
