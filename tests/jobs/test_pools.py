@@ -12,7 +12,7 @@ from batchmill.jobs import pools as keeping
 from batchmill.jobs.pool import Death, Pool, PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.states import PauseReason
-from batchmill.types import Commit, ModelSpec
+from batchmill.types import Commit, FunctionSpec, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Ready
 
 
@@ -123,6 +123,25 @@ async def test_few_idle_pools_are_kept(stage):
     await stage.pools.release(names[-1])
     await left(workers[0])
     assert stage.names() == names[1:]
+
+
+async def test_more_deployed_functions_are_kept_idle(stage, monkeypatch):
+    """Deployed functions are kept beside other models, as many as their own limit says; they cost no other its place."""
+    monkeypatch.setattr(keeping, "IDLE_FUNCTIONS_MAX", 2)
+    deployed = [
+        ModelSpec(f"f{n}", "function_process", "app.py:f", function=FunctionSpec("main/1", f"/{n}", "d"))
+        for n in range(3)
+    ]
+    workers = []
+    for spec in (model("m"), *deployed):
+        stage.use(spec.name, spec)
+        workers.append(await stage.executor.next())
+    for name in ("m", "f0", "f1"):
+        await stage.pools.release(name)
+    assert stage.names() == ["m", "f0", "f1", "f2"]
+    await stage.pools.release("f2")
+    await left(workers[1])
+    assert stage.names() == ["m", "f1", "f2"]
 
 
 async def test_edited_code_gets_workers_of_its_own(stage, tmp_path):

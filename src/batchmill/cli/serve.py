@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import click
@@ -52,6 +53,8 @@ async def _serve(session: Session, config: Config) -> int:
     stop = asyncio.Event()
     with session.interrupts.first_does(stop.set, lambda: log.warning("stopping at once")):
         async with open_server(config) as running:
+            gc.collect()
+            gc.freeze()  # what is there now stays: to look at it again and again would hold up every request
             if session.as_json:
                 more = {} if running.grpc is None else {"grpc": running.grpc}
                 session.emit("serving", url=running.url, **more)

@@ -21,6 +21,7 @@ from batchmill.ports import Clock, Executor
 from batchmill.types import ModelSpec
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
+IDLE_FUNCTIONS_MAX = 16  # as many of deployed functions, which hold no device and no model's weights
 SUMS_MAX = 10_000  # models whose calls are summed; those that were first used longest ago are forgotten
 
 
@@ -173,8 +174,10 @@ class Pools:
             self.retire(key, at_once=at_once)
             return
         self._idle[key] = asyncio.create_task(self._linger(key))
-        while len(self._idle) > IDLE_POOLS_MAX:
-            self.retire(next(iter(self._idle)))
+        is_function = pool.model.function is not None
+        idle = [each for each in self._idle if (self._pools[each].model.function is not None) is is_function]
+        for each in idle[: -IDLE_FUNCTIONS_MAX if is_function else -IDLE_POOLS_MAX]:
+            self.retire(each)
 
     async def _linger(self, key: str) -> None:
         await self._clock.sleep(self._linger_s)

@@ -48,10 +48,7 @@ class Way(Struct, frozen=True, eq=False):
     bytes_max: int
     any_encoding: bool
     scopes: frozenset[Scope]  # whose callers may
-
-    @property
-    def operation(self) -> Operation:
-        return self.route.operation
+    operation: Operation
 
 
 class Asked(Struct, eq=False):
@@ -128,7 +125,7 @@ class Lane:
         return Way(
             route, express, parameters, None if operation.is_raw or media == "*/*" else media,
             min(limit, BODY_BYTES_MAX), operation.is_raw,
-            frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]),
+            frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]), operation,
         )  # fmt: skip
 
     def _caller(self, asked: Asked) -> Caller | None:
