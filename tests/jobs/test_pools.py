@@ -126,7 +126,7 @@ async def test_few_idle_pools_are_kept(stage):
 
 
 async def test_more_deployed_functions_are_kept_idle(stage, monkeypatch):
-    """Deployed functions are kept beside other models, as many as their own limit says; they cost no other its place."""
+    """Deployed functions are kept beside other models, as many as their own limit says; they take no other's place."""
     monkeypatch.setattr(keeping, "IDLE_FUNCTIONS_MAX", 2)
     deployed = [
         ModelSpec(f"f{n}", "function_process", "app.py:f", function=FunctionSpec("main/1", f"/{n}", "d"))
