@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ DIALECTS = {
     "inferless": "batchmill.dialects.inferless.dialect:InferlessDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
+FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"  # a variable that grpc reads when it is imported
 FALLBACK = "native"  # whose error form a path has that belongs to none
 
 
@@ -37,10 +40,25 @@ def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) ->
 def load_grpc(services: Services, gate: Gate, watchers: Sequence[Callable[[Served], None]]) -> GrpcServer:
     """The door of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
     try:
-        server = import_module("batchmill.dialects.open_inference.grpc.server")
+        with _no_fork_support():
+            server = import_module("batchmill.dialects.open_inference.grpc.server")
     except ImportError as error:
         raise InvalidConfig(
             f"server.grpc_port is set, but {error.name} is not installed: pip install 'batchmill[grpc]'",
             code="grpc_not_installed",
         ) from None
     return server.GrpcServer(services, gate, watchers)
+
+
+@contextlib.contextmanager
+def _no_fork_support() -> Iterator[None]:
+    """Nothing of ours forks without running another program; grpc would log a line whenever a process is started."""
+    had = os.environ.get(FORK_SUPPORT)
+    os.environ[FORK_SUPPORT] = "0"
+    try:
+        yield
+    finally:
+        if had is None:
+            del os.environ[FORK_SUPPORT]
+        else:
+            os.environ[FORK_SUPPORT] = had

@@ -25,13 +25,12 @@ class GrpcServer:
         config = services.config.server
         limit = config.body_bytes_max + ROOM_BYTES
         self._host, self._asked = config.host, config.grpc_port or 0
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", -1),  # what a function returns has its limit elsewhere
-                ("grpc.so_reuseport", 0),  # a port that somebody else has is taken, as it is for HTTP
-            ]
-        )
+        options = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", -1),  # what a function returns has its limit elsewhere
+            ("grpc.so_reuseport", 0),  # a port that somebody else has is taken, as it is for HTTP
+        ]
+        self._server = grpc.aio.server(options=options)
         hide = Places(services.config.data_dir).hide
         door = Door(gate, services.clock, hide=hide, watchers=watchers)
         handlers = Service(services, door).handlers()
