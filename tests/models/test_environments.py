@@ -1,6 +1,7 @@
 """Environments of deployed functions: made once, shared, whole or not there at all."""
 
 import asyncio
+import os
 import sys
 import zipfile
 
@@ -76,12 +77,32 @@ async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeyp
 
 
 def test_what_was_left_half_made_goes(tmp_path):
-    """A sweep removes environments that have no mark, and leaves those that have one."""
-    for name in ("whole", "half"):
+    """A sweep removes environments that have no mark, or that no version uses and nobody wanted for long."""
+    for name in ("whole", "half", "old", "old_and_used"):
         (tmp_path / name).mkdir()
     (tmp_path / "whole" / MARK).touch()
-    Environments(tmp_path).sweep()
-    assert [each.name for each in tmp_path.iterdir()] == ["whole"]
+    for name in ("old", "old_and_used"):
+        (tmp_path / name / MARK).touch()
+        os.utime(tmp_path / name / MARK, (0, 0))
+    Environments(tmp_path).sweep({str(tmp_path / "old_and_used" / "bin" / "python")})
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["old_and_used", "whole"]
+
+
+async def test_packages_are_built_without_our_keys(index, tmp_path, monkeypatch):
+    """What runs while packages are installed sees pip's own settings, and none of the server's variables."""
+    monkeypatch.setenv("CANARY_API_KEY", "sk-canary")
+    seen = environments._environ()
+    assert "PIP_NO_INDEX" in seen and "PATH" in seen and "CANARY_API_KEY" not in seen
+
+
+def test_a_version_is_found_behind_shims(tmp_path, monkeypatch):
+    """A shim of pyenv's stands for whatever pyenv is set to: the newest interpreter of the version is taken itself."""
+    for place in ("shims", "versions/3.10.2/bin", "versions/3.10.13/bin"):
+        program = tmp_path / place / "python3.10"
+        program.parent.mkdir(parents=True)
+        program.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "shims"))
+    assert find_python("3.10") == str(tmp_path / "versions/3.10.13/bin/python3.10")
 
 
 async def test_interpreters_by_path_and_version(tmp_path):
@@ -91,7 +112,9 @@ async def test_interpreters_by_path_and_version(tmp_path):
     assert await made.python(sys.executable, None, tmp_path / "log") == sys.executable
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert f"python{version}" in find_python(version) or find_python(version) == sys.executable
-    for wrong in ("/bin/cat", str(tmp_path), "python3", "3.99"):
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "text").chmod(0o755)
+    for wrong in ("/bin/cat", str(tmp_path / "text"), str(tmp_path), "python3", "3.99"):
         with pytest.raises(InvalidInput) as caught:
             await made.python(wrong, None, tmp_path / "log")
         assert caught.value.code == "unknown_python"

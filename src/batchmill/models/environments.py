@@ -13,19 +13,37 @@ import re
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.models.function_environment import KEPT
 
 MARK = "batchmill-complete"
 BUILD_S_MAX = 3600.0
 ASK_S_MAX = 30.0
+KEPT_S = 30 * 86400.0  # an environment that no version uses any more is kept so long, for the next one
 SHOWN_CHARS = 6000  # of what pip said, in a message
 VERSION_MIN = (3, 9)
 _ELSEWHERE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
 _VERSION = re.compile(r"3\.\d{1,2}")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _ASK = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
+# Packages run code of their own while they are built: like the function itself, it sees no keys of ours.
+_BUILDS = KEPT | {
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "PKG_CONFIG_PATH",
+    "REQUESTS_CA_BUNDLE",
+    "SSH_AUTH_SOCK",
+}
+_BUILDERS = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_")
+# An owner that is killed takes what it runs along: two at work in one folder would make neither.
+_FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Environments:
@@ -56,6 +74,7 @@ class Environments:
             if not (place / MARK).exists():
                 await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
                 await self._build(place, base, requirements, log)
+            (place / MARK).touch()  # when it was last wanted
         return str(place / "bin" / "python")
 
     async def _build(self, place: Path, base: str, requirements: str, log: Path) -> None:
@@ -71,17 +90,28 @@ class Environments:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, place, ignore_errors=True))
             raise
 
-    def sweep(self) -> None:
-        """Remove what was not finished. No other process builds here."""
+    def sweep(self, used: Collection[str] = ()) -> None:
+        """Remove what was not finished, and what has long not been used. No other process builds here.
+
+        Args:
+            used: interpreters of versions that there are.
+        """
         for place in self._folder.glob("*"):
-            if not (place / MARK).exists():
+            if str(place / "bin" / "python") not in used and not _is_fresh(place / MARK):
                 shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_fresh(mark: Path) -> bool:
+    try:
+        return time.time() - mark.stat().st_mtime < KEPT_S
+    except OSError:
+        return False
 
 
 def find_python(wanted: str) -> str:
     """The interpreter's path. Raises: InvalidInput."""
     if _VERSION.fullmatch(wanted):
-        found = shutil.which(f"python{wanted}")
+        found = _unwrapped(shutil.which(f"python{wanted}"), wanted)
         if found is None and wanted == f"{sys.version_info.major}.{sys.version_info.minor}":
             found = sys.executable
         if found is None:
@@ -96,6 +126,20 @@ def find_python(wanted: str) -> str:
     return str(path)
 
 
+def _unwrapped(found: str | None, wanted: str) -> str | None:
+    """The interpreter behind a shim of pyenv's, which runs what its own settings say and not what its name does."""
+    if found is None or Path(found).parent.name != "shims":
+        return found
+    there = Path(found).parents[1].glob(f"versions/{wanted}.*/bin/python{wanted}")
+    return max(map(str, there), key=_patch, default=found)
+
+
+def _patch(path: str) -> int:
+    """3.9.18 is newer than 3.9.2."""
+    number = Path(path).parents[1].name.rpartition(".")[2]
+    return int(number) if number.isdecimal() else -1
+
+
 def check_requirements(text: str) -> None:
     """Only the text itself is kept: what it refers to elsewhere would not be. Raises: InvalidInput."""
     if match := _ELSEWHERE.search(text):
@@ -108,10 +152,14 @@ def check_requirements(text: str) -> None:
 
 async def _version_of(python: str) -> str:
     """What tells one interpreter from another. Raises: InvalidInput for one that is too old or none."""
-    process = await asyncio.create_subprocess_exec(
-        python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL, env=_environ(),
+        )  # fmt: skip
+    except OSError as error:
+        told = f"{python} is no Python interpreter: {error.strerror}"
+        raise InvalidInput(told, code="unknown_python") from None
     try:
         async with asyncio.timeout(ASK_S_MAX):
             told, _ = await process.communicate()
@@ -129,13 +177,17 @@ async def _version_of(python: str) -> str:
     return " ".join(words)
 
 
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in _BUILDS or name.startswith(_BUILDERS)}
+
+
 async def _run(command: list[str], log: Path, told: str) -> None:
     """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+    command = [command[0], "-I", "-c", _FOLLOW, *command] if sys.platform == "linux" else command
     with log.open("ab") as out:
         begin = out.tell()
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=_environ(), start_new_session=True
         )
         try:
             async with asyncio.timeout(BUILD_S_MAX):

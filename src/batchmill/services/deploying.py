@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -126,12 +126,12 @@ class Workshop:
     def discard(self, version: ModelVersion) -> None:
         shutil.rmtree(self.folder(version), ignore_errors=True)
 
-    def sweep(self, keep: Iterable[ModelVersion]) -> None:
+    def sweep(self, keep: Collection[ModelVersion]) -> None:
         """Remove what an owner that died left behind. No other process writes here."""
         shutil.rmtree(self._staging, ignore_errors=True)
         for sent in self._data_dir.glob(f"{SENT}*"):  # by commands that were killed
             shutil.rmtree(sent, ignore_errors=True)
-        self._environments.sweep()
+        self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
         known = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
             if folder not in known:
