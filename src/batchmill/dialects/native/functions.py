@@ -114,11 +114,11 @@ class Functions:
     async def show(self, call: Call) -> Response:
         name, (versions, routes) = self._name(call), self._versions.show(self._name(call))
         url = str(call.request.base_url).rstrip("/")
-        return json_reply(views.detail(name, versions, routes, url))
+        return json_reply(views.detail(name, [self._shown.version(each) for each in versions], routes, url))
 
     async def versions(self, call: Call) -> Response:
         versions, _ = self._versions.show(self._name(call))
-        return json_reply(VersionList([views.version_info(each) for each in versions]))
+        return json_reply(VersionList([views.version_info(self._shown.version(each)) for each in versions]))
 
     async def document(self, call: Call) -> Response:
         target = self._services.functions.find(call.caller, call.path["name"])
@@ -155,7 +155,7 @@ class Functions:
     async def remove(self, call: Call) -> Response:
         query: VersionQuery = call.query
         gone = await self._versions.remove(self._name(call), query.branch, query.version)
-        return json_reply(VersionList([views.version_info(each) for each in gone]))
+        return json_reply(VersionList([views.version_info(self._shown.version(each)) for each in gone]))
 
     def _name(self, call: Call) -> str:
         """The function that the path names. Raises: UnknownName, alike for what is not there and not the caller's."""

@@ -10,6 +10,7 @@ from batchmill.services.files import FileRecord
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
 from batchmill.services.places import Places
 from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.native import FileInfo
 from batchmill.wire.previews import SealReport
 
@@ -38,6 +39,10 @@ class Shown:
             ],
             error_samples={code: self.text(sample) for code, sample in view.error_samples.items()},
         )
+
+    def version(self, version: ModelVersion) -> ModelVersion:
+        """A traceback leads through files of this server."""
+        return version if version.error is None else replace(version, error=self.text(version.error))
 
     def wait(self, wait: Wait) -> Wait:
         return replace(wait, reasons=[self.text(reason) for reason in wait.reasons])
