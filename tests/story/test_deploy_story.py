@@ -67,7 +67,7 @@ def test_a_broken_version_is_refused_and_the_old_one_serves(server, client):
         client.deploy(f"{path}:example_doubler")
     assert caught.value.code == "deploy_failed" and str(server.folder) not in caught.value.message
     shown = httpx.get(f"{server.url}/batchmill/v1/models/example_doubler").text
-    assert "ZeroDivisionError" in shown and str(server.folder) not in shown
+    assert "ZeroDivisionError" in shown and str(server.folder / "data") not in shown
     path.write_text("def example_doubler(foo: int):\n    return 1 / 0\n")
     with pytest.raises(ModelFailed, match="ZeroDivisionError"):
         client.deploy(f"{path}:example_doubler", examples=[{"foo": 1}])
