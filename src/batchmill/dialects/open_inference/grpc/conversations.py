@@ -52,18 +52,27 @@ class Conversation:
         self._writing = asyncio.Lock()
 
     async def hold(self, requests: AsyncIterator[Any]) -> None:
-        """Returns when the client has ended its side and everything is answered."""
+        """Returns when the client has ended its side and everything is answered.
+
+        Raises: InvalidInput for what is no request.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._read(requests, group)
+        except BaseExceptionGroup as failed:  # it is told as what it is
+            raise failed.exceptions[0] from None
+
+    async def _read(self, requests: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(AHEAD_MAX)
         before: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as group:
-            async for request in requests:
-                await room.acquire()
-                target, refused = self._find(request)
-                if target is not None and target.interface.streams:
-                    task = group.create_task(self._many(request, target))
-                else:
-                    task = before = group.create_task(self._one(request, target, refused, before))
-                task.add_done_callback(lambda _: room.release())
+        async for request in requests:
+            await room.acquire()
+            target, refused = self._find(request)
+            if target is not None and target.interface.streams:
+                task = group.create_task(self._many(request, target))
+            else:
+                task = before = group.create_task(self._one(request, target, refused, before))
+            task.add_done_callback(lambda _: room.release())
 
     def _find(self, request: Any) -> tuple[Target | None, BatchmillError | None]:
         try:

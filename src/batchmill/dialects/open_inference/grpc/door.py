@@ -87,7 +87,10 @@ class Door:
                     yield parse(method, data)
 
             async def write(data: bytes) -> None:
-                await context.write(data)
+                try:
+                    await context.write(data)
+                except grpc.aio.InternalError:  # all that it says where the client has left
+                    raise asyncio.CancelledError from None
                 served.bytes_out += len(data)
 
             async with self._watched(served, context):
