@@ -53,8 +53,8 @@ def load(start):
     else:
         code = _describe(found, start.get("frame_columns") or [])
     size = start.get("batch_size") or 0
-    if size and code.calls == LIST:
-        code.batch_size = min(size, BATCH_ROWS_MAX)
+    if size and code.calls != ROW:
+        code.batch_size = min(size, FRAME_ROWS_MAX if code.calls == FRAME else BATCH_ROWS_MAX)
     if start.get("batch_window_s"):
         code.batch_window_s = start["batch_window_s"]
     return code

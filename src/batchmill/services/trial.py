@@ -21,11 +21,28 @@ async def try_version(spec: ModelSpec, home: Path, order: DeployOrder) -> Interf
     child = FunctionChild(spec, home)
     try:
         interface = await child.start()
+        _check_batches(interface, spec)
         for number, example in enumerate([*order.examples, *_sample(interface, spec, order)], 1):
             await _call(child, number, example, spec)
         return interface
     finally:
         await child.stop()
+
+
+def _check_batches(interface: Interface, spec: ModelSpec) -> None:
+    """Raises: ModelFailed for settings that would have no effect."""
+    function = spec.function
+    assert function is not None, "it is being deployed"
+    if interface.calls == "row" and (function.batch_size > 1 or function.batch_window_s):
+        raise ModelFailed(
+            f"{spec.source} takes one row at a time, so a batch size or window has no effect: let it take lists and "
+            "mark it @batched(N) (an Inferless class has BATCH_SIZE), or leave them out"
+        )
+    if function.batch_size and function.batch_size != interface.batch_size:
+        raise ModelFailed(
+            f"the batch size is {function.batch_size:,}, and {spec.source} can be given {interface.batch_size:,} rows "
+            "at most"
+        )
 
 
 async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec) -> None:
