@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 
 import pytest
 from small_api import HeldKeys, SmallDialect, small_api
 from starlette.responses import Response
 
 from batchmill.errors import InvalidRow, Unavailable
+from batchmill.server.connection import Connection
 from batchmill.server.express import Cancel, Headers, Reply
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.types import Caller, Scope
@@ -19,6 +21,8 @@ CALLER = Caller("one", Scope.SUBMIT, "k1")
 JSON = b"application/json"
 HOST = b"Host: localhost\r\n"
 AUTHORIZATION = f"Authorization: {KEY}\r\n".encode()
+STEP = 12 * 1024 * 1024
+MUCH = bytes(4 * STEP)  # more than the machine itself takes for a client that does not read
 
 
 class Hot(SmallDialect):
@@ -42,6 +46,8 @@ class Hot(SmallDialect):
         self.long.append(raw)
         if raw.startswith(b"bad"):
             raise InvalidRow("no good", code="invalid_field")
+        if raw.startswith(b"much"):
+            return Response(MUCH, media_type=JSON.decode())
         return Response(raw, media_type=JSON.decode())
 
     def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
@@ -53,6 +59,8 @@ class Hot(SmallDialect):
             raise RuntimeError("secret")
         if body.startswith(b"wait"):
             self.replies.append(reply)
+        elif body.startswith(b"much"):
+            reply(200, [(b"content-type", JSON)], MUCH)
         elif body.startswith(b"bad"):
             reply.refuse(InvalidRow("no good", code="invalid_field"))
         else:
@@ -215,6 +223,57 @@ async def test_a_client_that_leaves_ends_the_call():
             await asyncio.sleep(0)
         dialect.replies[0](200, [], b"late")
     assert (dialect.cancelled, told[0].status, small.root.under_way) == (1, 499, 0)
+
+
+class Impatient(Connection):
+    """Looks soon whether its client still reads; `looks` counts how often that was the case."""
+
+    looks = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = 0.05
+
+    def _has_taken(self):
+        taken = super()._has_taken()
+        type(self).looks += taken
+        return taken
+
+
+@pytest.mark.parametrize("has_lane", [True, False])
+@pytest.mark.parametrize("more", [(), (b"Connection: close",)])
+async def test_who_reads_slowly_gets_the_whole_reply(has_lane, more):
+    """A long reply may take longer than a connection may idle, as long as some of it is taken."""
+    dialect, loop = Hot(), asyncio.get_running_loop()
+    async with api(dialect, has_lane=has_lane, connection=Impatient) as small:
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, small.address)
+            await loop.sock_sendall(client, post(b"much", *more))
+            taken, looks = 0, Impatient.looks
+            while taken < len(MUCH):
+                if taken % STEP == 0 and taken < 3 * STEP:  # it reads no further until it was looked at
+                    while Impatient.looks == looks:
+                        await asyncio.sleep(0)
+                    looks = Impatient.looks
+                piece = await loop.sock_recv(client, STEP - taken % STEP)
+                assert piece
+                taken += len(piece)
+
+
+@pytest.mark.parametrize("has_lane", [True, False])
+@pytest.mark.parametrize("more", [(), (b"Connection: close",)])
+async def test_who_reads_nothing_is_left(has_lane, more):
+    """A client that takes nothing of its reply keeps it in memory no longer than a connection may idle."""
+    dialect = Hot()
+    async with api(dialect, has_lane=has_lane, connection=Impatient) as small:
+        with socket.create_connection(small.address) as client:
+            client.sendall(post(b"much", *more))
+            connections = small.listener._server.server_state.connections
+            while not dialect.short and not dialect.long:
+                await asyncio.sleep(0)
+            while connections:
+                await asyncio.sleep(0)
 
 
 async def test_our_own_fault_is_hidden():

@@ -34,6 +34,7 @@ class Connection(HttpToolsProtocol):
         self._body: list[bytes] = []
         self._leaving: asyncio.TimerHandle | None = None  # when a body that is still coming has to leave the lane
         self._flight: Flight | None = None  # under way on the lane
+        self._unsent = 0  # bytes of replies that the client had not taken when that was looked at last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,6 +141,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         asked = self._asked
+        self._in_head = True
         if asked is not None and self._lane is not None:
             self._stay()
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -147,11 +149,10 @@ class Connection(HttpToolsProtocol):
             if flight is None:
                 self._leave_lane(asked)
             else:
-                self._asked, self._body, self._in_head = None, [], True
+                self._asked, self._body = None, []
                 if not flight.response_complete:
                     self.cycle = self._flight = flight  # type: ignore[assignment]
                 return
-        self._in_head = True
         is_answered = self.cycle.response_complete  # then nobody else waits for the next request
         self._within(self.timeout_keep_alive if is_answered else None)
         super().on_message_complete()
@@ -167,6 +168,7 @@ class Connection(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if not flight.keep_alive:
             self.transport.close()
+            self._within(self.timeout_keep_alive)
         elif self.pipeline:
             self.flow.resume_reading()
             self._start_asgi_task(*self.pipeline.pop())
@@ -179,9 +181,12 @@ class Connection(HttpToolsProtocol):
             self._flight.stop(Unavailable("the server is stopping; try again"))
 
     def on_response_complete(self) -> None:
+        is_last = not self.pipeline
         super().on_response_complete()
         if not self._in_head and not self.transport.is_closing():
             self._within(self.linger_s)  # its body goes on although it was answered
+        elif is_last and self.transport.get_write_buffer_size():
+            self._within(self.timeout_keep_alive)
 
     def _unsupported_upgrade_warning(self) -> None:
         """A client that offers another protocol is answered in this one; that is nothing to warn of."""
@@ -207,7 +212,14 @@ class Connection(HttpToolsProtocol):
         self._timer = None
         if self._deadline is None:
             return
-        if self.loop.time() >= self._deadline:
-            self.transport.abort()
-        else:
+        if self.loop.time() < self._deadline:
             self._timer = self.loop.call_at(self._deadline, self._look_at_time)
+        elif self._has_taken():
+            self._within(self.timeout_keep_alive)
+        else:
+            self.transport.abort()
+
+    def _has_taken(self) -> bool:
+        """The client reads a long reply: there is less of it than when this was asked last."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        return self._unsent != before
