@@ -166,3 +166,20 @@ def test_an_archive_is_read_as_it_was_written(tmp_path):
     assert (tmp_path / "out0" / "data" / "words.txt").read_text() == "a"
     with pytest.raises(InvalidInput, match="did you mean 'workers'"), bundled("app.py:f", {"worker": 2}, cwd=tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("nothere.py:f", "there is no file nothere.py"),
+        ("app.py", "there is no code at 'app.py'"),
+        ("nothere:f", "there is no module nothere"),
+        ("place:nothere.py:f", "there is no nothere.py in place"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, source, told):
+    """A source that leads nowhere is refused with what is missing, as whoever wrote it would call it."""
+    lay(tmp_path, app="def f(): ...", place__app="def f(): ...")
+    with pytest.raises(InvalidInput) as caught:
+        collect(source, tmp_path)
+    assert caught.value.code == "unknown_function" and told in caught.value.message

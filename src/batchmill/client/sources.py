@@ -59,6 +59,8 @@ def collect(source: str, cwd: Path) -> Collected:
     folder, colon, target = source.partition(":")
     if (cwd / Path(folder).expanduser()).is_dir() and (not colon or _FILE.fullmatch(target)):
         return from_folder(cwd / Path(folder).expanduser(), target, source)
+    if match and ":" not in match[1]:
+        raise InvalidInput(f"there is no file {match[1]} (in {cwd})", code="unknown_function")
     if _MODULE.fullmatch(source):
         return _from_module(source, cwd)
     raise InvalidInput(
