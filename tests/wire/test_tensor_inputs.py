@@ -315,6 +315,12 @@ def test_inferless_clients_may_not_send_other_kinds(declared: Any, received: Any
         value_of(tensor(*received), schema(*declared), form=LENIENT)
 
 
+def test_an_element_of_another_kind_is_told_by_what_is_wanted():
+    """Where a tensor's own datatype is not the kind that its input declares, the message names the declared one."""
+    with pytest.raises(InvalidInput, match=r"element 0 is 2\.5, which is not an integer$"):
+        value_of(tensor("FP64", [1], [2.5]), schema("INT64", [1]), form=LENIENT)
+
+
 def test_an_array_holds_integers_wider_than_declared():
     """A function that takes numpy arrays gets a wider one where the declared datatype does not hold the values."""
     found = asked({"inputs": [tensor("INT8", [2], [512, 1])]}, schema("INT8", [2], is_array=True), form=LENIENT)

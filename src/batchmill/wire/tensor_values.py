@@ -123,9 +123,8 @@ def _element(value: Any, received: Received, kind: str, at: int) -> Any:
     if kind == INT and type(value) is float and value.is_integer() and abs(value) <= EXACT_FLOAT_MAX:
         return int(value)
     shown = msgspec.json.encode(value).decode()[:CHARS_SHOWN]
-    message = (
-        f"input '{received.name}': element {at} is {shown}, which is not {received.datatype.name} ({_WORDS[kind]})"
-    )
+    wanted = _WORDS[kind] if kind != received.datatype.kind else f"{received.datatype.name} ({_WORDS[kind]})"
+    message = f"input '{received.name}': element {at} is {shown}, which is not {wanted}"
     raise InvalidInput(message, code="invalid_value")
 
 
