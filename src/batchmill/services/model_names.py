@@ -19,11 +19,12 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 # First segments below /v1 (and /v2) that mean something else in one of the public APIs.
 RESERVED_NAMES = frozenset({
-    "assistants", "audio", "batch", "batches", "chat", "classify", "completions", "containers",
-    "conversations", "datasets", "deployments", "detokenize", "embeddings", "endpoints", "evals", "events",
-    "files", "fine_tuning", "images", "jobs", "keys", "metrics", "models", "moderations", "organization",
-    "pooling", "projects", "realtime", "rerank", "responses", "score", "stats", "threads", "tokenize", "uploads",
-    "usage", "v1", "v2", "vector_stores", "videos", "webhook_endpoints", "webhooks",
+    "agents", "assistants", "audio", "batch", "batches", "chat", "chatkit", "classify", "completions",
+    "containers", "content_provenance_checks", "conversations", "datasets", "decisions", "deployments",
+    "detokenize", "embeddings", "endpoints", "evals", "events", "files", "fine_tuning", "images", "jobs",
+    "keys", "live", "metrics", "models", "moderations", "organization", "pooling", "projects", "realtime",
+    "rerank", "responses", "safety", "score", "skills", "stats", "threads", "tokenize", "uploads", "usage",
+    "v1", "v2", "vaults", "vector_stores", "videos", "webhook_endpoints", "webhook_event_types", "webhooks",
 })  # fmt: skip
 
 

@@ -8,10 +8,13 @@ import pytest_asyncio
 from contract.dialect_suite import DialectSuite, known_errors
 from dialects.open_server import open_server
 
+from batchmill.dialects import load_dialects
 from batchmill.dialects.modelbit.dialect import ModelbitDialect
 from batchmill.dialects.modelbit.errors import BY_CODE, LIMITS, TYPES, text_of
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, Unauthenticated, Unavailable
+from batchmill.services.model_names import RESERVED_NAMES
 from batchmill.wire.call_errors import MODEL_CODES
+from batchmill.wire.forms import URLS
 
 REPEATED = {429, 500, 502, 503, 504}  # by the published client, five times
 TRACE = 'Traceback (most recent call last):\n  File "app.py", line 2, in f\nValueError: foo is\nnegative'
@@ -64,6 +67,13 @@ class TestModelbitDialect(DialectSuite):
 def test_texts(error, text):
     """A function's traceback stays as it is where its last line tells enough; ours are named by their kind."""
     assert text_of(error, error.message) == text
+
+
+def test_other_apis_paths_are_reserved(services):
+    """No deployment can be called as a first segment of a path that another API has below /v1."""
+    paths = [each.path for dialect in load_dialects(services) for each in dialect.operations()]
+    first = {path.split("/")[2] for path in [*paths, *URLS] if path.startswith("/v1/")}
+    assert {name for name in first if not name.startswith("{")} <= RESERVED_NAMES
 
 
 def test_the_tables_hold_codes_that_there_are():
