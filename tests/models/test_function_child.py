@@ -12,6 +12,7 @@ import pytest
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.function_environment import environment_of
+from batchmill.models.function_family import FILE, VARIABLE
 from batchmill.models.function_log import LOG_BYTES_MAX, TRACEBACKS_MAX, FunctionLog
 from batchmill.models.function_socket import Frame
 from batchmill.types import FunctionSpec, ModelSpec
@@ -173,3 +174,49 @@ def test_tracebacks_are_written_a_few_times(tmp_path: Path) -> None:
     log.close()
     text = log.path.read_text()
     assert (text.count("line 3"), text.count("row 99")) == (TRACEBACKS_MAX, 1)
+
+
+LEAVES = """
+import subprocess
+def f(): return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is none: whoever adopted it has yet to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+async def test_what_it_started_goes_with_it(tmp_path: Path) -> None:
+    """A process of the function's, in a session of its own too, is gone when the function's process is."""
+    child = FunctionChild(spec(tmp_path, LEAVES), tmp_path / "home")
+    await child.start()
+    try:
+        left = await answer(child, {})
+        assert isinstance(left, int) and is_alive(left)
+    finally:
+        await child.stop(0)
+    assert not is_alive(left)
+    assert not (tmp_path / "home" / FILE).exists()
+
+
+async def test_what_a_killed_worker_left_goes_before_the_next_start(tmp_path: Path) -> None:
+    """What the function had started when its worker was killed holds nothing any more when the next one starts."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / FILE).write_text("of-a-worker-that-was-killed")
+    orphan = await asyncio.create_subprocess_exec("sleep", "600", env={VARIABLE: "of-a-worker-that-was-killed"})
+    other = await asyncio.create_subprocess_exec("sleep", "600", env={VARIABLE: "of-another"})
+    child = FunctionChild(spec(tmp_path, LEAVES), home)
+    try:
+        await child.start()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await orphan.wait() < 0
+        assert is_alive(other.pid)
+    finally:
+        other.kill()
+        await other.wait()
+        await child.stop()

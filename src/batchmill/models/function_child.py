@@ -23,6 +23,7 @@ from batchmill import function_side
 from batchmill.errors import ModelFailed
 from batchmill.function_side import frames
 from batchmill.models.function_environment import environment_of
+from batchmill.models.function_family import VARIABLE, Family
 from batchmill.models.function_log import FunctionLog
 from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.types import Interface, ModelSpec
@@ -62,6 +63,7 @@ class FunctionChild:
         self.batch_size = 0  # rows that it calls together at most; known once it has started
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
+        self._family = Family(home)
         self._progress: mmap.mmap | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._socket: FrameSocket | None = None
@@ -85,6 +87,7 @@ class FunctionChild:
         assert self._process is None, "a function's process is started once"
         self._began = asyncio.get_running_loop().create_future()
         try:
+            await asyncio.to_thread(self._family.begin)
             await self._spawn()
             self.send(self._start_frame())
             async with asyncio.timeout(timeout_s):
@@ -104,7 +107,8 @@ class FunctionChild:
             self._process = await asyncio.create_subprocess_exec(
                 self._spec.python or sys.executable, str(PROGRAM), str(theirs.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
-                cwd=self._function.folder, env=environment_of(self._function, os.environ),
+                cwd=self._function.folder,
+                env=environment_of(self._function, os.environ) | {VARIABLE: self._family.mark},
                 pass_fds=[theirs.fileno(), progress], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -163,6 +167,7 @@ class FunctionChild:
         self._socket.drain()
         self._socket.close()
         self._kill_group()  # what it has started goes with it
+        await asyncio.to_thread(self._family.end)  # and what of that began a session of its own
         self.exit_code = code
         if self._began is not None and not self._began.done():
             self._began.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.last_words()}"))
