@@ -127,6 +127,19 @@ async def test_requests_in_a_row_are_answered_in_order():
     assert reply.index(b'"name":"a"') < reply.index(b"null") and reply.count(b"HTTP/1.1 200") == 2
 
 
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+async def test_a_body_behind_an_offer_of_another_protocol(name):
+    """A client that offers HTTP/2 with a body, as Java's does, is answered in this protocol, and its body is read."""
+    offer = (
+        name + b": h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\nConnection: Upgrade, HTTP2-Settings, close\r\n"
+    )
+    body = b'{"name":"an upgrade: it is text"}'
+    data = b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + offer + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with small_api() as small:
+        reply = await small.talk(data)
+    assert reply.startswith(b"HTTP/1.1 200 ") and b"an upgrade: it is text" in reply
+
+
 async def test_offers_of_another_protocol(caplog):
     """A client that would like another protocol is answered in this one."""
     offer = b"Upgrade: websocket\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: x\r\n"

@@ -6,6 +6,7 @@ Plain requests to express operations leave uvicorn's way here: see `lane`.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +17,7 @@ from batchmill.server.lane import Asked, Flight, Lane
 HEAD_BYTES_MAX = 64 * 1024
 LANE_BODY_S = 0.1  # on the lane, from the first read to the end of the body
 PIPELINED_MAX = 64  # requests sent before the first of them was answered
+_OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class Connection(HttpToolsProtocol):
@@ -56,6 +58,8 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._deadline is None:
                 self._within(self.head_s)
+            if b"pgrade:" in data:
+                data = _without_offer(data)
         super().data_received(data)
         if self._has_begun and not self._is_timed:
             self._is_timed = True
@@ -223,3 +227,12 @@ class Connection(HttpToolsProtocol):
         """The client reads a long reply: there is less of it than when this was asked last."""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         return self._unsent != before
+
+
+def _without_offer(data: bytes) -> bytes:
+    """A head whose offer of another protocol is no longer one: the parser would end with it, and lose the body.
+
+    Java's client and `curl --http2` offer h2c with every request.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _OFFER.sub(b"\r\nx-upgrade:", head) + end + rest
