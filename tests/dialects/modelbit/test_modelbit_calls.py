@@ -190,6 +190,17 @@ async def test_a_stream_is_heard_event_by_event(deployed):
     assert events == [{"data": 0}, {"data": 1}, {"data": 2}]
 
 
+async def test_a_batch_has_the_events_of_each_row(deployed):
+    """Rows of a generator function are answered as other rows are, with a list of the row's values; so is a link."""
+    assert await deployed.answer("counting/latest", [["a", 2], ["b", 0], ["c", 1]]) == [
+        ["a", [0, 1]],
+        ["b", []],
+        ["c", [0]],
+    ]
+    link = await deployed.answer("counting/latest", 2, response_format="links")
+    assert (await deployed.http.get(link)).json() == {"data": [0, 1]}
+
+
 async def test_what_a_deployment_takes(deployed):
     """A GET shows arguments, a call to copy, and an OpenAPI document of the deployment alone."""
     told = (await deployed.http.get("/v1/echo3/latest")).json()

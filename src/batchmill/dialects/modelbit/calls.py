@@ -75,7 +75,10 @@ class Calls:
         ]  # fmt: skip
 
     async def call(self, call: Call) -> Response:
-        """The answer; with `response_webhook` it is sent there, and the reply says under which id."""
+        """The answer; with `response_webhook` it is sent there, and the reply says under which id.
+
+        Of a function that sends events a single call hears them as they come; a batch has a list of them for each row.
+        """
         encoding = call.request.headers.get("content-encoding", "identity")
         if encoding.strip().lower() != "identity":
             raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
@@ -86,7 +89,7 @@ class Calls:
         if wanted.webhook is not None:
             batch_id = await self._later.promise(call.caller, target, wanted, links)
             return json_reply({"batchId": batch_id} | ({"data": []} if is_batch(raw) else {}))
-        if target.interface.streams:
+        if target.interface.streams and links is None and not is_batch(raw):
             _, pieces = await self._functions.stream(call.caller, target, ROWS, wanted.body)
             return Events(pieces, self._say)
         answered = await self._answer(call, target, wanted)
