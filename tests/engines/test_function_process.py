@@ -77,8 +77,7 @@ async def test_bodies_in_any_form(tmp_path: Path) -> None:
     assert found[0] == {"out": 3}
     assert found[1] == {"data": [["id-1", {"out": 7}], ["id-2", {"out": 5}]]}
     assert found[2]["outputs"] == [{"name": "out", "datatype": "INT64", "shape": [1], "data": [11]}]
-    assert errors(sink)[3][0] == "function_error"
-    assert errors(sink)[3][1].endswith('TypeError: can only concatenate str (not "int") to str')
+    assert errors(sink)[3] == ("TypeError", 'in row 1 of 2: can only concatenate str (not "int") to str')
     assert [o.row.custom_id is not None for o in sink.outcomes] == [True] * 4
 
 

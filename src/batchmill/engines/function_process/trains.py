@@ -25,6 +25,7 @@ from batchmill.errors import BatchmillError
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Feed, Sink
 from batchmill.types import FunctionSpec, ModelSpec, Outcome, Row, RowError
+from batchmill.wire.call_errors import FUNCTION_ERROR
 from batchmill.wire.call_forms import CALL_FORMS
 from batchmill.wire.calls import NAMED, Asked, CallError
 
@@ -113,13 +114,24 @@ class FormRow(Work):
         results = results_of(meta, buffers)
         if not self._stages.add(meta["first"], meta["rows"], results):
             return False
+        errors: dict[int, CallError] = {}
         try:
-            body, _ = CALL_FORMS[self._form].write(self.asked, self._stages.whole(), *self._trains.named)
+            whole = self._stages.whole()
+            errors = whole.errors
+            body, _ = CALL_FORMS[self._form].write(self.asked, whole, *self._trains.named)
             outcome = outcome_of(self._row, body)
         except BatchmillError as error:
-            outcome = Outcome(self._row, error=_told(error), status=0)
+            outcome = Outcome(self._row, error=self._error(error, errors), status=0)
         self._trains.put([outcome], self.sent_at, results.errors)
         return True
+
+    def _error(self, error: BatchmillError, errors: dict[int, CallError]) -> RowError:
+        """As rows in other forms have it: what user code raised, by its type, and no traceback."""
+        if error.code != FUNCTION_ERROR or not errors:
+            return _told(error)
+        first = min(errors)
+        place = f"in row {first + 1} of {self.asked.rows}: " if self.asked.rows > 1 else ""
+        return RowError(errors[first].code, f"{place}{errors[first].message}")
 
     def again(self) -> Work | None:
         self._stages = Stages(self.asked.rows)
