@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from batchmill.cli import deploy as command
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidInput
+from batchmill.types import Interface, Tensor
 from batchmill.wire import bundles
 from batchmill.wire.native import (
     AliasInfo,
@@ -142,3 +144,17 @@ def test_changes_are_asked_for_as_they_are_written(call, models):
     assert asked.backends == [BackendInfo(3, weight=90), BackendInfo(4, "feat/x", 10)]
     assert call("models", "alias", "f", "prod").exit_code == 2
     assert call("models", "alias", "f", "prod", "three").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "takes_more", "told"),
+    [
+        ([], False, "f()"),
+        ([], True, "f(…)"),
+        ([Tensor("a", "INT64"), Tensor("b", None, [-1, 2], required=False)], True, "f(a: INT64, b?: any[-1,2], …)"),
+    ],
+)
+def test_a_signature(inputs, takes_more, told):
+    """What a function takes reads as one would write it, further arguments included."""
+    version = replace(READY, interface=Interface(inputs, takes_more=takes_more))
+    assert command.signature_of(version) == told

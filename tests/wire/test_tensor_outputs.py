@@ -241,6 +241,7 @@ def test_the_outputs_that_are_wanted():
     value = {"a": 1, "b": "x"}
     assert outputs(value, outputs=[{"name": "b"}]) == [("b", "BYTES", [1], ["x"])]
     assert [each[0] for each in outputs(value, outputs=[{"name": "b"}, {"name": "a"}])] == ["b", "a"]
+    assert [each[0] for each in outputs(value, outputs=[])] == ["a", "b"]  # none is named
     with pytest.raises(InvalidInput) as caught:
         reply(value, outputs=[{"name": "c"}])
     assert caught.value.code == "unknown_output"

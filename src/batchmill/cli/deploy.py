@@ -211,4 +211,6 @@ def signature_of(version: VersionInfo) -> str:
         kind = tensor.datatype or "any"
         shape = "" if tensor.shape == [1] else str(tensor.shape).replace(" ", "")
         told.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
-    return f"{version.name}({', '.join(told)}{', …' if version.interface.takes_more else ''})"
+    if version.interface.takes_more:
+        told.append("…")
+    return f"{version.name}({', '.join(told)})"

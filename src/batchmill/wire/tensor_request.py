@@ -197,7 +197,7 @@ def _refuse_reserved(parameters: dict[str, Scalar], place: str) -> None:
 
 
 def _wanted(found: list[_Output] | None) -> list[Wanted] | None:
-    if found is None:
+    if not found:  # as Triton has it, who names none wants all
         return None
     wanted: dict[str, Wanted] = {}
     for each in found:
