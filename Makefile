@@ -14,7 +14,7 @@ CLIENT_VENVS := .venv-clients
 INSTALLED := $(VENV)/.batchmill-installed
 PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill upload many_jobs get_latency \
-    live_idle live_under_load batch_over_http
+    live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches tensors
 PYTEST_ARGS ?=
 
 export PYTHONUNBUFFERED := 1

@@ -73,7 +73,7 @@ async def test_draining_answers_first(tmp_path: Path) -> None:
 
 async def test_an_abandoned_ask_has_no_answer(tmp_path: Path) -> None:
     """Nothing is said of an Ask that nobody waits for any more, and those behind it are answered."""
-    text = "def f(waits):\n    if waits: open('begun', 'w').close(); open('go').close()\n    return 1"
+    text = "def f(waits):\n    if waits: open('begun', 'w').close(); open('go').read()\n    return 1"
     for name in ("begun", "go"):
         os.mkfifo(tmp_path / name)
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:

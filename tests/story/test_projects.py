@@ -22,7 +22,7 @@ source = "app.py:echo"
 """
 OPEN = {"GET /health", "GET /openapi.json", "GET /v2/health/live", "GET /v2/health/ready"}
 SIGNED = "GET /modelbit/links/{file_id}.json"  # opened by the signature in its address
-# Parameters that name what belongs to the server, not to a project: models, a part of one, shared memory (there is none).
+# Parameters that name what belongs to the server, not to a project: models and their parts, shared memory.
 MODELS = ("model", "path", "deployment", "name", "alias", "number", "region")
 _PARAMETER = re.compile(r"\{([a-z_]+)\}")
 # What a request for one thing must hold, so that nothing but the thing is wrong with it.
