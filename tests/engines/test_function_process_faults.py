@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, run_all
-from function_process_support import Answers, deployed, running, table_rows
+from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
 from batchmill.engines.function_process.engine import FunctionProcessEngine
 from batchmill.errors import ModelFailed
@@ -265,6 +265,17 @@ async def test_a_row_that_hangs_in_a_batch(tmp_path: Path) -> None:
         sink = await run_all(engine, table_rows(*({"n": n} for n in range(95, 103))))
     assert sink.numbers() == list(range(8))
     assert {o.row.number: o.error.code for o in sink.outcomes if o.error} == {4: "timeout"}
+
+
+async def test_a_row_may_ask_for_less_time(tmp_path: Path) -> None:
+    """`timeout_seconds` in the body of a row bounds its calls, and no other row's."""
+    bodies = [{"data": "hang", "timeout_seconds": 1}, {"data": "a"}]
+    async with running(deployed(tmp_path, DOES), tmp_path / "home") as engine:
+        sink = await run_all(engine, openai_rows(*bodies))
+    told = {o.row.number: o.error for o in sink.outcomes if o.error}
+    assert {number: (error.code, error.message) for number, error in told.items()} == {
+        0: ("timeout", "the function took longer than 1 s")
+    }
 
 
 async def test_live_calls_beside_a_row_that_kills(tmp_path: Path) -> None:

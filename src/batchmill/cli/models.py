@@ -245,7 +245,7 @@ def _backend(text: str) -> BackendInfo:
 
 @models.command()
 @name_argument
-@branch_option
+@click.option("--branch", metavar="NAME", callback=_text, help="Of which branch [all; with --version: main].")
 @click.option("--version", metavar="N", callback=_text, help="Which one [all].")
 @global_options
 @click.pass_obj

@@ -76,9 +76,13 @@ class Watch:
         self._since = {call: self._since.get(call, now) for call in running}
         ids = {call[0] for call in running}
         self._leaving = {id_: limit_s for id_, limit_s in self._leaving.items() if id_ in ids}
-        late = [
-            call for call, since in self._since.items()
-            if now - since > self._leaving.get(call[0], self._limit_s)
-        ]  # fmt: skip
+        late = [call for call, since in self._since.items() if now - since > self._limit_of(call[0])]
         if late:
-            self._process.replace(hung(self._limit_s), frozenset(late))
+            self._process.replace(hung(min(self._limit_of(call[0]) for call in late)), frozenset(late))
+
+    def _limit_of(self, id_: int) -> float:
+        """How long a call of this work may take: a row of a job may ask for less than the model allows."""
+        work = self._process.works.get(id_)
+        asked_s = work.asked.timeout_s if work is not None and work.is_train else None
+        own_s = self._limit_s if asked_s is None else min(asked_s, self._limit_s)
+        return self._leaving.get(id_, own_s)
