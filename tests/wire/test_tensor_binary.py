@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_kit import LENIENT, NUMPY, SEED, STRICT, UNTYPED, asked, column_of, schema, tensor, value_of
+from tensor_requests_kit import LENIENT, NUMPY, SEED, STRICT, UNTYPED, asked, column_of, schema, tensor, value_of
 
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.types import Interface, Tensor

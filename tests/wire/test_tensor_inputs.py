@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensor_kit import LENIENT, PROMPT, SEED, STRICT, UNTYPED, asked, column_of, schema, tensor, value_of
+from tensor_requests_kit import LENIENT, PROMPT, SEED, STRICT, UNTYPED, asked, column_of, schema, tensor, value_of
 
 from batchmill.errors import InvalidInput
 from batchmill.types import Interface, Tensor

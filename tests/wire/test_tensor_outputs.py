@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensor_kit import SEED, STRICT, UNTYPED, asked, outputs, reply, tensor, written
+from tensor_requests_kit import SEED, STRICT, UNTYPED, asked, outputs, reply, tensor, written
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.types import Interface, Tensor
