@@ -6,7 +6,7 @@ A code that has no row falls back on its class, so that no error goes without a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -37,9 +37,14 @@ class Envelope(Struct, frozen=True):
     error: str
 
 
-def text_refusal(error: BatchmillError, message: str, statuses: Mapping[str, int]) -> Response:
+def text_refusal(
+    error: BatchmillError,
+    message: str,
+    statuses: Mapping[str, int],
+    by_class: Sequence[tuple[type[BatchmillError], int]] = BY_CLASS,
+) -> Response:
     """The reply to a request that failed; `message` is fit for whoever asked. Never raises."""
-    status = statuses.get(error.code) or next(each for kind, each in BY_CLASS if isinstance(error, kind))
+    status = statuses.get(error.code) or next(each for kind, each in by_class if isinstance(error, kind))
     headers = {}
     if isinstance(error, errors.RateLimited):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -13,6 +13,7 @@ from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.metadata import Metadata
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
+from batchmill.server.text_errors import SCHEMA
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 
@@ -32,4 +33,4 @@ class ModelbitDialect:
         return errors.refusal(error, self._places.hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
-        return errors.schema()
+        return SCHEMA

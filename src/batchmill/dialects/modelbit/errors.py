@@ -6,33 +6,22 @@ last line. So those statuses are for what a repetition may mend: a function that
 
 from __future__ import annotations
 
-import math
 import re
-from typing import Any
 
-from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill import errors
 from batchmill.errors import BatchmillError
-from batchmill.server.operations import json_reply
+from batchmill.server import text_errors
 
-# Order matters: the first class that fits.
+# Where this API differs from others with such errors. Order matters: the first class that fits.
 BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
-    (errors.UnknownName, 404),
-    (errors.TooLarge, 413),
     (errors.Conflict, 409),
     (errors.InvalidTransition, 409),
-    (errors.InvalidInput, 400),
-    (errors.Unauthenticated, 401),
-    (errors.Forbidden, 403),
-    (errors.RateLimited, 429),
-    (errors.Refused, 403),
     (errors.StorageFull, 503),
-    (errors.Unavailable, 503),
     (errors.JobPaused, 409),
     (errors.ModelFailed, 422),
-    (BatchmillError, 500),
+    *text_errors.BY_CLASS,
 )
 BY_CODE: dict[str, int] = {
     "function_error": 400,
@@ -56,15 +45,6 @@ LIMITS: dict[str, str] = {"too_many_calls": TOO_MANY, "too_many_bytes": TOO_LARG
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*([A-Za-z_]\w*: .+|[A-Z]\w*)")  # as a traceback ends: "KeyError: 'x'"
 
 
-class Envelope(Struct, frozen=True):
-    error: str
-
-
-def status_of(error: BatchmillError) -> int:
-    """The code's own status, or its class's."""
-    return BY_CODE.get(error.code) or next(status for kind, status in BY_CLASS if isinstance(error, kind))
-
-
 def text_of(error: BatchmillError, message: str) -> str:
     """`message` so that its last line says what is wrong, and of what kind. It is never empty."""
     if error.code in LIMITS:
@@ -82,21 +62,10 @@ def text_of(error: BatchmillError, message: str) -> str:
     )
 
 
-def envelope(error: BatchmillError, message: str) -> Envelope:
-    return Envelope(text_of(error, message))
+def envelope(error: BatchmillError, message: str) -> text_errors.Envelope:
+    return text_errors.Envelope(text_of(error, message))
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
     """The reply to a request that failed; `message` is the error's, fit for whoever asked. Never raises."""
-    status = status_of(error)
-    headers = {}
-    if isinstance(error, errors.RateLimited):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return json_reply(envelope(error, message), status, headers)
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema of the envelope."""
-    return {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    return text_errors.text_refusal(error, text_of(error, message), BY_CODE, BY_CLASS)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill.dialects.modelbit.errors import schema
 from batchmill.dialects.modelbit.links import base_of
 from batchmill.dialects.modelbit.urls import PATHS, SLASH, branch_of, is_ours
 from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.text_errors import SCHEMA
 from batchmill.services.model_names import MAIN
 from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor
@@ -166,7 +166,7 @@ def _document(target: Target, base: str, place: str, body: dict[str, Any]) -> di
         },
         "responses": {
             "200": {"description": "OK", "content": {"application/json": {"schema": answered}}},
-            "400": {"description": "Error", "content": {"application/json": {"schema": schema()}}},
+            "400": {"description": "Error", "content": {"application/json": {"schema": SCHEMA}}},
         },
     }
     return {
