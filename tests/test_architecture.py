@@ -46,7 +46,20 @@ PLUGINS = {
     "executors": {"local", "ray"},
 }
 
-HEAVY = {"aiohttp", "numpy", "pyarrow", "rich", "sqlalchemy", "ray", "vllm", "torch", "starlette", "uvicorn", "grpc"}
+HEAVY = {
+    "aiohttp",
+    "botocore",
+    "numpy",
+    "pyarrow",
+    "rich",
+    "sqlalchemy",
+    "ray",
+    "vllm",
+    "torch",
+    "starlette",
+    "uvicorn",
+    "grpc",
+}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec"}
 SQL_CALLS = {"execute", "executemany", "executescript", "exec_driver_sql", "text"}
@@ -61,11 +74,14 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.dialects.load_grpc": "what speaks gRPC, which needs grpcio",
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
+    "batchmill.engines.provider_batch.cohere_parts.load_reader": "the formats of datasets, of which one needs fastavro",
+    "batchmill.engines.provider_batch.providers.load_provider": "the batch APIs, of which some need botocore",
     "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.jobs.offload_child._find": "the jobs of a child process, which its parent names",
     "batchmill.jobs.offload_child._main": "what serves them, once the child is bound to its parent",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
+    "batchmill.models.connectors.late.load": "signatures, which need botocore, and JSONPath filters",
     "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
     "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",

@@ -19,6 +19,18 @@ def load(folder: Path, text: str | None = None, environ: dict[str, str] | None =
     return config.load(environ={"HOME": str(folder), **(environ or {})}, cwd=folder, **flags)
 
 
+def test_the_key_file_lies_where_it_is_said(tmp_path):
+    """The file that secrets are encrypted with is the environment's, else the file's, else in the data directory."""
+    text = '[secrets]\nkey_file = "keys/own.key"'
+    environ = {"BATCHMILL_SECRETS_KEY_FILE": "/run/keys/ours"}
+    assert load(tmp_path, text, environ).secrets_key == Path("/run/keys/ours")
+    assert load(tmp_path, text).secrets_key == tmp_path / "keys/own.key"
+    found = load(tmp_path, "", data_dir="there")
+    assert found.secrets_key == tmp_path / "there/secrets.key"
+    with pytest.raises(InvalidConfig, match=r"did you mean secrets\.key_file"):
+        load(tmp_path, '[secrets]\nkeyfile = "x"')
+
+
 def test_without_a_file_the_defaults_hold(tmp_path):
     """With nothing told, data lies in the user's data folder and there are no models."""
     found = load(tmp_path)
@@ -89,7 +101,7 @@ MODEL = '[models.m]\nengine = "vllm"\nsource = "s"\n'
         (MODEL + "price = { input = nan }", "price.input must be 0 or more"),
         (MODEL + "limits = { requests_per_minute = 0 }", "requests_per_minute must be more than 0"),
         ("[limits]\ndepth_max = 0", "limits.depth_max must be more than 0"),
-        ('[models.m]\nengine = "vllm"', "missing required field `source`"),
+        ('[models.m]\nsource = "vllm"', "missing required field `engine`"),
         ("[models]\nm = 3", "Expected `object`"),
         ("models = 3", "Expected `object`"),
         (MODEL.replace("models.m", 'models."a:b"'), "a model's name"),
@@ -173,6 +185,34 @@ def test_every_limit_of_a_server_has_a_largest_value(tmp_path, name):
             load(tmp_path, f"[server]\n{name} = {value}")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_batch_inference_task = 1", "no key ml_commons.max_batch_inference_task; did you mean"),
+        ("max_batch_inference_tasks = -1", "max_batch_inference_tasks must be 0 to 10,000, not -1"),
+        ("max_batch_inference_tasks = 10001", "max_batch_inference_tasks must be 0 to 10,000, not 10001"),
+        ("poll_s = 0", "ml_commons.poll_s must be more than 0"),
+        ("poll_s = 86401", "ml_commons.poll_s must be more than 0 and at most 86,400"),
+        ("poll_s = nan", "ml_commons.poll_s must be more than 0"),
+        ("trusted_connector_endpoints = ['^https://[']", "ml_commons.trusted_connector_endpoints: .* cannot be read"),
+        ("status_regex = { complete = 'x' }", "no key ml_commons.status_regex.complete; did you mean"),
+        ("status_regex = { failed = '(' }", "ml_commons.status_regex.failed: '\\(' cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_ml_commons_is_named(tmp_path, text, told):
+    """A key nobody knows, a number out of range, an expression that is none: refused by name."""
+    with pytest.raises(InvalidConfig, match=told):
+        load(tmp_path, f"[ml_commons]\n{text}")
+
+
+def test_ml_commons_is_read(tmp_path):
+    """Its settings arrive as they are written, and those that are not, as the page says."""
+    text = "max_batch_inference_tasks = 0\npoll_s = 5\nstatus_regex = { failed = 'failed|lost' }"
+    found = load(tmp_path, f"[ml_commons]\n{text}").ml_commons
+    assert (found.max_batch_inference_tasks, found.poll_s, found.strict_polling) == (0, 5.0, False)
+    assert (found.status_regex.failed, found.status_regex.expired) == ("failed|lost", "expired|timeout")
+
+
 def test_every_key_is_documented():
     """Each key stands in the page for people and in the module's own table."""
     page = DOCS.read_text()
@@ -185,6 +225,7 @@ def test_every_key_is_documented():
         (config.ServerEntry, "server"),
         (config.ProjectEntry, "projects.NAME"),
         (config.WebhookEntry, "webhooks"),
+        (config.MlCommonsEntry, "ml_commons"),
     ):
         keys |= {f"{place}.{each.name}" for each in fields(entry)}
     keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}

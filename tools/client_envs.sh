@@ -11,6 +11,8 @@ modelbit modelbit==0.44.3 pandas setuptools<81
 inferless inferless==0.2.15
 tritonclient tritonclient[http,grpc]==2.73.0 ml_dtypes
 kserve kserve
+opensearch opensearch-py==3.2.0
+opensearch_ml opensearch-py==3.2.0 opensearch-py-ml==1.3.0
 functions numpy pandas pydantic
 LIST
 }

@@ -1,6 +1,6 @@
 """The least that a batch to an endpoint can be: aiohttp, a fixed number in flight, no retries, nothing durable.
 
-`bare_aiohttp.py INPUT OUTPUT BASE_URL IN_FLIGHT` prints the seconds from the first request to the last result.
+`bare_aiohttp.py INPUT OUTPUT BASE_URL IN_FLIGHT [PATH]` prints the seconds from the first request to the last result.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ import aiohttp
 import orjson
 
 
-async def run(source: str, output: str, base_url: str, in_flight: int) -> float:
+async def run(source: str, output: str, base_url: str, in_flight: int, path: str = "/chat/completions") -> float:
     """Post every row's body, write every reply; return the seconds it took."""
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
-    url = base_url + "/chat/completions"
+    url = base_url + path
     with open(source, "rb") as file, open(output, "wb", buffering=1 << 20) as results:
         lines = iter(file)
 
@@ -36,4 +36,4 @@ async def run(source: str, output: str, base_url: str, in_flight: int) -> float:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(run(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+    print(asyncio.run(run(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])))

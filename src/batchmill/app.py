@@ -21,22 +21,29 @@ from batchmill.jobs import preview
 from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
-from batchmill.ports import Jobs
-from batchmill.services.deploying import Workshop
+from batchmill.models import redaction
+from batchmill.ports import Jobs, Provisions
+from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions.door import ModelClient, ModelDoor
+from batchmill.services.functions.trial import Trials
+from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.key_door import KeyClient, KeyDoor
 from batchmill.services.keys import KeyService
-from batchmill.services.model_door import ModelClient, ModelDoor
-from batchmill.services.model_versions import ModelVersions
-from batchmill.services.trial import try_version
+from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
+from batchmill.services.remote.opening import RemoteServices, make_remote
+from batchmill.services.secrets.box import SecretBox
+from batchmill.services.secrets.door import SecretClient, SecretDoor
+from batchmill.services.secrets.provisions import OwnerProvisions
+from batchmill.services.secrets.vault import Vault
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
-KEYS_DOOR, MODELS_DOOR = "keys", "models"
+KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
@@ -47,16 +54,20 @@ Progress = Callable[[float], None]
 class Owner:
     """This process owns the data directory."""
 
-    def __init__(self, data_dir: Path, lock: int, *, server: Config | None = None) -> None:
-        """`server`: what it is told where it is a server, whose jobs go on by themselves and whose models stay."""
-        self._data_dir, self._lock, self._config = data_dir, lock, server
+    def __init__(self, config: Config, lock: int, *, serves: bool = False) -> None:
+        """`serves`: it is a server, whose jobs go on by themselves and whose models stay."""
+        self._data_dir, self._lock = config.data_dir, lock
+        self._told, self._config = config, config if serves else None
         self.jobs: JobService | None = None
         self.database: Database | None = None
+        self.vault: Vault | None = None
         self.keys: KeyService | None = None
         self.versions: ModelVersions | None = None
+        self.remote: RemoteServices | None = None
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
+        redaction.guard_logs()
         for leftover in self._data_dir.glob("preview-*"):
             if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
                 shutil.rmtree(leftover)  # of a command that was killed
@@ -67,6 +78,8 @@ class Owner:
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.database = ledger.database
         config = self._config
+        self.vault = open_vault(self._told, self.database)
+        provisions = OwnerProvisions(self.vault, self._told.server.private_hosts)
         self.jobs = JobService(
             self._data_dir,
             ledger,
@@ -74,25 +87,42 @@ class Owner:
             SystemClock(),
             weights={} if config is None else {name: project.weight for name, project in config.projects.items()},
             linger_s=0.0 if config is None else config.server.idle_unload_s,
+            provisions=provisions,
         )
-        self.versions = open_versions(self._data_dir, self.database, config)
+        self.vault.on_change.append(lambda _: self.jobs.dispatcher.provide())
+        self.versions = open_versions(self._data_dir, self.database, provisions, config)
         await self.versions.load()
+        self.remote = make_remote(self._told, self.database, self.vault, SystemClock())
+        await self.remote.load()
         await self.jobs.recover(resume_doors=config is not None)
         self.keys = KeyService(self.database, SystemClock())
-        doors = {KEYS_DOOR: KeyDoor(self.keys).answer, MODELS_DOOR: ModelDoor(self.versions).answer}
+        doors = {
+            KEYS_DOOR: KeyDoor(self.keys).answer,
+            MODELS_DOOR: ModelDoor(self.versions).answer,
+            SECRETS_DOOR: SecretDoor(self.vault).answer,
+            CONNECTORS_DOOR: ConnectorDoor(self.remote).answer,
+        }
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
 
     async def close(self, *, at_once: bool, drain_s: float | None = None) -> None:
-        """Pause what runs; guests notice and one of them takes over. Rows in flight may end, in `drain_s` at most."""
+        """Pause what runs; guests notice and one of them takes over. Rows in flight may end, in `drain_s` at most.
+
+        Cancelled, it ends at once; whoever calls it again finds nothing left to do.
+        """
+        if self._lock < 0:
+            return
         try:
             if self._server is not None:
                 await self._server.close()
+            if self.remote is not None:
+                await self.remote.close()
             if self.jobs is not None:
                 await self._close_jobs(self.jobs, at_once=at_once, drain_s=drain_s)
         finally:
             (self._data_dir / SOCKET).unlink(missing_ok=True)
-            os.close(self._lock)
+            lock, self._lock = self._lock, -1
+            os.close(lock)
 
     @staticmethod
     async def _close_jobs(jobs: JobService, *, at_once: bool, drain_s: float | None) -> None:
@@ -102,15 +132,18 @@ class Owner:
         except TimeoutError:
             log.warning("rows in flight did not end within %g s: they run again next time", drain_s)
             await jobs.close(at_once=True)
+        except asyncio.CancelledError:  # nobody waits any more: what is finished is kept all the same
+            await jobs.close(at_once=True)
+            raise
 
 
 class OpenJobs:
     """`ports.Jobs` that outlives owners: when the one it speaks to ends, it becomes the owner itself and goes on."""
 
-    def __init__(self, data_dir: Path) -> None:
-        self._data_dir = data_dir
+    def __init__(self, config: Config) -> None:
+        self._config, self._data_dir = config, config.data_dir
         self._owner: Owner | None = None
-        self._client = ControlClient(data_dir / SOCKET)
+        self._client = ControlClient(self._data_dir / SOCKET)
         self._opening = asyncio.Lock()
 
     async def _jobs(self) -> Jobs:
@@ -122,7 +155,7 @@ class OpenJobs:
                     return self._owner.jobs
                 lock = try_lock(self._data_dir)
                 if lock is not None:
-                    owner = Owner(self._data_dir, lock)
+                    owner = Owner(self._config, lock)
                     self._owner = owner
                     await owner.open()
                     continue
@@ -203,6 +236,12 @@ class OpenJobs:
     async def partial(self, job_id: str) -> str:
         return await self._ask("partial", job_id)
 
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        return await self._ask("remote", job_id)
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        return await self._ask("settle_remote", job_id, tag, remote_id)
+
     async def verify(self, job_id: str) -> LedgerReport:
         return await self._ask("verify", job_id)
 
@@ -225,7 +264,7 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
     Raises: InvalidConfig when the data directory cannot be used.
     """
     prepare_data_dir(config.data_dir)
-    jobs = OpenJobs(config.data_dir)
+    jobs = OpenJobs(config)
     at_once = False
     try:
         yield jobs
@@ -249,10 +288,43 @@ async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
             yield KeyService(database, SystemClock())
 
 
-def open_versions(data_dir: Path, database: Database, config: Config | None) -> ModelVersions:
+def open_vault(config: Config, database: Database) -> Vault:
+    """The secrets of a data directory that this process owns."""
+    return Vault(database, SecretBox(config.secrets_key), SystemClock())
+
+
+@contextlib.asynccontextmanager
+async def open_secrets(config: Config) -> AsyncIterator[Vault | SecretClient]:
+    """The secrets of a data directory: those of the process that owns it, so that it knows them at once, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield SecretClient(lambda message: client.tell(SECRETS_DOOR, message))
+        else:
+            yield open_vault(config, database)
+
+
+@contextlib.asynccontextmanager
+async def open_connectors(config: Config) -> AsyncIterator[ConnectorClient]:
+    """The connectors of a data directory, and the models made of them: those of the process that owns it, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield ConnectorClient(lambda message: client.tell(CONNECTORS_DOOR, message))
+            return
+        remote = make_remote(config, database, open_vault(config, database), SystemClock())
+        await remote.load()
+        yield ConnectorClient(ConnectorDoor(remote).answer)
+
+
+def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:
     """The deployed functions of a data directory that this process owns; `load` comes next."""
     taken = frozenset() if config is None else frozenset(config.models)
-    workshop = Workshop(data_dir, try_version)
+    workshop = Workshop(data_dir, Trials(provisions))
     return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
 
 
@@ -271,7 +343,8 @@ async def open_models(config: Config) -> AsyncIterator[ModelClient]:
         if database is None:
             yield ModelClient(lambda message: client.tell(MODELS_DOOR, message))
             return
-        versions = open_versions(config.data_dir, database, config)
+        provisions = OwnerProvisions(open_vault(config, database), config.server.private_hosts)
+        versions = open_versions(config.data_dir, database, provisions, config)
         await versions.load()
         yield ModelClient(ModelDoor(versions).answer)
 

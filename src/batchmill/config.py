@@ -7,12 +7,14 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | data_dir                     | where jobs are kept (BATCHMILL_DATA_DIR, `--data-dir`)                     |
 | limits.line_bytes_max        | the longest line of an input file, in bytes                               |
 | limits.depth_max             | how deep a line's JSON may nest                                           |
-| models.NAME.engine           | function, vllm or openai                                                  |
-| models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name              |
+| models.NAME.engine           | function, vllm, openai, connector, PROVIDER-batch or routes               |
+| models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name, the file of |
+|                              | a connector; of routes: nothing                                           |
+| models.NAME.routes           | of the engine routes: the models that are ways to this one                |
 | models.NAME.adapters         | adapter name -> its directory or id                                       |
 | models.NAME.engine_args      | flags of the engine, as its command line has them                         |
 | models.NAME.base_url         | the service's address, up to and with its /v1                             |
-| models.NAME.api_key          | "env:NAME" or "file:PATH", never the key itself                           |
+| models.NAME.api_key          | "env:NAME", "file:PATH" or "secret:NAME", never the key itself            |
 | models.NAME.python           | the interpreter of the environment the engine lives in                    |
 | models.NAME.workers          | processes of a function; copies of an engine server                       |
 | models.NAME.replicas         | the same, under its other name                                            |
@@ -27,15 +29,26 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
 | server.idle_unload_s         | a model that nobody has used for so long is unloaded                      |
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
-| server.private_hosts         | names, addresses and networks outside the public internet that webhooks   |
-|                              | may reach                                                                 |
+| server.private_hosts         | names, addresses and networks outside the public internet that webhooks,  |
+|                              | and connectors made over the API, may reach                               |
 | server.otlp_endpoint         | where traces are sent (OTEL_EXPORTER_OTLP_ENDPOINT); none: nowhere         |
+| secrets.key_file             | what secrets in the database are encrypted with                           |
+|                              | (BATCHMILL_SECRETS_KEY_FILE); none: secrets.key in data_dir                |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
+| ml_commons.trusted_connector_endpoints | expressions, one of which the whole URL of a connector made over    |
+|                              | the API must match; none: any that may be reached                         |
+| ml_commons.max_batch_inference_tasks | batches at providers that a project has under way; 0: none            |
+| ml_commons.offline_batch_inference_enabled | whether batches are taken at all                                |
+| ml_commons.model_auto_deploy | whether a call of a model deploys it                                      |
+| ml_commons.strict_polling    | whether a task that has ended is looked at again when it is asked for     |
+| ml_commons.poll_s            | seconds between two looks at a batch that runs at a provider              |
+| ml_commons.status_field      | members of a provider's reply that say how a batch stands                 |
+| ml_commons.status_regex.STATE | an expression for cancelling, cancelled, completed, expired and failed   |
 """
 
 from __future__ import annotations
@@ -57,6 +70,7 @@ from batchmill.types import DatasetSpec, Limits, Price
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 FILE_NAME = "batchmill.toml"
+KEY_FILE = "secrets.key"  # in the data directory, unless secrets.key_file says where
 FILE_BYTES_MAX = 4 * 1024 * 1024
 WORKERS_MAX = 1024
 SHOWN_CHARS = 40  # of a value out of range, in a message
@@ -83,8 +97,10 @@ SERVER_MAX = {
     "idle_unload_s": 365 * 86_400.0,
 }
 WEIGHT_MAX = 1_000_000.0
+BATCH_TASKS_MAX = 10_000  # as ML Commons has it
+POLL_S_MAX = 86_400.0
 PROJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
 _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
 
@@ -99,7 +115,8 @@ class ModelEntry(Struct, frozen=True):
     """`[models.NAME]` as it is written: paths still as they stand there."""
 
     engine: str
-    source: str
+    source: str = ""
+    routes: list[str] = []
     adapters: dict[str, str] = {}
     engine_args: dict[str, str | int | float | bool] = {}
     base_url: str | None = None
@@ -146,6 +163,35 @@ class WebhookEntry(Struct, frozen=True):
     name: str = ""
 
 
+class SecretsEntry(Struct, frozen=True):
+    """`[secrets]`."""
+
+    key_file: str | None = None
+
+
+class StatusRegex(Struct, frozen=True):
+    """`[ml_commons.status_regex]`: what a provider's whole word for a state must match, in any case."""
+
+    cancelling: str = "stopping|cancell?ing"
+    cancelled: str = "stopped|cancell?ed"
+    completed: str = "complete|completed|partiallyCompleted"
+    expired: str = "expired|timeout"
+    failed: str = "failed"
+
+
+class MlCommonsEntry(Struct, frozen=True):
+    """`[ml_commons]`: the dialect of OpenSearch ML Commons."""
+
+    trusted_connector_endpoints: list[str] = []
+    max_batch_inference_tasks: int = 100
+    offline_batch_inference_enabled: bool = True
+    model_auto_deploy: bool = True
+    strict_polling: bool = False
+    poll_s: float = 60.0
+    status_field: tuple[str, ...] = ("status", "Status", "TransformJobStatus")
+    status_regex: StatusRegex = StatusRegex()
+
+
 class _File(Struct, frozen=True):
     data_dir: str | None = None
     limits: InputLimits = InputLimits()
@@ -153,6 +199,8 @@ class _File(Struct, frozen=True):
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
     webhooks: list[WebhookEntry] = []
+    ml_commons: MlCommonsEntry = MlCommonsEntry()
+    secrets: SecretsEntry = SecretsEntry()
 
 
 class Config(Struct, frozen=True):
@@ -166,6 +214,13 @@ class Config(Struct, frozen=True):
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
     webhooks: list[WebhookEntry] = []
+    ml_commons: MlCommonsEntry = MlCommonsEntry()
+    key_file: Path | None = None  # None: `secrets.key` in the data directory
+
+    @property
+    def secrets_key(self) -> Path:
+        """The file with the keys that secrets in the database are encrypted with."""
+        return self.key_file or self.data_dir / KEY_FILE
 
 
 def load(
@@ -192,8 +247,15 @@ def load(
         place = base / Path(read.data_dir).expanduser()
     else:
         place = _default_data_dir(environ)
-    kept = {each.name: getattr(read, each.name) for each in fields(_File) if each.name != "data_dir"}
-    return Config(data_dir=place.resolve(), base=base, file=path, **kept)
+    key_file = _place(environ.get("BATCHMILL_SECRETS_KEY_FILE"), cwd) or _place(read.secrets.key_file, base)
+    paths = ("data_dir", "secrets")
+    kept = {each.name: getattr(read, each.name) for each in fields(_File) if each.name not in paths}
+    return Config(data_dir=place.resolve(), base=base, file=path, key_file=key_file, **kept)
+
+
+def _place(told: str | None, base: Path) -> Path | None:
+    """Its last part is not resolved: a key file that is a link is refused."""
+    return (base / Path(told).expanduser()).absolute() if told else None
 
 
 def _default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -237,7 +299,11 @@ def _check_keys(table: dict[str, Any]) -> None:
     _only_known(table, _File, "")
     _only_known(table.get("limits"), InputLimits, "limits.")
     _only_known(table.get("server"), ServerEntry, "server.")
-    projects, webhooks = table.get("projects"), table.get("webhooks")
+    projects, webhooks, commons = table.get("projects"), table.get("webhooks"), table.get("ml_commons")
+    _only_known(commons, MlCommonsEntry, "ml_commons.")
+    _only_known(table.get("secrets"), SecretsEntry, "secrets.")
+    if isinstance(commons, dict):
+        _only_known(commons.get("status_regex"), StatusRegex, "ml_commons.status_regex.")
     for name, entry in projects.items() if isinstance(projects, dict) else ():
         _only_known(entry, ProjectEntry, f"projects.{name}.")
     for entry in webhooks if isinstance(webhooks, list) else ():
@@ -272,9 +338,10 @@ def _one_count(name: str, entry: ModelEntry) -> ModelEntry:
 def _check_values(read: _File) -> None:
     _check_limits(read.limits, "limits")
     _check_serving(read)
+    _check_ml_commons(read.ml_commons)
     for name, entry in read.models.items():
         place = f"models.{name}"
-        if not _MODEL_NAME.fullmatch(name):
+        if not MODEL_NAME.fullmatch(name):
             raise InvalidConfig(f"{place}: a model's name is made of letters, digits and . _ / @ -, 200 at most")
         if not 1 <= entry.workers <= WORKERS_MAX:
             raise InvalidConfig(f"{place}.workers must be 1 to {WORKERS_MAX}, not {entry.workers}")
@@ -308,6 +375,24 @@ def _check_serving(read: _File) -> None:
             raise InvalidConfig(f"webhooks.url must begin with https:// or http://, not {webhook.url[:SHOWN_CHARS]!r}")
         if not webhook.secret.startswith(("env:", "file:")):  # what stands there may be the secret: it is not repeated
             raise InvalidConfig('webhooks.secret is "env:NAME" or "file:PATH", never the secret itself')
+
+
+def _check_ml_commons(entry: MlCommonsEntry) -> None:
+    if not 0 <= entry.max_batch_inference_tasks <= BATCH_TASKS_MAX:
+        raise InvalidConfig(
+            f"ml_commons.max_batch_inference_tasks must be 0 to {BATCH_TASKS_MAX:,}, not "
+            f"{entry.max_batch_inference_tasks}"
+        )
+    if not 0 < entry.poll_s <= POLL_S_MAX:
+        raise InvalidConfig(f"ml_commons.poll_s must be more than 0 and at most {POLL_S_MAX:,.0f}, not {entry.poll_s}")
+    expressions = [("trusted_connector_endpoints", each) for each in entry.trusted_connector_endpoints]
+    states = entry.status_regex
+    expressions += [(f"status_regex.{each.name}", getattr(states, each.name)) for each in fields(StatusRegex)]
+    for place, expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise InvalidConfig(f"ml_commons.{place}: {expression[:SHOWN_CHARS]!r} cannot be read: {error}") from None
 
 
 def _check_limits(limits: Struct, place: str) -> None:

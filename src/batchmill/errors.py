@@ -17,6 +17,8 @@ BatchmillError
 │   ├── InputChanged        a file is not what was sealed
 │   ├── AuthRefused         the service refused the credentials
 │   ├── QuotaExhausted      the account has nothing left to spend
+│   ├── SubmitUnknown       nobody can say whether a provider took a batch of rows
+│   ├── RouteFailed         this way to a model does not go on; another of its routes may
 │   └── StorageFull
 ├── ModelFailed             user code or an engine could not be started
 ├── Unavailable             not now: the server is stopping, a model is still being loaded
@@ -37,6 +39,7 @@ class BatchmillError(Exception):
     blame = "system"
     retryable = False
     request_id: str | None = None  # of the request that it answers, where there is one
+    asked: tuple[str, str, tuple[str, ...]] | None = None  # a method and a path that mean nothing; methods that do
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -108,8 +111,8 @@ class JobPaused(BatchmillError):
     retryable = True
     reason = PauseReason.ASKED
 
-    def __init__(self, message: str, *, reason: PauseReason | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: str | None = None, reason: PauseReason | None = None) -> None:
+        super().__init__(message, code=code)
         if reason is not None:
             self.reason = reason
 
@@ -130,6 +133,17 @@ class QuotaExhausted(JobPaused):
     code = "quota_exhausted"
     blame = "caller"
     reason = PauseReason.QUOTA
+
+
+class SubmitUnknown(JobPaused):
+    code = "submit_unknown"
+    retryable = False
+    reason = PauseReason.SUBMIT_UNKNOWN
+
+
+class RouteFailed(JobPaused):
+    code = "route_failed"
+    reason = PauseReason.ROUTE_FAILED
 
 
 class StorageFull(JobPaused):

@@ -27,6 +27,24 @@ FILE_POINTS = (  # the same for a server's files
     "after_settle",  # a file's bytes are durable under its id, it has no record
     "after_forget",  # its record is gone, its bytes are still there
 )
+SECRET_POINTS = (  # and for the rotation of what secrets are encrypted with
+    "after_key_file",  # the new key file is written, beside the old one
+    "after_new_key",  # it is in its place, everything is still under the old key
+    "in_rewrap",  # a page of secrets is under the new key
+    "after_rewrap",  # all are, the old key is still there
+)
+PROVIDER_POINTS = (  # of a job that a provider is given rows of
+    "before_note",  # what was put is on its way to the owner, the note of it is not
+    "after_note",  # what an engine noted with its lease is durable, it was not told
+    "before_submit",  # the intent is noted, the provider knows nothing of the job
+    "after_submit",  # the provider has the job, nobody here knows its id
+    "after_submit_noted",  # its id is noted, nobody has asked after it
+)
+TASK_POINTS = (  # and of a task of ML Commons
+    "after_task",  # the task is stored, nobody was given its batch
+    "after_hand_over",  # the provider has the batch, its task does not know it
+    "after_task_job",  # the job of its dataset is stored, its task does not know it
+)
 
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from batchmill.errors import JobPaused
 from batchmill.types import (
     Amendment,
     Ask,
@@ -21,6 +22,8 @@ from batchmill.types import (
     ModelSpec,
     Once,
     Outcome,
+    Provision,
+    RemoteJob,
     Row,
     SegmentRef,
     Submitted,
@@ -39,6 +42,45 @@ class Feed(Protocol):
 
         Concurrency: any number of tasks may wait in `take` at once.
         """
+
+
+@runtime_checkable
+class LeaseFeed(Feed, Protocol):
+    """A feed of an engine that holds whole leases, and at times has room for no other."""
+
+    async def take_noted(self, n: int) -> list[Row]:
+        """As `take`, but only rows that an engine has begun already (something is noted of them) or is to end."""
+
+
+class LeaseHandle(Protocol):
+    """What rows carry as `row.lease`: the shard they belong to, for an engine whose work outlives its process.
+
+    All rows of one `Feed.take` are of one lease. Concurrency: on the event loop's thread only.
+    """
+
+    key: str  # of the job and generation: the same whenever a row of it is tried again
+    rows: int  # that were granted under it: an engine that has taken so many has all of them
+    notes: Mapping[str, bytes]  # what was noted for this shard, by earlier workers too
+
+    async def note(self, key: str, data: bytes) -> None:
+        """Return once the note is durable, and what was put before counts; empty `data` takes it back.
+
+        Raises: JobPaused when the lease is another's meanwhile, or it cannot be written: nothing may be done then that
+        the note was to announce.
+        """
+
+    @property
+    def ending(self) -> str:
+        """Empty: go on. "pause": the job rests, its rows may stay where they are. "over": it ends without them."""
+
+    async def until_ending(self) -> str:
+        """Wait until `ending` says something, and return that."""
+
+    def leave(self) -> None:
+        """No more outcomes of this lease will be put: its rows stay undone. Only once it is `ending`."""
+
+    def fail(self, error: JobPaused) -> None:
+        """Pause the job for this reason, and `leave`; other jobs of the engine go on."""
 
 
 class Sink(Protocol):
@@ -170,10 +212,19 @@ class Jobs(Protocol):
         """Change the priority, deadline or budget of a job that has not ended."""
 
     async def explain(self, job_id: str) -> Wait:
-        """Why a job waits, or goes no faster."""
+        """Why a job waits, or goes no faster, and by which ways it goes or went."""
 
     async def partial(self, job_id: str) -> str:
         """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
+
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        """The jobs at providers that hold or held rows of this one, retries included, in the order of their making."""
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        """Say what became of a submission that is `unknown`: the provider's id, or None where it never came to be.
+
+        Raises: InvalidTransition for one that is not unknown, or while the job runs; UnknownName for a tag nobody has.
+        """
 
     async def verify(self, job_id: str) -> LedgerReport:
         """Audit the ledger against the segments; changes nothing."""
@@ -217,6 +268,13 @@ class WorkerHandle(Protocol):
 
     async def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
+
+
+class Provisions(Protocol):
+    """What workers are given beside their model."""
+
+    async def of(self, model: ModelSpec) -> Provision:
+        """For a worker of this model. Raises: ModelFailed, naming the secret that is missing."""
 
 
 class Executor(Protocol):

@@ -30,11 +30,13 @@ from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileService
-from batchmill.services.function_calls import FunctionCalls
+from batchmill.services.functions.calls import FunctionCalls
+from batchmill.services.functions.late_replies import LateReplies
 from batchmill.services.job_desk import JobDesk
 from batchmill.services.keys import KeyService
-from batchmill.services.late_replies import LateReplies
 from batchmill.services.live_calls import LiveCalls
+from batchmill.services.remote.job_tasks import JobTasks
+from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
@@ -85,7 +87,11 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
     except BaseException:
         await server.close(at_once=True)
         raise
-    await server.close(at_once=False)
+    try:
+        await server.close(at_once=False)
+    except asyncio.CancelledError:  # a second signal
+        await server.close(at_once=True)
+        raise
 
 
 async def _take_lock(config: Config) -> int:
@@ -108,7 +114,7 @@ class _Server:
     def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int, rows_drain_s: float) -> None:
         self._config, self._catalogue, self._sock, self._rows_drain_s = config, catalogue, sock, rows_drain_s
         self._clock: Clock = SystemClock()
-        self._owner = Owner(config.data_dir, lock, server=config)
+        self._owner = Owner(config, lock, serves=True)
         self._stopping = asyncio.Event()
         self._listener: Listener | None = None
         self._grpc: GrpcServer | None = None
@@ -118,6 +124,7 @@ class _Server:
         self._functions: FunctionCalls | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._late: LateReplies | None = None
+        self._tasks: RemoteTasks | None = None
 
     async def open(self) -> Running:
         config, clock = self._config, self._clock
@@ -149,6 +156,8 @@ class _Server:
         self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
         self._late = services.late
         self._late.open()
+        self._tasks = services.remote_tasks
+        await self._tasks.open()
         app = observers.open(self._root)
         lane = Lane(self._root) if app is self._root else None  # the span of a traced request is made on the normal way
         self._listener = Listener(app, self._sock, drain_s=REQUESTS_DRAIN_S, lane=lane)
@@ -162,16 +171,24 @@ class _Server:
         config, clock, jobs = self._config, self._clock, self._owner.jobs
         assert jobs is not None
         assert self._owner.keys is not None
+        vault = self._owner.vault
+        assert vault is not None
         versions = self._owner.versions
         assert versions is not None
-        self._catalogue.attach(versions)
+        remote = self._owner.remote
+        assert remote is not None
+        self._catalogue.attach(versions, remote.models)
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
         files = FileService(database, config.data_dir, clock, config.server)
-        webhooks = WebhookService(database, clock, config)
+        webhooks = WebhookService(database, clock, config, vault.box)
         await files.sweep()
+        desk = JobDesk(jobs, files, self._catalogue)
+        tasks = RemoteTasks(
+            database, remote.models, remote.calls, JobTasks(database, desk), clock=clock, entry=config.ml_commons
+        )
         return Services(
-            jobs=JobDesk(jobs, files, self._catalogue),
+            jobs=desk,
             files=files,
             uploads=UploadService(database, files, clock),
             keys=self._owner.keys,
@@ -180,6 +197,12 @@ class _Server:
             functions=functions,
             versions=versions,
             webhooks=webhooks,
+            vault=vault,
+            connectors=remote.connectors,
+            groups=remote.groups,
+            remote_models=remote.models,
+            remote_calls=remote.calls,
+            remote_tasks=tasks,
             late=LateReplies(database, clock, functions, webhooks.courier),
             config=config,
             clock=clock,
@@ -207,6 +230,8 @@ class _Server:
             await self._root.close()
         if self._late is not None:
             await self._late.close(at_once=at_once)
+        if self._tasks is not None:
+            await self._tasks.close()
         if self._functions is not None:
             await self._functions.close()
         if self._observers is not None:

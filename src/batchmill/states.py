@@ -60,3 +60,5 @@ class PauseReason(StrEnum):
     STORAGE_FULL = "storage_full"
     INPUT_CHANGED = "input_changed"
     ENGINE_FAILED = "engine_failed"
+    SUBMIT_UNKNOWN = "submit_unknown"  # nobody can say whether a provider took a batch of rows: somebody must look
+    ROUTE_FAILED = "route_failed"  # the way to the model that was chosen does not go on, and there is no other

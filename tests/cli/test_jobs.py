@@ -1,10 +1,12 @@
 """The commands about jobs that exist."""
 
+import asyncio
 import json
 import os
 
 import pytest
 
+from batchmill.cli import jobs as jobs_commands
 from batchmill.errors import BatchmillError
 from batchmill.types import Problem
 
@@ -142,6 +144,34 @@ def test_steering_waits_until_the_job_rests(app, call, view, verb, state):
     assert result.exit_code == 0 and app.jobs.asked == [(verb, "job_1")]
     assert f"job job_1: {state}" in result.stdout
     assert json.loads(call(verb, "job_1", "--json").stdout.splitlines()[-1])["job"]["state"] == state
+
+
+def test_a_cancel_that_could_not_end_says_so(app, call, view):
+    """A provider that did not answer is exit code 4, with what to do; what a job left behind is in its figures."""
+    told = "its providers did not answer: the job batch_7 of openai may still be there"
+    app.jobs.add(view(), view(state="paused", reason="route_failed", message=told, cancelling=5.0))
+    result = call("cancel", "job_1")
+    assert result.exit_code == 4 and told in result.stderr and "to go on:" in result.stderr
+    assert json.loads(call("cancel", "job_1", "--json").stdout.splitlines()[-1])["exit_code"] == 4
+    app.jobs.add(view(state="cancelled", message="the job batch_7 of openai may still be there"))
+    assert "note      the job batch_7 of openai may still be there" in call("show", "job_1").stdout
+
+
+def test_steering_that_takes_long_is_watched(app, call, view, monkeypatch):
+    """Somebody who waits is told for what, and sees how the job is meanwhile."""
+    monkeypatch.setattr(jobs_commands, "QUIET_S", 0.0)
+    app.jobs.add(view(), view(state="cancelling"), view(state="cancelled"))
+    seen, steer = asyncio.Event(), app.jobs.cancel
+    app.jobs.before_view = lambda number: seen.set() if number else None
+
+    async def cancel(job_id):
+        await seen.wait()
+        return await steer(job_id)
+
+    app.jobs.cancel = cancel
+    result = call("cancel", "job_1")
+    assert result.exit_code == 0 and "rows in flight may still finish" in result.stderr
+    assert "cancelling" in result.stderr and "job job_1: cancelled" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("storage_full", "", "batchmill: there is no room left on the disk"),
         ("engine_failed", "boom", "batchmill: the engine failed: boom"),
         ("engine_failed", "boom", "the same command again with the flag mended"),
+        ("submit_unknown", "", "batchmill remote job_1 lists them"),
+        ("route_failed", "refused", "batchmill: the way to the model failed: refused"),
         ("new_reason", "x", "batchmill: new_reason: x"),
         ("quota", "", "to go on: add to its quota; then batchmill resume job_1 (or the same command again)"),
     ],

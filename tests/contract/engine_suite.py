@@ -317,3 +317,22 @@ class Handle:
 
     def __init__(self, number: int) -> None:
         self.key = f"job-{number}"
+
+
+class ServiceSuite(EngineSuite):
+    """Of an engine that calls a service which answers chats, refuses `bad N` and never answers `endless N`."""
+
+    def good_row(self, number: int, lease: object = None) -> Row:
+        return chat_row(number, f"good {number}", lease=lease)
+
+    def bad_row(self, number: int) -> Row:
+        return chat_row(number, f"bad {number}")
+
+    def endless_row(self, number: int) -> Row:
+        return chat_row(number, f"endless {number}")
+
+    def bad_live_request(self) -> LiveRequest:
+        return chat_request("bad 1")
+
+    def endless_live_request(self) -> LiveRequest:
+        return chat_request("endless 1")

@@ -14,7 +14,7 @@ from batchmill.engines.dispatch import DRAIN_S, Dispatch, Send
 from batchmill.engines.outgoing import Call, Composer
 from batchmill.engines.pacing import Pacer
 from batchmill.engines.replies import Reply
-from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, Kind
+from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, Kind, Retries
 from batchmill.errors import AuthRefused
 from batchmill.types import Limits, ModelSpec, Outcome, RowError
 
@@ -22,10 +22,10 @@ REFUSED = Fault(Kind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401
 FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
 
 
-def dispatch(send: Send, clock: HeldClock, in_flight: int = 64) -> Dispatch:
+def dispatch(send: Send, clock: HeldClock, in_flight: int = 64, retries: Retries = Retries(5)) -> Dispatch:
     composer = Composer(ModelSpec(name="m", engine="http", source="m", base_url="http://x"), None)
     pacer = Pacer(Limits(), clock.monotonic(), jitter=lambda: 0.5, ceiling=in_flight)
-    return Dispatch(composer.call, send, pacer, ahead=Ahead(pacer, clock), attempts_max=5, clock=clock)
+    return Dispatch(composer.call, send, pacer, ahead=Ahead(pacer, clock), retries=retries, clock=clock)
 
 
 def answered(call: Call) -> Outcome:
@@ -106,3 +106,22 @@ async def test_bug_in_a_call_ends_the_run() -> None:
     sink = ListSink()
     with pytest.raises(ZeroDivisionError):
         await dispatch(send, HeldClock()).run(OpenFeed(sink, [chat_row(0, "a")]), sink)
+
+
+@pytest.mark.parametrize(
+    ("retries", "slept"),
+    [(Retries(4, lambda n: n * 10.0), [10.0, 20.0, 30.0]), (Retries(9, lambda n: 10.0, 25.0), [10.0] * 3)],
+)
+async def test_retries_are_made_as_told(retries: Retries, slept: list[float]) -> None:
+    """Where it is said how often, when and how long a call is made again, that is what happens."""
+    clock = HeldClock()
+
+    async def send(call: Call) -> Fault:
+        return FAILED
+
+    sink = ListSink()
+    await dispatch(send, clock, 1, retries).run(OpenFeed(sink, [chat_row(0, "a")], ended=True), sink)
+    assert clock.slept == slept
+    error = sink.outcomes[0].error
+    assert error is not None
+    assert error.message.endswith("(after 4 calls)")

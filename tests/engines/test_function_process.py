@@ -177,10 +177,13 @@ async def test_what_is_counted(tmp_path: Path) -> None:
 async def test_live_calls_and_rows_meet_in_a_batch(tmp_path: Path) -> None:
     """A live call that comes while rows run goes with them in one call of the function."""
     text = f"""
+import time
 import batchmill
 @batchmill.batched(64)
 def f(n):
-    if n == [0]: open({str(tmp_path / "go")!r}).read()
+    if n == [0]:
+        open({str(tmp_path / "go")!r}).read()
+        time.sleep(0.5)  # so that what was sent meanwhile has arrived
     return [sorted(n)] * len(n)
 """
     os.mkfifo(tmp_path / "go")

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from contract.engine_suite import EngineSuite, chat_request, chat_row
+from contract.engine_suite import ServiceSuite
 from fakes.openai_service import HANG, Answer, OpenAIService, refusal
 
 from batchmill.engines.http import HttpEngine
-from batchmill.types import Limits, LiveRequest, ModelSpec, Row
+from batchmill.types import Limits, ModelSpec
 
 LIMITS = Limits(in_flight_max=64)
 
 
-class TestHttpEngine(EngineSuite):
+class TestHttpEngine(ServiceSuite):
     held_max = 160
 
     @pytest.fixture
@@ -29,18 +29,3 @@ class TestHttpEngine(EngineSuite):
             await engine.start()
             yield engine
             await engine.stop()
-
-    def good_row(self, number: int, lease: object = None) -> Row:
-        return chat_row(number, f"good {number}", lease=lease)
-
-    def bad_row(self, number: int) -> Row:
-        return chat_row(number, f"bad {number}")
-
-    def endless_row(self, number: int) -> Row:
-        return chat_row(number, f"endless {number}")
-
-    def bad_live_request(self) -> LiveRequest:
-        return chat_request("bad 1")
-
-    def endless_live_request(self) -> LiveRequest:
-        return chat_request("endless 1")

@@ -78,4 +78,4 @@ def test_error_forms(data: bytes, code: str, message: str) -> None:
 def test_redact_leaves_words_alone() -> None:
     """Only what looks like a key is starred."""
     assert redact("the key-value-database of sk-learn") == "the key-value-database of sk-learn"
-    assert redact("Authorization: Bearer abc.def was refused") == "Authorization: *** was refused"
+    assert redact("Authorization: Bearer abc.def was refused") == "Authorization: Bearer *** was refused"

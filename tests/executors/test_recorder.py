@@ -11,7 +11,8 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
 from batchmill.errors import InputChanged
 from batchmill.executors import recorder as recording
-from batchmill.executors.feed import GrantFeed, Held, OpenJob
+from batchmill.executors.feed import GrantFeed
+from batchmill.executors.held import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, Row, RowError, Usage

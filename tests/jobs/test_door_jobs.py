@@ -18,7 +18,6 @@ from batchmill.errors import Conflict, InvalidInput, InvalidTransition, StorageF
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
-from batchmill.ports import Clock
 from batchmill.states import JobState
 from batchmill.types import Amendment, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price
 
@@ -42,25 +41,6 @@ DOOR = {"door": "openai"}
 def folder(tmp_path):
     (tmp_path / "app.py").write_text(CODE)
     return tmp_path
-
-
-@pytest.fixture
-async def opened(folder):
-    services = []
-
-    async def open_service(*, serving: bool = False, clock: Clock = SystemClock()) -> JobService:
-        data_dir = folder / "data"
-        data_dir.mkdir(exist_ok=True)
-        executor = LocalExecutor(data_dir / "workers")
-        executor.sweep()
-        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, clock)
-        await service.recover(resume_doors=serving)
-        services.append(service)
-        return service
-
-    yield open_service
-    for service in services:
-        await service.close(at_once=True)
 
 
 def write(folder, model: str | None, *, rows: int = ROWS, url: str = "/v1/x", name: str = "in.jsonl") -> str:

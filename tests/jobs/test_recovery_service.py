@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidTransition, LedgerBroken
-from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.store.segments import scan
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
@@ -40,24 +37,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
     return tmp_path
-
-
-@pytest.fixture
-async def opened(folder):
-    services = []
-
-    async def open_service() -> JobService:
-        data_dir = folder / "data"
-        service = JobService(
-            data_dir, open_ledger(data_dir / "batchmill.db"), LocalExecutor(data_dir / "workers"), SystemClock()
-        )
-        await service.recover()
-        services.append(service)
-        return service
-
-    yield open_service
-    for service in services:
-        await service.close(at_once=True)
 
 
 def order(folder: Path, function: str = "noted", policy: Policy | None = None) -> JobOrder:

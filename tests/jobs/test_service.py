@@ -8,10 +8,7 @@ import shutil
 import msgspec
 import pytest
 
-from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
-from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
@@ -40,25 +37,6 @@ def folder(tmp_path):
     rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-@pytest.fixture
-async def opened(folder):
-    services = []
-
-    async def open_service() -> JobService:
-        data_dir = folder / "data"
-        data_dir.mkdir(exist_ok=True)
-        executor = LocalExecutor(data_dir / "workers")
-        executor.sweep()
-        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, SystemClock())
-        await service.recover()
-        services.append(service)
-        return service
-
-    yield open_service
-    for service in services:
-        await service.close(at_once=True)
 
 
 def order(folder, function: str = "double", **more) -> JobOrder:

@@ -7,7 +7,8 @@ import aiohttp
 import pytest
 from fakes.webhook_receiver import WebhookReceiver
 
-from batchmill.models.addresses import Target, read_private, read_url
+from batchmill.errors import InvalidInput
+from batchmill.models.addresses import EVERYWHERE, Target, read_private, read_url
 from batchmill.models.guarded_http import GuardedHttp, refusal_of
 
 
@@ -70,3 +71,52 @@ async def test_proxies_and_redirects_are_not_followed(receiver: WebhookReceiver,
 def test_other_errors_are_no_refusals():
     """An error that is not the guard's has no reason of the guard's."""
     assert refusal_of(OSError("x")) is None
+
+
+async def keeping(guard: GuardedHttp, url: str) -> int:
+    """A call of a session that keeps its connections."""
+    guard.admit(url)
+    async with (
+        aiohttp.ClientSession(connector=guard.connections(keepalive_s=4.0)) as session,
+        session.post(url, allow_redirects=False) as reply,
+    ):
+        return reply.status
+
+
+async def test_kept_connections_are_judged_as_well(guard: GuardedHttp, receiver: WebhookReceiver):
+    """Sessions that call many places get a socket only where a session of one place would."""
+    with pytest.raises(InvalidInput):
+        await keeping(guard, receiver.url())
+    with pytest.raises(aiohttp.ClientError) as refused:
+        await keeping(guard, f"https://localhost:{receiver.port}/")
+    assert "private" in (refusal_of(refused.value) or "")
+    assert receiver.deliveries == []
+
+
+async def test_a_listed_name_opens_no_other(receiver: WebhookReceiver):
+    """The address that a listed name has stays closed to other names, and to itself."""
+    guard = GuardedHttp(read_private(["localhost"]))
+    assert await keeping(guard, f"http://localhost:{receiver.port}/hook") == 204
+    with pytest.raises(InvalidInput):
+        guard.admit(receiver.url())
+    guard.close()
+
+
+async def test_everywhere_has_an_end(receiver: WebhookReceiver):
+    """Whoever runs the machine may call private places, and still not where clouds keep credentials."""
+    guard = GuardedHttp(EVERYWHERE)
+    assert await keeping(guard, receiver.url()) == 204
+    with pytest.raises(aiohttp.ClientError) as refused:
+        await keeping(guard, "http://169.254.169.254/")
+    assert "credentials" in (refusal_of(refused.value) or "")
+    guard.close()
+
+
+def test_a_place_is_admitted_by_its_text(guard: GuardedHttp):
+    """What a URL's text gives away is refused before anything is resolved, however often it is asked."""
+    for _ in range(2):
+        guard.admit("https://example.com/a")
+        for url in ("http://example.com/", "https://10.0.0.1/", "https://example.com:22/", "https://u@example.com/"):
+            with pytest.raises(InvalidInput) as refused:
+                guard.admit(url)
+            assert refused.value.code == "url_not_allowed"

@@ -6,7 +6,7 @@ import pytest
 
 from batchmill.config import Config, ModelEntry
 from batchmill.errors import InvalidInput, UnknownName
-from batchmill.models.registry import KINDS, ModelFlags, resolve
+from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.types import Limits, ModelSpec, Price
 
 
@@ -160,3 +160,71 @@ def test_kinds_name_real_limits():
     """Every limit an engine is said to know is a field of Limits."""
     known = {each for kind in KINDS.values() for each in kind.limits}
     assert known == set(Limits.__struct_fields__)
+
+
+CONNECTOR = """{
+  "name": "embedder", "version": "1", "protocol": "http", "credential": {"key": "env:EMBEDDER_KEY"},
+  "actions": [{"action_type": "predict", "method": "POST", "url": "http://127.0.0.1:9/embed",
+               "headers": {"Authorization": "Bearer ${credential.key}"},
+               "request_body": "{\\"input\\": \\"${parameters.text}\\"}"}]
+}"""
+
+
+def test_a_connector_is_read_from_its_file(place):
+    """`connector:FILE` is the connector in that file, trusted, its credentials by reference."""
+    (place / "embedder.json").write_text(CONNECTOR)
+    spec = resolve("connector:embedder.json", configured(place), cwd=place)
+    assert (spec.name, spec.engine) == ("embedder", "connector")
+    assert spec.connector is not None and spec.connector.is_trusted
+    assert spec.connector.credential == {"key": "env:EMBEDDER_KEY"}
+    assert spec.takes_columns and spec.answers_live
+    with pytest.raises(InvalidInput, match="no connector file"):
+        resolve("connector:other.json", configured(place), cwd=place)
+
+
+@pytest.mark.parametrize("provider", ["openai", "azure", "anthropic", "cohere", "sagemaker", "bedrock"])
+def test_a_batch_api_is_named_after_its_provider(place, provider):
+    """`PROVIDER-batch:MODEL` hands rows to that provider's batch API, which answers no live request."""
+    spec = resolve(f"{provider}-batch:m", configured(place), cwd=place)
+    assert (spec.name, spec.engine, spec.provider, spec.source) == ("m", "provider_batch", provider, "m")
+    assert not spec.answers_live and not spec.takes_columns
+
+
+WAYS = {
+    "local": ModelEntry("openai", "m", base_url="http://127.0.0.1:9/v1"),
+    "batch": ModelEntry("openai-batch", "m", price=Price(1.0)),
+    "columns": ModelEntry("connector", "embedder.json"),
+}
+
+
+def test_routes_are_models_of_the_configuration(place):
+    """A model with routes has each of them as it stands by itself; live requests take the first that answers them."""
+    models = {**WAYS, "big": ModelEntry("routes", routes=["batch", "local"])}
+    (place / "embedder.json").write_text(CONNECTOR)
+    spec = resolve("big", configured(place, **models), cwd=place)
+    assert [route.name for route in spec.routes] == ["batch", "local"]
+    assert spec.live().engine == "http" and spec.live().name == "big"
+    assert spec.answers_live and not spec.takes_columns
+    with pytest.raises(InvalidInput, match="models.local.price"):
+        checked_budget(5.0, [spec])
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (ModelEntry("routes", routes=["batch"]), "two models or more"),
+        (ModelEntry("routes", routes=["batch", "batch"]), "two models or more"),
+        (ModelEntry("routes", routes=["batch", "nobody"]), "'nobody'"),
+        (ModelEntry("routes", routes=["batch", "nested"]), "has routes itself"),
+        (ModelEntry("routes", routes=["batch", "columns"]), "read rows differently"),
+        (ModelEntry("routes", source="m", routes=["batch", "local"]), "no source of its own"),
+        (ModelEntry("routes", routes=["batch", "local"], price=Price(1.0)), "no use for price"),
+        (ModelEntry("openai", "m", routes=["batch", "local"]), "no use for routes"),
+    ],
+)
+def test_routes_that_lead_nowhere_are_refused(place, entry, told):
+    """What cannot be a way to the model is refused by name."""
+    (place / "embedder.json").write_text(CONNECTOR)
+    models = {**WAYS, "nested": ModelEntry("routes", routes=["batch", "local"]), "big": entry}
+    with pytest.raises(InvalidInput, match=told):
+        resolve("big", configured(place, **models), cwd=place)

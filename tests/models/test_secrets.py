@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import ModelFailed
+from batchmill.models import provisions
 from batchmill.models.secrets import resolve
+from batchmill.types import Provision
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,26 @@ def test_secret_hides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "s3cret")
     secret = resolve("env:SOME_KEY")
     assert "s3cret" not in f"{secret} {secret!r} {[secret]}"
+
+
+def test_a_kept_secret_comes_from_the_owner() -> None:
+    """ "secret:NAME" is what the owner gave this process, and what it gave last."""
+    provisions.take(Provision({"secret:some": "first-one"}))
+    before = provisions.version()
+    assert resolve("secret:some").reveal() == "first-one"
+    provisions.take(Provision({"secret:some": "second-one"}, ["10.0.0.0/8", "gpu-box"]))
+    assert provisions.version() != before
+    assert resolve("secret:some").reveal() == "second-one"
+    assert provisions.private().names == {"gpu-box"} and len(provisions.private().networks) == 1
+    provisions.take(Provision())
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("some", "batchmill secrets set some"), ("connector/c1/key", "give the connector its credential again")],
+)
+def test_a_missing_secret_names_the_way_out(name: str, way: str) -> None:
+    """A secret that was not given is named, with what sets it."""
+    with pytest.raises(ModelFailed, match=way) as caught:
+        resolve(f"secret:{name}")
+    assert caught.value.code == "missing_secret" and repr(name) in caught.value.message

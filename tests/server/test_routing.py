@@ -79,3 +79,24 @@ def test_what_an_operation_passes_on(routes):
     assert routes.find("GET", "/small/things/a", first).route is None
     second = routes.find("POST", "/small/things/a", first)
     assert (second.route.operation.name, second.parameters) == ("any", {"rest": "things/a"})
+
+
+def test_a_last_slash_may_be_optional():
+    """Where an operation says so, its path means the same with a slash at its end; of any other it means nothing."""
+    small = SmallDialect()
+    listing, one = small.operations()[0], replace(small.operations()[2], last_slash_is_optional=True)
+    free = replace(listing, path="/small/free", last_slash_is_optional=True)
+    routes = Routes([(small, [listing, one, free])], small)
+    for path in ("/small/free", "/small/free/", "/small/things/a", "/small/things/a/"):
+        assert routes.find("GET", path).route is not None, path
+    assert routes.find("GET", "/small/things/a/").parameters == {"thing_id": "a"}
+    assert [routes.find("GET", path).route for path in ("/small/things/", "/small/free//")] == [None, None]
+    assert len(routes.all()) == 3
+
+
+def test_the_root_owns_nothing_but_itself():
+    """A dialect that answers `/` speaks for no path that belongs to nobody."""
+    small, other = SmallDialect(), SmallDialect("other")
+    routes = Routes([(small, [replace(small.operations()[0], path="/")])], other)
+    assert routes.find("GET", "/").dialect is small
+    assert routes.find("GET", "//x").dialect is other

@@ -7,7 +7,7 @@ import pytest
 from batchmill.config import load
 from batchmill.errors import InvalidConfig, UnknownName
 from batchmill.services.catalogue import Catalogue
-from batchmill.services.model_book import ModelBook
+from batchmill.services.functions.book import ModelBook
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 

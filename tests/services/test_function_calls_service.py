@@ -14,10 +14,10 @@ from batchmill.errors import InvalidRow, ModelFailed, Unavailable, UnknownName
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.ledger import open_ledger
-from batchmill.services import function_calls
 from batchmill.services.catalogue import Catalogue
-from batchmill.services.function_calls import FunctionCalls
-from batchmill.services.model_book import ModelBook
+from batchmill.services.functions import calls as function_calls
+from batchmill.services.functions.book import ModelBook
+from batchmill.services.functions.calls import FunctionCalls
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 from batchmill.wire.messages import Abandon, Answer, Answered, Answers, Asks, Chunk, Head, Predict

@@ -11,8 +11,8 @@ from fakes.held_clock import HeldClock
 
 from batchmill.errors import Conflict, InvalidInput, ModelFailed, UnknownName
 from batchmill.jobs import ledger_snapshot
-from batchmill.services.deploying import Workshop
-from batchmill.services.model_versions import ModelVersions
+from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
 from batchmill.types import DatasetSpec, Interface, Policy, Tensor

@@ -1,40 +1,153 @@
-"""Secrets at rest."""
+"""Secrets at rest: envelopes, and the key file that opens them."""
 
+from __future__ import annotations
+
+import os
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from batchmill.config import KEY_FILE
 from batchmill.errors import InvalidConfig
-from batchmill.services.secret_box import KEY_FILE, SecretBox
+from batchmill.services.secrets import key_ring
+from batchmill.services.secrets.box import SecretBox
 
 
-def test_what_is_sealed_is_opened_by_its_owner_only(tmp_path: Path):
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / KEY_FILE
+
+
+def sealed_by_an_older_one(key: bytes, plain: bytes, owner: str) -> bytes:
+    """What batchmill wrote when the key file was 32 bytes."""
+    nonce = os.urandom(12)
+    return b"\x01" + nonce + AESGCM(key).encrypt(nonce, plain, b"\x01" + owner.encode())
+
+
+def test_what_is_sealed_is_opened_by_its_owner_only(path: Path) -> None:
     """A sealed secret opens for whom it was sealed, also after a restart, and for nobody it was moved to."""
-    sealed = SecretBox(tmp_path).seal(b"hush", "one")
+    sealed = SecretBox(path).seal(b"hush", "one")
     assert b"hush" not in sealed
-    assert SecretBox(tmp_path).open(sealed, "one") == b"hush"
+    assert SecretBox(path).open(sealed, "one") == b"hush"
     with pytest.raises(InvalidConfig, match="cannot be read"):
-        SecretBox(tmp_path).open(sealed, "two")
-    with pytest.raises(InvalidConfig, match="cannot be read"):
-        SecretBox(tmp_path).open(b"\x02" + sealed[1:], "one")
-    with pytest.raises(InvalidConfig, match="cannot be read"):
-        SecretBox(tmp_path).open(b"", "one")
+        SecretBox(path).open(sealed, "two")
 
 
-def test_the_key_file_is_for_its_owner_alone(tmp_path: Path):
-    """The key file is made with 0600, and one that others may read is refused."""
-    SecretBox(tmp_path).seal(b"x", "one")
-    path = tmp_path / KEY_FILE
+def test_every_bit_of_a_sealed_secret_counts(path: Path) -> None:
+    """A sealed secret of which any byte was changed, or that was cut, does not open."""
+    box = SecretBox(path)
+    sealed = box.seal(b"hush", "one")
+    wrong = [sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :] for at in range(len(sealed))]
+    wrong += [sealed[:length] for length in range(len(sealed))] + [sealed + b"\0"]
+    for each in wrong:
+        with pytest.raises(InvalidConfig) as caught:
+            box.open(each, "one")
+        assert caught.value.code == "secret_unreadable"
+
+
+def test_each_secret_has_a_key_of_its_own(path: Path) -> None:
+    """The same secret sealed twice has nothing in common but the form and the key's id."""
+    box = SecretBox(path)
+    first, second = box.seal(b"hush", "one"), box.seal(b"hush", "one")
+    assert first[:9] == second[:9]
+    assert first[9:21] != second[9:21] and first[21:69] != second[21:69] and first[69:81] != second[69:81]
+
+
+def test_the_wrapped_key_of_another_does_not_fit(path: Path) -> None:
+    """The envelope of one secret around the text of another opens for neither."""
+    box = SecretBox(path)
+    one, two = box.seal(b"hush", "one"), box.seal(b"quiet", "two")
+    for owner in ("one", "two"):
+        with pytest.raises(InvalidConfig):
+            box.open(one[:69] + two[69:], owner)
+
+
+def test_the_key_file_is_for_its_owner_alone(path: Path) -> None:
+    """The key file is made with 0600; one that others may read, or that is a link, is refused."""
+    SecretBox(path).seal(b"x", "one")
     assert path.stat().st_mode & 0o777 == 0o600
-    assert [each.name for each in tmp_path.iterdir()] == [KEY_FILE]
+    assert [each.name for each in path.parent.iterdir()] == [KEY_FILE]
     path.chmod(0o640)
     with pytest.raises(InvalidConfig, match="chmod 600"):
-        SecretBox(tmp_path).seal(b"x", "one")
+        SecretBox(path).seal(b"x", "one")
+    path.chmod(0o600)
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        SecretBox(path).seal(b"x", "one")
 
 
-def test_a_damaged_key_file_is_told(tmp_path: Path):
-    """A key file of another size is no key."""
-    path = tmp_path / KEY_FILE
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"x" * 31, b"x" * 33, b"batchmill keys 1\n", b"batchmill keys 2\n" + b"ab" * 32 + b"\n",
+        b"batchmill keys 1\n" + b"ab" * 31 + b"\n", b"batchmill keys 1\nnothex\n", b"\xff" * 100,
+        b"batchmill keys 1\n" + (b"ab" * 32 + b"\n") * (key_ring.KEYS_MAX + 1),
+    ],
+)  # fmt: skip
+def test_a_damaged_key_file_is_told(path: Path, data: bytes) -> None:
+    """What is no key file is called damaged, and is left as it is."""
     path.touch(mode=0o600)
+    path.write_bytes(data)
     with pytest.raises(InvalidConfig, match="damaged"):
-        SecretBox(tmp_path).seal(b"x", "one")
+        SecretBox(path).seal(b"x", "one")
+    assert path.read_bytes() == data
+
+
+def test_a_missing_key_file_is_not_made_for_reading(path: Path) -> None:
+    """Opening without the key file says that it is missing, and makes none."""
+    sealed = SecretBox(path).seal(b"x", "one")
+    path.unlink()
+    with pytest.raises(InvalidConfig, match="not there"):
+        SecretBox(path).open(sealed, "one")
+    assert not path.exists()
+
+
+def test_what_an_older_batchmill_sealed_is_still_opened(path: Path) -> None:
+    """A key file of 32 bytes opens what it sealed, before and after a rotation, and until that has ended."""
+    key = b"k" * 32
+    path.touch(mode=0o600)
+    path.write_bytes(key)
+    old = sealed_by_an_older_one(key, b"hush", "one")
+    box = SecretBox(path)
+    assert box.open(old, "one") == b"hush" and not box.is_current(old)
+    box.begin_rotation()
+    assert SecretBox(path).open(old, "one") == b"hush"
+    fresh = box.rewrap(old, "one")
+    assert box.is_current(fresh)
+    assert box.end_rotation() == 1
+    assert SecretBox(path).open(fresh, "one") == b"hush"
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        box.open(old, "one")
+
+
+def test_a_rotation_wraps_keys_and_leaves_texts(path: Path) -> None:
+    """After a rotation a secret lies under the new key, its text as it was; what was not rewrapped cannot be opened."""
+    box = SecretBox(path)
+    kept, left = box.seal(b"hush", "one"), box.seal(b"quiet", "two")
+    box.begin_rotation()
+    assert box.open(kept, "one") == b"hush" and not box.is_current(kept)
+    fresh = box.rewrap(kept, "one")
+    assert fresh[69:] == kept[69:] and fresh[:69] != kept[:69]
+    box.end_rotation()
+    assert SecretBox(path).open(fresh, "one") == b"hush"
+    for each in (kept, left):
+        with pytest.raises(InvalidConfig):
+            box.open(each, "one" if each is kept else "two")
+
+
+def test_the_key_file_is_replaced_as_a_whole(path: Path) -> None:
+    """A new key file that a killed process left beside the old one is taken away by the next."""
+    box = SecretBox(path)
+    box.seal(b"x", "one")
+    left = path.with_name(f".{KEY_FILE}.0123456789abcdef")
+    left.write_bytes(b"half a key file")
+    box.begin_rotation()
+    assert not left.exists()
+
+
+def test_no_key_shows_itself(path: Path) -> None:
+    """Printing a ring of keys shows their ids at most."""
+    key = key_ring.new_key()
+    assert key.key.hex() not in repr(key_ring.Ring((key,))) and repr(key.key) not in repr(key_ring.Ring((key,)))

@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.errors import ModelFailed
-from batchmill.services.trial import try_version
+from batchmill.services.functions.trial import try_version
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.wire.deploys import DeployOrder
 

@@ -9,10 +9,10 @@ from fakes.webhook_receiver import WebhookReceiver
 from standardwebhooks import Webhook
 from webhook_support import ALL, FILE_SECRET, EndedJobs
 
-from batchmill.config import WebhookEntry
+from batchmill.config import KEY_FILE, WebhookEntry
 from batchmill.errors import Conflict, InvalidConfig, InvalidInput, UnknownName
 from batchmill.services import outbox_records
-from batchmill.services.secret_box import KEY_FILE
+from batchmill.services.secrets.box import SecretBox
 from batchmill.services.webhook_records import ENDPOINTS_MAX
 from batchmill.services.webhooks import KEPT_S, NAME_CHARS_MAX, WebhookService
 
@@ -149,7 +149,7 @@ async def test_a_lost_key_file_leaves_a_way_out(jobs: EndedJobs, tmp_path: Path)
     """With another key file an endpoint can be looked at and given a new secret; the old one says what is wrong."""
     made, _ = await jobs.webhooks.create("default", name="x", url=URL, event_types=ALL)
     (tmp_path / KEY_FILE).unlink()
-    webhooks = WebhookService(jobs.database, jobs.clock, jobs.config)
+    webhooks = WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
     assert (await webhooks.get("default", made.id)).hint is None
     with pytest.raises(InvalidConfig, match=r"secrets\.key"):
         await webhooks.listener(made.id)
@@ -184,7 +184,7 @@ async def test_a_host_that_is_closed_later_is_not_called(tmp_path: Path):
             endpoint_id = await jobs.register(receiver.url())
         async with EndedJobs(tmp_path) as jobs:
             jobs.config.server.private_hosts.clear()
-            webhooks = WebhookService(jobs.database, jobs.clock, jobs.config)
+            webhooks = WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
             with pytest.raises(InvalidInput, match="private"):
                 await webhooks.test("default", endpoint_id, "batch.failed")
             webhooks.close()
@@ -220,7 +220,7 @@ async def test_a_wrong_endpoint_of_the_file_is_told_at_start(
     monkeypatch.setenv("HOOK", secret)
     jobs.config.webhooks.append(entry)
     with pytest.raises(InvalidConfig, match=why) as refused:
-        WebhookService(jobs.database, jobs.clock, jobs.config)
+        WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
     assert secret not in refused.value.message
 
 
@@ -229,11 +229,11 @@ async def test_a_secret_of_the_file_lies_beside_the_file(jobs: EndedJobs, tmp_pa
     (tmp_path / "hook.secret").write_text(FILE_SECRET + "\n")
     entry = WebhookEntry(URL, "file:hook.secret", name="n")
     jobs.config.webhooks.append(entry)
-    webhooks = WebhookService(jobs.database, jobs.clock, jobs.config)
+    webhooks = WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
     (endpoint_id,) = await jobs.database.read(webhooks.listening, "default", "batch.completed")
     listener = await webhooks.listener(endpoint_id)
     assert listener is not None and [each.reveal() for each in listener.keys] == [FILE_SECRET]
     jobs.config.webhooks.append(entry)
     with pytest.raises(InvalidConfig, match="twice"):
-        WebhookService(jobs.database, jobs.clock, jobs.config)
+        WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
     webhooks.close()

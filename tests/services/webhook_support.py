@@ -17,6 +17,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.services.files import FileService
 from batchmill.services.outbox import Outbox
+from batchmill.services.secrets.box import SecretBox
 from batchmill.services.webhooks import WebhookService
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, ModelSpec, Policy
@@ -52,7 +53,7 @@ class EndedJobs:
         self.database = self.ledger.database
         self.jobs = JobService(self.folder, self.ledger, ScriptedExecutor(), self.clock)
         self.files = FileService(self.database, self.folder, self.clock, self.config.server)
-        self.webhooks = WebhookService(self.database, self.clock, self.config)
+        self.webhooks = WebhookService(self.database, self.clock, self.config, SecretBox(self.config.secrets_key))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -58,7 +58,7 @@ OPTIONS = (
                  help="Packages of an environment of its own."),
     click.option("--python", metavar="PATH|3.x", help="The interpreter of that environment [batchmill's]."),
     click.option("--env", "variables", metavar="KEY=VALUE", multiple=True, help="An environment variable."),
-    click.option("--secret", "secrets", metavar="KEY=env:NAME|file:PATH", multiple=True,
+    click.option("--secret", "secrets", metavar="KEY=env:NAME|file:PATH|secret:NAME", multiple=True,
                  help="One that is read where the function runs, and kept nowhere."),
     click.option("--include", metavar="FILE", multiple=True, help="Further files or folders, globs too."),
     click.option("--workers", type=COUNT, help="Processes that call it at once [1]."),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
 
 import click
 
-from batchmill.cli.displays import display_for, done
+from batchmill.cli.displays import Display, display_for, done
 from batchmill.cli.following import follow
 from batchmill.cli.order_options import written_by
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.run import attend
-from batchmill.cli.session import EXIT_OK, ResultFile, Session, global_options, job_argument
+from batchmill.cli.session import EXIT_OK, EXIT_PAUSED, ResultFile, Session, global_options, job_argument
 from batchmill.cli.summary import lines, pause_lines, show_problems
 from batchmill.cli.text import clean, count, moment, money, table
 from batchmill.config import Config
@@ -21,6 +22,8 @@ from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.ports import Jobs
 from batchmill.states import JobState
 from batchmill.types import JobView, Submitted
+
+QUIET_S = 2.0  # somebody who waits longer is told for what
 
 
 @click.command()
@@ -74,6 +77,8 @@ async def _show(session: Session, job_id: str) -> None:
     for line in lines(view):
         session.print(line)
     session.print(f"  {'model':<10}{clean(view.model)}")
+    for sentence in view.routing:
+        session.print(f"  {'route':<10}{clean(sentence, 2000)}")
     for path in view.input:
         session.print(f"  {'input':<10}{clean(path, 4096)}")
     session.print(f"  {'created':<10}{moment(view.created)}")
@@ -205,18 +210,38 @@ def retry(session: Session, job_id: str) -> int:
 async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[JobView]]) -> int:
     """Ask for something and wait until the job has come to rest."""
     async with session.app.open_jobs(session.config()) as opened:
-        asked = await ask(opened)
         display = display_for(session)
         try:
+            asked = await _answered(ask(opened), opened, job_id, display)
             view = (await follow(opened, asked.id, display, session=session)).view
         finally:
             display.close()
+    is_stopped = view.state == JobState.PAUSED and view.cancelling is not None  # a provider was not to be reached
+    code = EXIT_PAUSED if is_stopped else EXIT_OK
     if session.as_json:
-        session.emit("summary", exit_code=EXIT_OK, job=view)
-        return EXIT_OK
+        session.emit("summary", exit_code=code, job=view)
+        return code
     for line in lines(view):
         session.print(line)
-    return EXIT_OK
+    for line in pause_lines(view) if is_stopped else ():
+        session.say(line)
+    return code
+
+
+async def _answered(asking: Awaitable[JobView], jobs: Jobs, job_id: str, display: Display) -> JobView:
+    """What was asked for; while that takes long, how the job is."""
+    asked = asyncio.ensure_future(asking)
+    try:
+        await asyncio.wait({asked}, timeout=QUIET_S)
+        if not asked.done():
+            display.say("rows in flight may still finish, and providers end what they have of a job that is cancelled")
+            async for view in jobs.watch(job_id):
+                display.update(view)
+                if asked.done():
+                    break
+        return await asked
+    finally:
+        asked.cancel()
 
 
 async def _go_on(session: Session, ask: Callable[[Jobs], Awaitable[JobView]], how: str) -> int:

@@ -18,11 +18,14 @@ from batchmill.wire.native import ModelInfo
 
 PIECE_BYTES = 1024 * 1024
 FUNCTION = "function_process"  # the engine of what is deployed
+CONNECTOR = "connector"  # and of what was registered
 
 
 class LocalApp:
     open_jobs = staticmethod(root.open_jobs)
     open_keys = staticmethod(root.open_keys)
+    open_secrets = staticmethod(root.open_secrets)
+    open_connectors = staticmethod(root.open_connectors)
     preview_validate = staticmethod(root.preview_validate)
     preview_plan = staticmethod(root.preview_plan)
     preview_estimate = staticmethod(root.preview_estimate)
@@ -45,7 +48,13 @@ class LocalApp:
         if not root.has_models(config):
             return found
         async with root.open_models(config) as models:
-            return found + [ModelInfo(name, FUNCTION, []) for name in await models.names()]
+            found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
+        async with root.open_connectors(config) as connectors:
+            for each in await connectors.models():
+                spec = await connectors.find(each.name)  # a name of several groups means none of them
+                names = [each.id] if spec is None or spec.name != each.id else [each.id, each.name]
+                found += [ModelInfo(name, CONNECTOR, []) for name in names]
+        return found
 
     @contextlib.asynccontextmanager
     async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
@@ -56,7 +65,10 @@ class LocalApp:
         if not root.has_models(config):
             return None
         async with root.open_models(config) as models:
-            return await models.find(name)
+            if (found := await models.find(name)) is not None:
+                return found
+        async with root.open_connectors(config) as connectors:
+            return await connectors.find(name)
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

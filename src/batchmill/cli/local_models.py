@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchmill.config import Config
-from batchmill.services import model_views as views
-from batchmill.services.deploying import SENT
-from batchmill.services.model_door import ModelClient
+from batchmill.services.functions import views
+from batchmill.services.functions.deploying import SENT
+from batchmill.services.functions.door import ModelClient
 from batchmill.wire.native import (
     AliasInfo,
     DeployReply,

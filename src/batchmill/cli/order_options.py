@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from batchmill.cli.flag_values import pairs, request_fields, scalar
+from batchmill.cli.flag_values import Moment, pairs, request_fields, scalar
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.config import Config
 from batchmill.datasets import sources
@@ -21,6 +21,9 @@ from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 
 C = TypeVar("C", bound=Callable[..., Any])
 COUNT = click.IntRange(min=1)
+deadline_option = click.option(
+    "--deadline", type=Moment(), metavar="WHEN", help="End then, with what is finished: 12h, 2026-12-31T18:00."
+)
 MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
 
 ORDER_OPTIONS = (

@@ -10,7 +10,7 @@ import click
 
 from batchmill.cli.displays import display_for
 from batchmill.cli.estimates import estimate_lines
-from batchmill.cli.order_options import build_order, order_options
+from batchmill.cli.order_options import build_order, deadline_option, order_options
 from batchmill.cli.session import EXIT_OK, EXIT_USAGE, Session
 from batchmill.cli.summary import show_problems
 from batchmill.cli.text import clean, count, percent, short, size, table
@@ -38,6 +38,7 @@ async def _validate(session: Session, options: dict[str, Any]) -> int:
 
 @click.command()
 @order_options
+@deadline_option
 @click.pass_obj
 def plan(session: Session, **options: Any) -> int:
     """Explain the order in which rows would run: groups, duplicates, shared prefixes, shards."""
@@ -61,6 +62,7 @@ async def _plan(session: Session, options: dict[str, Any]) -> int:
 
 @click.command()
 @order_options
+@deadline_option
 @click.pass_obj
 def estimate(session: Session, **options: Any) -> int:
     """Estimate tokens, cost and time from a sample of the rows, before anything is spent."""
@@ -112,7 +114,8 @@ def plan_lines(plan: Explanation) -> list[str]:
     tokens = "" if plan.tokens is None else f", about {short(plan.tokens)} tokens"
     found.append(f"{count(plan.shards, 'shard')}{tokens}")
     head = ["MODEL", "ADAPTER", "ROWS", "FOLDED", "SHARDS", "PREFIX GROUPS", "SHARED", "TOKENS"]
-    return [*found, *table([head, *(_group(group) for group in plan.groups)])]
+    notes = [f"note: {clean(note, 2000)}" for note in plan.notes]
+    return [*found, *table([head, *(_group(group) for group in plan.groups)]), *notes]
 
 
 def _group(group: PlanGroup) -> list[str]:

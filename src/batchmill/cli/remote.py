@@ -24,7 +24,18 @@ from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
 from batchmill.jobs.results import errors_path, output_kind
 from batchmill.states import JobState
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, Scope, Submitted, Wait
+from batchmill.types import (
+    Amendment,
+    JobOrder,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    ModelSpec,
+    RemoteJob,
+    Scope,
+    Submitted,
+    Wait,
+)
 from batchmill.wire.native import Change, FileInfo, KeyInfo, MadeKey, ModelInfo, NewKey
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -188,6 +199,12 @@ class RemoteJobs:
     async def explain(self, job_id: str) -> Wait:
         return await self._client.call(calls.explain(await self._full(job_id)))
 
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        return (await self._client.call(calls.remote(await self._full(job_id)))).jobs
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        return await self._client.call(calls.settle_remote(await self._full(job_id), tag, remote_id))
+
     async def verify(self, job_id: str) -> LedgerReport:
         return await self._client.call(calls.verify(await self._full(job_id)))
 
@@ -234,14 +251,14 @@ def work_of(order: JobOrder) -> dict[str, Any]:
     return {
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
         "system": order.system, "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
-        "dedupe": order.policy.dedupe,
+        "dedupe": order.policy.dedupe, "deadline": order.policy.deadline,
     }  # fmt: skip
 
 
 def job_of(order: JobOrder) -> dict[str, Any]:
     """An order as a job of the server's API."""
     policy = order.policy
-    told = {"budget": policy.budget, "priority": policy.priority, "deadline": policy.deadline, "labels": order.labels}
+    told = {"budget": policy.budget, "priority": policy.priority, "labels": order.labels}
     if order.output is not None:
         kind, packed = output_kind(Path(order.output))
         told["output_format"] = kind + packed

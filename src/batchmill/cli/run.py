@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from batchmill.cli.displays import Display, display_for, done
-from batchmill.cli.flag_values import Moment
 from batchmill.cli.following import follow
-from batchmill.cli.order_options import MORE_THAN_NOTHING, build_order, order_options
+from batchmill.cli.order_options import MORE_THAN_NOTHING, build_order, deadline_option, order_options
 from batchmill.cli.session import Session
 from batchmill.cli.summary import show_end
 from batchmill.cli.text import clean, count
@@ -25,9 +24,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @order_options
 @click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause when so much is spent.")
 @click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs of a higher one go first.")
-@click.option(
-    "--deadline", type=Moment(), metavar="WHEN", help="End then, with what is finished: 12h, 2026-12-31T18:00."
-)
+@deadline_option
 @click.option("--label", "labels", metavar="KEY=VALUE", multiple=True, help="Your own words about the job.")
 @click.option("--restart", is_flag=True, help="Start over although an unfinished job exists.")
 @click.option("--overwrite", is_flag=True, help="Run again although the job is finished, over its results.")

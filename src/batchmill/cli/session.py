@@ -22,6 +22,7 @@ from batchmill.cli.interrupts import Interrupts
 from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed
+from batchmill.models import redaction
 from batchmill.ports import Jobs
 from batchmill.types import JobOrder, JobView, ModelSpec
 from batchmill.wire.native import (
@@ -112,10 +113,19 @@ class App(Protocol):
         """The deployed functions."""
 
     def deployed(self, config: Config, name: str) -> Awaitable[ModelSpec | None]:
-        """The deployed function that a name means here; None: there is none, or a server is to say."""
+        """The deployed function, or the model of a connector, that a name means here.
+
+        None: there is none, or a server is to say.
+        """
 
     def open_keys(self, config: Config) -> AbstractAsyncContextManager[Any]:
         """Keys, with the verbs of `services.keys.KeyService`."""
+
+    def open_secrets(self, config: Config) -> AbstractAsyncContextManager[Any]:
+        """Secrets, with the verbs of `services.vault.Vault`; on this machine alone."""
+
+    def open_connectors(self, config: Config) -> AbstractAsyncContextManager[Any]:
+        """Connectors, with the verbs of `services.connector_door.ConnectorClient`; on this machine alone."""
 
 
 class Session:
@@ -145,10 +155,11 @@ class Session:
 
     def api_key(self) -> str | None:
         """The key for that server. Raises: InvalidInput when the variable that was named is not set."""
-        if self.api_key_env is None:
-            return os.environ.get(API_KEY)
-        if not (key := os.environ.get(self.api_key_env)):
+        key = os.environ.get(self.api_key_env or API_KEY)
+        if self.api_key_env is not None and not key:
             raise InvalidInput(f"the environment variable {self.api_key_env} of --api-key-env is not set")
+        if key is not None:
+            redaction.learn(key)
         return key
 
     def local_only(self, command: str, why: str) -> None:
@@ -236,8 +247,8 @@ class Session:
 
     def _crashed(self, error: BaseException) -> int:
         if self.as_json:
-            self.emit("error", code="internal_error", message=str(error))
-        told = f"batchmill: internal error: {type(error).__name__}: {clean(str(error))}"
+            self.emit("error", code="internal_error", message=redaction.mask(str(error)))
+        told = f"batchmill: internal error: {type(error).__name__}: {clean(redaction.mask(str(error)))}"
         if self.verbose:
             self.say(f"{told}\n{_trace(error)}")
             return EXIT_FAILED
@@ -254,7 +265,7 @@ class Session:
 
 
 def _trace(error: BaseException) -> str:
-    return clean("".join(traceback.format_exception(error)), chars_max=100_000, lines=True)
+    return clean(redaction.mask("".join(traceback.format_exception(error))), chars_max=100_000, lines=True)
 
 
 def _single(error: BaseException) -> BaseException:

@@ -37,6 +37,15 @@ PAUSES = {
         "mend it; then batchmill resume {id}, or where a flag was wrong the same command again with the flag mended: "
         "resume keeps the flags",
     ),
+    PauseReason.SUBMIT_UNKNOWN: (
+        "nobody can say whether a provider took rows",
+        "look for them there (batchmill remote {id} lists them), then batchmill remote adopt or forget, then "
+        "batchmill resume {id}",
+    ),
+    PauseReason.ROUTE_FAILED: (
+        "the way to the model failed",
+        "see to the provider, then batchmill resume {id}; the same command with another --model goes another way",
+    ),
 }
 
 
@@ -103,6 +112,7 @@ def lines(view: JobView) -> list[str]:
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         found += [_line("results", clean(view.output, 4096))] if view.output else []
         found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
+        found += [_line("note", clean(view.message, 2000))] if view.message else []
     return found
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchmill.cli.flag_values import Moment
-from batchmill.cli.order_options import MORE_THAN_NOTHING
+from batchmill.cli.order_options import MORE_THAN_NOTHING, deadline_option
 from batchmill.cli.run import PRIORITY
 from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.summary import lines
@@ -17,9 +16,7 @@ from batchmill.types import Amendment
 @click.command()
 @job_argument
 @click.option("--priority", type=PRIORITY, help="Jobs of a higher one go first.")
-@click.option(
-    "--deadline", type=Moment(), metavar="WHEN", help="End then, with what is finished: 12h, 2026-12-31T18:00."
-)
+@deadline_option
 @click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause when so much is spent.")
 @global_options
 @click.pass_obj
@@ -50,7 +47,7 @@ async def _amend(session: Session, job_id: str, change: Amendment) -> int:
 @global_options
 @click.pass_obj
 def explain(session: Session, job_id: str) -> int:
-    """Explain why a job waits, or goes no faster."""
+    """Explain why a job waits, or goes no faster, and by which ways it goes or went."""
     return session.run(_explain(session, job_id))
 
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.client.messages import Ask, Request
-from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.deploys import BUNDLE_MEDIA
 from batchmill.wire.native import (
     PREFIX,
@@ -31,8 +31,10 @@ from batchmill.wire.native import (
     NewJob,
     NewKey,
     Planned,
+    RemoteJobList,
     Restart,
     Rollback,
+    Settlement,
     VersionInfo,
     VersionList,
     Work,
@@ -88,6 +90,14 @@ def amend(job_id: str, change: Change) -> Ask[JobView]:
 
 def explain(job_id: str) -> Ask[Wait]:
     return Ask(Request("GET", _path("jobs", job_id, "wait")), Wait)
+
+
+def remote(job_id: str) -> Ask[RemoteJobList]:
+    return Ask(Request("GET", _path("jobs", job_id, "remote")), RemoteJobList)
+
+
+def settle_remote(job_id: str, tag: str, remote_id: str | None) -> Ask[RemoteJob]:
+    return _post(RemoteJob, _path("jobs", job_id, "remote", tag), Settlement(remote_id))
 
 
 def verify(job_id: str) -> Ask[LedgerReport]:

@@ -15,7 +15,7 @@ from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
 from batchmill.client.sync_model import Model
 from batchmill.client.writing import is_past, part_of
-from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (
     Change,
     DeployReply,
@@ -321,6 +321,17 @@ class Job:
     def explain(self) -> Wait:
         """Why the job waits, or goes no faster."""
         return self._client.call(calls.explain(self.id))
+
+    def remote(self) -> list[RemoteJob]:
+        """The jobs at providers that hold rows of this one, in the order of their making."""
+        return self._client.call(calls.remote(self.id)).jobs
+
+    def settle_remote(self, tag: str, remote_id: str | None) -> RemoteJob:
+        """Say what became of a submission that is unknown: the provider's id, or None where it never came to be.
+
+        Raises: InvalidTransition for one that is not unknown, or while the job runs.
+        """
+        return self._client.call(calls.settle_remote(self.id, tag, remote_id))
 
     def verify(self) -> LedgerReport:
         """Audit the record of which rows are done; needs an admin's key."""

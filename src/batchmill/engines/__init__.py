@@ -11,10 +11,12 @@ from batchmill.ports import Engine
 from batchmill.types import ModelSpec
 
 ENGINES = {
+    "connector": "batchmill.engines.connector:ConnectorEngine",
     "function": "batchmill.engines.function:FunctionEngine",
     "function_process": "batchmill.engines.function_process.engine:FunctionProcessEngine",
     "http": "batchmill.engines.http:HttpEngine",
     "llm": "batchmill.engines.llm:LlmEngine",
+    "provider_batch": "batchmill.engines.provider_batch.engine:ProviderBatchEngine",
 }
 
 

@@ -15,7 +15,7 @@ import msgspec
 from batchmill.engines.ahead import Ahead, nothing
 from batchmill.engines.outgoing import Call
 from batchmill.engines.pacing import Pacer
-from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, Kind, RetryBudget
+from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, Kind, Retries, RetryBudget
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
@@ -37,13 +37,13 @@ class Dispatch:
     """
 
     def __init__(
-        self, prepare: Prepare, send: Send, pacer: Pacer, *, ahead: Ahead, attempts_max: int, clock: Clock
+        self, prepare: Prepare, send: Send, pacer: Pacer, *, ahead: Ahead, retries: Retries, clock: Clock
     ) -> None:
         self._prepare = prepare
         self._send = send
         self._pacer = pacer
         self._ahead = ahead
-        self._attempts_max = attempts_max
+        self._retries = retries
         self._clock = clock
         self._budget = RetryBudget()
         self._queue: deque[Call] = deque()
@@ -140,9 +140,7 @@ class Dispatch:
         self._pump()
 
     async def _fly(self, call: Call | None) -> None:
-        task = asyncio.current_task()
         while call is not None:
-            call.task = task
             result = await self._send(call)
             now = self._clock.monotonic()
             if isinstance(result, Outcome):
@@ -177,7 +175,7 @@ class Dispatch:
                 self._hold(call, fault, now)
             case Kind.GARBLED:
                 self._pacer.answered(now)
-                self._try_again(call, fault, min(self._attempts_max, GARBLED_CALLS_MAX))
+                self._try_again(call, fault, now, min(self._retries.attempts_max, GARBLED_CALLS_MAX))
             case _:
                 self._pacer.failed(fault, call.sent_at, now)
                 self._retry(call, fault, now)
@@ -202,17 +200,21 @@ class Dispatch:
         if self._pacer.outage.is_open:
             self._queue.appendleft(call)
             return
-        self._try_again(call, fault, self._attempts_max)
+        self._try_again(call, fault, now, self._retries.attempts_max)
 
-    def _try_again(self, call: Call, fault: Fault, calls_max: int) -> None:
+    def _try_again(self, call: Call, fault: Fault, now: float, calls_max: int) -> None:
         """An attempt is spent: go again after a while, unless it was the last."""
         call.attempts += 1
-        if call.attempts >= calls_max:
+        told = self._retries.delay_s
+        if call.attempts >= calls_max or now - call.since >= self._retries.lasts_s:
             self._finish(fault.outcome(call.row, call.attempts))
         elif fault.rest_s == 0 and call.attempts == 1:
             self._queue.appendleft(call)
         else:
-            delay = self._pacer.retry_in_s(call.attempts) if self._budget.spend() else BACKOFF_MAX_S
+            if told is not None:
+                delay = told(call.attempts)
+            else:
+                delay = self._pacer.retry_in_s(call.attempts) if self._budget.spend() else BACKOFF_MAX_S
             self._waiting += 1
             self._spawn(self._return(call, delay))
 

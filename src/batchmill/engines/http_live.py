@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from batchmill.engines.ahead import Ahead
+from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.outgoing import Composer, LiveCall
 from batchmill.engines.pacing import Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
 from batchmill.engines.retry import Fault, Kind, is_result, judge
-from batchmill.engines.scrubbing import Scrubber, scrub
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest
@@ -23,33 +23,11 @@ if TYPE_CHECKING:
 CALLS_MAX = 2  # the second where the first found no connection
 
 
-class NoReply(Exception):
-    """A call that failed before its answer was complete."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.error.message)
-        self.fault = fault
-
-
-class Wire:
-    """How calls are made: the engine's, which owns the connections. Its calls raise NoReply."""
-
-    def __init__(
-        self,
-        send: Callable[[LiveCall], Awaitable[aiohttp.ClientResponse]],
-        read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]],
-        secrets: Sequence[bytes],
-    ) -> None:
-        self.send = send
-        self.read = read  # the next piece; empty at the end
-        self.secrets = secrets
-
-
 class LiveWay:
     """Hands live requests to the service. Every call that goes out is told to the pacer once, however it ends."""
 
-    def __init__(self, wire: Wire, composer: Composer, pacer: Pacer, ahead: Ahead, clock: Clock) -> None:
-        self._wire = wire
+    def __init__(self, connections: Connections, composer: Composer, pacer: Pacer, ahead: Ahead, clock: Clock) -> None:
+        self._connections = connections
         self._composer = composer
         self._pacer = pacer
         self._ahead = ahead
@@ -65,13 +43,9 @@ class LiveWay:
         told = False
         try:
             if request.stream and response.status == 200:
-                scrubber = Scrubber(self._wire.secrets)
                 yield LiveHead(200, response.headers.get("Content-Type", "text/event-stream"))
-                while piece := await self._wire.read(response):
-                    if clean := scrubber.feed(piece):
-                        yield clean
-                if clean := scrubber.rest():
-                    yield clean
+                while piece := await self._connections.read(response):
+                    yield piece
                 told = True
                 self._pacer.answered(self._clock.monotonic())
             else:
@@ -97,7 +71,7 @@ class LiveWay:
             call.charged = await self._ahead.go(len(call.body))
             call.sent_at = self._clock.monotonic()
             try:
-                return await self._wire.send(call)
+                return await self._connections.begin("POST", call.url, call.body, call.headers)
             except NoReply as lost:
                 fault = lost.fault
                 self._pacer.failed(fault, call.sent_at, self._clock.monotonic())
@@ -112,7 +86,7 @@ class LiveWay:
 
     async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes:
         pieces, total = [], 0
-        while piece := await self._wire.read(response):
+        while piece := await self._connections.read(response):
             total += len(piece)
             if total > REPLY_BYTES_MAX:
                 text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
@@ -132,9 +106,8 @@ class LiveWay:
             if reply.usage is not None:
                 used = (reply.usage.input_tokens, reply.usage.output_tokens)
                 self._pacer.correct(len(call.body), call.charged, used)
-            return response.status, scrub(body, Scrubber(self._wire.secrets).secrets)
-        clean = scrub(body, self._wire.secrets)
-        fault = judge(read_reply(response.status, clean), response.headers, self._clock.now())
+            return response.status, body
+        fault = judge(reply, response.headers, self._clock.now())
         match fault.kind:
             case Kind.THROTTLED:
                 self._pacer.throttled(fault, call.sent_at, now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from urllib.parse import SplitResult, urlsplit
@@ -30,7 +29,7 @@ _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 class Call:
     """One row on its way to a service, over all of its attempts."""
 
-    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "task", "url")
+    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "url")
 
     def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
         self.row = row
@@ -40,7 +39,6 @@ class Call:
         self.attempts = 0  # calls that failed and count
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
-        self.task: asyncio.Task[None] | None = None  # the one that makes the call now
         self.charged = 0.0  # tokens that the last one was reckoned at
 
 

@@ -1,4 +1,4 @@
-"""How fast a service may be called: rows in flight, rates, rests it asked for, and outages.
+"""How fast a service may be called: rows in flight, rates set and learned, rests it asked for, and outages.
 
 Owns decisions only: callers tell it what happened and when, and ask whether a further call may go. It never waits.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from batchmill.engines.learned_rate import LearnedRate, Verdict
 from batchmill.engines.retry import REST_MAX_S, Fault, Kind, backoff_s
 from batchmill.types import Limits
 
@@ -19,6 +20,7 @@ BURST_S = 1.0  # calls and tokens saved up while nothing was sent
 # Once the start is over, throughput is judged over so many windows of replies, and at least so long.
 WINDOWS_A_ROUND, ROUND_S = 4, 0.25
 PATIENCE, PATIENCE_MAX = 2, 64  # rounds until more is tried again; doubled each time that it brought nothing
+REFUSALS_KNOWN = 3  # in a row that the rate may answer for
 OUTAGE_FAILURES = 20  # failures in a row, without one reply between them, that mean the service and not the rows
 PROBE_MAX_S = 10.0
 OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
@@ -36,6 +38,7 @@ class Window:
         self.ceiling = max(ceiling, 1)
         self.in_flight = 0
         self._shrunk_at = -math.inf
+        self._uncapped: int | None = None  # the limit before it was capped
         self.restart(now)
 
     def restart(self, now: float) -> None:
@@ -73,6 +76,19 @@ class Window:
         self.limit = max(1, int(used * keep))
         self._settle(now, 0.0)
 
+    def cap(self, now: float) -> None:
+        """As many as are in flight now are what the service bears, for all that is known."""
+        self._uncapped = self.limit
+        self.limit = max(1, min(self.limit, self.in_flight))
+        self._settle(now, 0.0)
+
+    def uncap(self, now: float) -> None:
+        """They were not."""
+        if self._uncapped is not None:
+            self.limit = max(self.limit, self._uncapped)
+            self._settle(now, 0.0)
+            self._uncapped = None
+
     def _open_round(self, now: float) -> None:
         self._began = now
         self._replies = 0
@@ -86,7 +102,7 @@ class Window:
             self._round += self.limit
             return
         # A window that rows or rates left half empty shows nothing.
-        if lasted > 0 and self.in_flight * 10 >= self._allowed * 8:
+        if lasted > 0 and (self.in_flight + 1) * 10 >= self._allowed * 8:
             self._judge(self._replies / lasted, now)
         self._open_round(now)
 
@@ -213,6 +229,7 @@ class Pacer:
         self.guess = TokenGuess()
         self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
         self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
+        self._learned = LearnedRate()
         self._jitter = jitter
         self._rest_until = -math.inf
         self._refusals = 0  # rests in a row that the service did not give a length for
@@ -222,11 +239,14 @@ class Pacer:
         """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first."""
         window = self.window
         if window.in_flight >= (1 if self.outage.is_open else window.limit):
+            self._learned.held(now)
             return math.inf
         wait = self._rest_until - now
         if wait > 0:
             return wait
-        wait = 0.0 if self._requests is None else self._requests.wait_s(1, now)
+        wait = self._learned.wait_s(now)
+        if self._requests is not None:
+            wait = max(wait, self._requests.wait_s(1, now))
         if self._tokens is not None:
             wait = max(wait, self._tokens.wait_s(self.guess.tokens(size_bytes), now))
         return wait
@@ -234,6 +254,7 @@ class Pacer:
     def sent(self, size_bytes: int) -> float:
         """A call goes out. Returns the tokens it was charged, to be corrected by `answered`."""
         self.window.in_flight += 1
+        self._learned.sent()
         if self._requests is not None:
             self._requests.take(1)
         if self._tokens is None:
@@ -248,6 +269,7 @@ class Pacer:
             self.window.restart(now)
         self.outage.answered()
         self._refusals = 0
+        self._learned.answered()
         self.window.answered(now)
 
     def correct(self, size_bytes: int, charged: float, tokens: tuple[int, int]) -> None:
@@ -257,16 +279,35 @@ class Pacer:
             self.guess.learn(size_bytes, *tokens)
 
     def throttled(self, fault: Fault, sent_at: float, now: float) -> None:
-        """The service wants fewer calls: nothing goes for as long as it asks, or for a while that grows."""
+        """The service wants fewer calls: nothing goes for as long as it asks, or for a while.
+
+        Where no rate is known, or where nothing is answered at all, the while grows.
+        """
         self.outage.answered()
-        self.window.refused(sent_at, now)
-        if fault.rest_s is not None:
-            rest = min(fault.rest_s, REST_MAX_S)
-            self._rest(now + rest * (1 + 0.1 * self._jitter()))
+        asked = None if fault.rest_s is None else min(fault.rest_s, REST_MAX_S)
+        verdict = self._learned.refused(sent_at, now, asked, self.window.in_flight - 1)
+        self._lay(verdict, sent_at, now)
+        if asked is not None:
+            self._rest(now + asked * (1 + 0.1 * self._jitter()))
         elif sent_at >= self._refused_at:
             self._refused_at = now
             self._refusals += 1
-            self._rest(now + backoff_s(self._refusals, self._jitter))
+            is_known = verdict is not Verdict.UNKNOWN and self._refusals <= REFUSALS_KNOWN
+            self._rest(now + (self._learned.rest_s() if is_known else backoff_s(self._refusals, self._jitter)))
+
+    def _lay(self, verdict: Verdict, sent_at: float, now: float) -> None:
+        """What a refusal says of the calls in flight."""
+        window = self.window
+        if verdict is Verdict.UNKNOWN or (verdict is Verdict.STALE and self._learned.pace is None):
+            window.refused(sent_at, now)
+            return
+        window.failed()
+        if verdict is Verdict.FOUND:
+            window.restart(now)
+        elif verdict is Verdict.IN_FLIGHT:
+            window.cap(now)
+        elif verdict is Verdict.RATE:
+            window.uncap(now)
 
     def failed(self, fault: Fault, sent_at: float, now: float) -> None:
         """A call brought no reply, or one that says that the service failed."""

@@ -13,14 +13,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.datasets.text_rules import is_too_deep
+from batchmill.models.redaction import mask
 from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import counted, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
-
-_KEY = re.compile(r"\b(?:sk|pk|rk|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}|\bBearer\s+\S+")
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -94,8 +93,8 @@ def read_reply(status: int, data: bytes) -> Reply:
 
 
 def redact(message: str) -> str:
-    """A message that may be kept: without what looks like a key, and no longer than 2 KiB."""
-    message = _KEY.sub("***", message)
+    """A message that may be kept: without keys and what looks like one, and no longer than 2 KiB."""
+    message = mask(message)
     data = message.encode(errors="replace")
     return message if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"
 

@@ -115,6 +115,14 @@ def backoff_s(attempts: int, jitter: Callable[[], float]) -> float:
     return jitter() * min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempts - 1, 16))
 
 
+class Retries(Struct, frozen=True):
+    """How often and when a call that failed is made again. Calls that were throttled do not count."""
+
+    attempts_max: int  # calls for one row, the first included
+    delay_s: Callable[[int], float] | None = None  # after so many failed (>= 1); None: `backoff_s`, within a budget
+    lasts_s: float = math.inf  # from the first call on
+
+
 class RetryBudget:
     """Keeps retries under a tenth of recent successes and a constant, so that they never are the load."""
 

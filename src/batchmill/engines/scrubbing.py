@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MASK = b"***"
-BYTES_MIN = 8  # a shorter secret is likely to be part of something else in an answer
 
 
 class Scrubber:
-    """One stream of bytes. What might be the beginning of a secret is kept back until the next piece."""
+    """One stream of bytes. What might be the beginning of a secret is kept back until the next piece.
+
+    Args: secrets: what is taken out, the longest first: `redaction.known`.
+    """
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
-        self.secrets = [secret for secret in secrets if len(secret) >= BYTES_MIN]
+        self.secrets = secrets
         self._kept = b""
 
     def feed(self, piece: bytes) -> bytes:
         """What may be handed on now."""
         if not self.secrets:
             return piece
-        data = scrub(self._kept + piece, self.secrets)
+        data = self._kept + piece
+        for secret in self.secrets:
+            if secret in data:
+                data = data.replace(secret, MASK)
         keep = max(_beginning(data, secret) for secret in self.secrets)
         self._kept = data[len(data) - keep :]
         return data[: len(data) - keep]
@@ -30,17 +35,12 @@ class Scrubber:
         return kept
 
 
-def scrub(data: bytes, secrets: Sequence[bytes]) -> bytes:
-    """`data` without the secrets."""
-    for secret in secrets:
-        if secret in data:
-            data = data.replace(secret, MASK)
-    return data
-
-
 def _beginning(data: bytes, secret: bytes) -> int:
     """How many bytes at the end of `data` are the beginning of `secret`."""
-    for length in range(min(len(secret) - 1, len(data)), 0, -1):
-        if data.endswith(secret[:length]):
-            return length
+    first = secret[:1]
+    at = data.find(first, max(0, len(data) - len(secret) + 1))
+    while at >= 0:
+        if secret.startswith(data[at:]):
+            return len(data) - at
+        at = data.find(first, at + 1)
     return 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import traceback
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 from msgspec import Struct
 
+from batchmill.engines.scrubbing import Scrubber
 from batchmill.errors import BatchmillError
+from batchmill.models import redaction
 from batchmill.ports import Engine
 from batchmill.types import LiveHead
 from batchmill.wire.messages import LIVE_AHEAD_BYTES, Answered, Chunk, Head, Predict
@@ -74,22 +76,34 @@ class Answering:
         except ConnectionError:
             return  # the owner has gone: the worker is about to end
         except Exception as error:  # an engine's own bug: who waits must hear of it
-            traceback.print_exception(error)
+            redaction.print_exception(error)
             text = f"the engine failed: {type(error).__name__}: {error}"
             raised = Raised.of(BatchmillError(text, code="engine_bug"))
-        self._send(Answered(message.id, raised))
+        self._send(Answered(message.id, raised and without_secrets(raised)))
 
     async def _hand_on(self, id_: int, pieces: AsyncIterator[LiveHead | bytes]) -> None:
-        answer = self._answers[id_]
+        """A service that was given a key may repeat it, and a function that has one may return it: neither is told."""
+        scrubber = Scrubber(redaction.known())
         async for piece in pieces:
             if isinstance(piece, LiveHead):
-                self._send(Head(id_, piece))
-                continue
-            for at in range(0, len(piece), CHUNK_BYTES):
-                while answer.ahead >= LIVE_AHEAD_BYTES:
-                    answer.room.clear()
-                    await answer.room.wait()
-                data = piece[at : at + CHUNK_BYTES]
-                answer.ahead += len(data)
-                self._send(Chunk(id_, data))
-                await self._drained()
+                self._send(Head(id_, LiveHead(piece.status, redaction.mask_known(piece.content_type))))
+            else:
+                await self._send_piece(id_, scrubber.feed(piece))
+        await self._send_piece(id_, scrubber.rest())
+
+    async def _send_piece(self, id_: int, piece: bytes) -> None:
+        answer = self._answers[id_]
+        for at in range(0, len(piece), CHUNK_BYTES):
+            while answer.ahead >= LIVE_AHEAD_BYTES:
+                answer.room.clear()
+                await answer.room.wait()
+            data = piece[at : at + CHUNK_BYTES]
+            answer.ahead += len(data)
+            self._send(Chunk(id_, data))
+            await self._drained()
+
+
+def without_secrets(raised: Raised) -> Raised:
+    """An error as others may read it."""
+    message = redaction.mask_known(raised.message)
+    return raised if message == raised.message else msgspec.structs.replace(raised, message=message)

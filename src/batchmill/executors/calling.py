@@ -9,6 +9,7 @@ from typing import cast
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.executors.answering import without_secrets
 from batchmill.ports import CallEngine, Engine
 from batchmill.types import Ask
 from batchmill.wire.messages import LIVE_ASKS_BYTES, MESSAGE_BYTES_MAX, Answer, Answers
@@ -54,6 +55,8 @@ class Calling:
         if answer.id not in self._open:
             return
         self._open.discard(answer.id)
+        if answer.raised is not None:
+            answer = Answer(answer.id, answer.body, answer.head, without_secrets(answer.raised))
         if not self._ready:
             asyncio.get_running_loop().call_soon(self.flush)
         self._ready.append(answer)

@@ -13,56 +13,14 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InputChanged
+from batchmill.executors.held import Held
 from batchmill.executors.turns import Lane, Turns
-from batchmill.store.segments import BlockRows, SegmentFile
-from batchmill.types import Lease, Outcome, Row, RowError, SegmentRef, Usage
-from batchmill.wire.forms import Form
+from batchmill.types import Lease, Outcome, Row
 from batchmill.wire.messages import Grant, unpack_u32
 
 TAKE_S = 0.25  # a take beside other jobs is as many rows as last so long: it is what those have to wait for
 GROWTH_MAX = 8  # from one take of a job to its next
 ROWS_MOST = 2**32
-
-
-class OpenJob(Struct, eq=False):
-    """A job that this worker holds leases of."""
-
-    id: str
-    form: Form
-    rows: SealedRows
-    segment: SegmentFile
-    revoked: bool = False
-
-
-class Unsent(Struct, eq=False):
-    """Outcomes in a segment that no commit names yet: adjacent blocks of one lease."""
-
-    ref: SegmentRef
-    positions: list[int]
-    rows_ok: int
-    rows_failed: int
-    usage: Usage
-    errors: dict[str, int]
-    samples: dict[str, str]
-
-
-class Held(Struct, eq=False):
-    """A lease in this worker's hands. Rows carry it as `row.lease`."""
-
-    lease: Lease
-    job: OpenJob
-    seq: int
-    base: int
-    key: str  # of the job and generation, for idempotency keys
-    undone: int  # rows granted and not yet put
-    careful: bool
-    ok: BlockRows
-    failed: BlockRows
-    ok_usage: Usage
-    failed_usage: Usage
-    failures: list[RowError]
-    unsent: list[Unsent]
-    stale: bool = False  # a commit was refused: nothing of it counts any more
 
 
 class _Queued(Struct, eq=False):
@@ -71,6 +29,10 @@ class _Queued(Struct, eq=False):
     positions: array | range
     numbers: array | range
     next: int = 0
+
+    @property
+    def is_noted(self) -> bool:
+        return bool(self.grant.notes) or self.grant.is_over
 
 
 class _JobLane(Lane, eq=False):
@@ -174,6 +136,22 @@ class GrantFeed:
                 return rows
             if self._ended and not len(self._turns):
                 self._wake()
+                return []
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    async def take_noted(self, n: int) -> list[Row]:
+        """See `ports.LeaseFeed`."""
+        while True:
+            for lane in [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]:
+                if rows := self._take_of(lane, n):
+                    self._turns.charge(lane, len(rows))
+                    if not lane.queue:
+                        self._turns.leave(lane)
+                    self._ask(lane)
+                    return rows
+            if self._ended:
                 return []
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
 import msgspec
+from msgspec import Struct
 
 from batchmill import faults
-from batchmill.executors.feed import Held, Unsent
+from batchmill.executors.held import Held, Unsent
+from batchmill.models import redaction
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
 from batchmill.types import Commit, Outcome, RowError, Usage
 
@@ -53,8 +55,20 @@ def _used(outcomes: list[Outcome], before: Usage) -> Usage:
     return sum(used, before) if used else before
 
 
+def _without_secrets(errors: list[RowError]) -> list[RowError]:
+    """Some of them are shown with their job."""
+    return [RowError(each.code, redaction.mask_known(each.message)) for each in errors] if redaction.known() else errors
+
+
 def empty_rows() -> BlockRows:
     return BlockRows([], [], [])
+
+
+class _Round(Struct, frozen=True, eq=False):
+    """Blocks of these leases are being brought to the disk."""
+
+    leases: frozenset[int]
+    done: asyncio.Future[None]
 
 
 class Recorder:
@@ -75,7 +89,7 @@ class Recorder:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._due = asyncio.Event()
         self._due_timer: asyncio.TimerHandle | None = None
-        self._syncing: list[frozenset[int]] = []  # leases whose blocks are on their way to the disk
+        self._syncing: list[_Round] = []  # leases whose blocks are on their way to the disk
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
         """Sink for the engine. Concurrency: on the event loop's thread."""
@@ -87,11 +101,11 @@ class Recorder:
             except WRITE_ERRORS:
                 ok, lines, unwritable = _write_each(ok)
                 failed += unwritable
-            self._take(held.ok, ok, lines)
+            self._take(held.ok, ok, redaction.mask_lines(lines))
             held.ok_usage = _used(ok, held.ok_usage)
             if failed:
-                self._take(held.failed, failed, held.job.form.write_all(failed))
-                held.failures += [outcome.error for outcome in failed]
+                self._take(held.failed, failed, redaction.mask_lines(held.job.form.write_all(failed)))
+                held.failures += _without_secrets([outcome.error for outcome in failed])
                 held.failed_usage = _used(failed, held.failed_usage)
             held.undone -= len(done)
             full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
@@ -128,7 +142,14 @@ class Recorder:
     def is_done_with(self, held: Held) -> bool:
         """Nothing of this lease is buffered, written or on its way to the disk."""
         key = id(held)
-        return not (key in self._buffered or key in self._written or any(key in each for each in self._syncing))
+        return not (key in self._buffered or key in self._written or any(key in each.leases for each in self._syncing))
+
+    async def settle(self, held: Held) -> None:
+        """Return once everything put of this lease has been sent to the owner, or never will be."""
+        self.flush_lease(held)
+        while not held.stale and not self.is_done_with(held):
+            under_way = [each.done for each in self._syncing if id(held) in each.leases]
+            await (asyncio.wait(under_way) if under_way else self.sync())
 
     def _write(self, held: Held) -> None:
         self._buffered.pop(id(held), None)
@@ -198,15 +219,18 @@ class Recorder:
         for held in helds:
             held.unsent = []
         segments = {id(held.job.segment): held.job.segment for held in helds}
-        on_their_way = frozenset(map(id, helds))
-        self._syncing.append(on_their_way)
+        under_way = _Round(frozenset(map(id, helds)), self._loop.create_future())
+        self._syncing.append(under_way)
         try:
             await asyncio.to_thread(_sync_all, list(segments.values()))
         except OSError as error:
+            for held in helds:
+                held.stale = True
             self._broken(error)
             return
         finally:
-            self._syncing.remove(on_their_way)
+            self._syncing.remove(under_way)
+            under_way.done.set_result(None)
         for held, part in unsent:
             if not held.stale:
                 self._commit(_commit_of(held, part))

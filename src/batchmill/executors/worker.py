@@ -13,7 +13,6 @@ import os
 import resource
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +25,10 @@ from batchmill.executors.allocator import keep_memory
 from batchmill.executors.answering import Answering
 from batchmill.executors.calling import Calling
 from batchmill.executors.channel import Channel, open_channel
-from batchmill.executors.feed import GrantFeed, Held, OpenJob
+from batchmill.executors.feed import GrantFeed
+from batchmill.executors.held import OVER, PAUSE, REFUSED, Held, NoteDesk, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.models import provisions, redaction
 from batchmill.ports import Engine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
@@ -41,8 +42,11 @@ from batchmill.wire.messages import (
     Failed,
     Grant,
     Heartbeat,
+    Left,
+    Noted,
     Open,
     Predict,
+    Provide,
     Ready,
     Record,
     Released,
@@ -69,6 +73,7 @@ class Worker:
         self._name, self._home = start.worker, Path(start.home)
         self._channel, self._first = channel, first
         self._model = start.model
+        provisions.take(start.provision)
         self._jobs: dict[str, OpenJob] = {}
         self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
@@ -82,6 +87,7 @@ class Worker:
         self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
         self._answering = Answering(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
+        self._notes = NoteDesk(self._send)
         self._owner_gone = asyncio.Event()
         self._failed = False
 
@@ -131,7 +137,7 @@ class Worker:
     def _fail(self, error: BatchmillError, reason: PauseReason) -> None:
         self._failed = True
         self._calling.flush()
-        self._send(Failed(error.code, error.message, reason))
+        self._send(Failed(error.code, redaction.mask(error.message), reason))
 
     # -- what the owner says ------------------------------------------------------------------------------------------
 
@@ -160,8 +166,12 @@ class Worker:
                     self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
             case Weigh(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
-            case Revoke(job):
-                self._revoke(job)
+            case Revoke(job, is_over):
+                self._revoke(job, OVER if is_over else PAUSE)
+            case Noted():
+                self._notes.hear(message)
+            case Provide(provision):
+                provisions.take(provision)
             case Predict():
                 self._answering.begin(message)
             case Taken(id_, size):
@@ -173,7 +183,7 @@ class Worker:
 
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
-            self._jobs[message.job].revoked = False
+            self._jobs[message.job].revoked, self._jobs[message.job].ending = False, ""
             return
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
@@ -185,7 +195,8 @@ class Worker:
         held = Held(
             lease=lease, job=job, seq=grant.seq, base=grant.base, key=f"{lease.job}-{lease.generation}", undone=grant.n,
             careful=grant.careful, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE,
-            failures=[], unsent=[],
+            failures=[], unsent=[], rows=grant.n, noted=dict(grant.notes), desk=self,
+            ending=OVER if grant.is_over else job.ending,
         )  # fmt: skip
         self._held[lease.job, lease.generation, lease.shard] = held
         if grant.condemned:
@@ -214,19 +225,22 @@ class Worker:
         if held is not None and held.lease.epoch == epoch:
             held.stale = True
             self._feed.drop_lease(held)
+            held.end(PAUSE)
 
-    def _revoke(self, job_id: str) -> None:
+    def _revoke(self, job_id: str, how: str) -> None:
         job = self._jobs.get(job_id)
         if job is not None:
-            job.revoked = True
+            job.revoked, job.ending = True, how
             self._feed.drop(job_id)
+            for held in [held for held in self._held.values() if held.job is job]:
+                held.end(how)
         self._release_revoked()
 
     def _release_revoked(self) -> None:
         """Tell the owner of every revoked job of which nothing is in flight any more."""
         for job in [job for job in self._jobs.values() if job.revoked]:
             mine = [held for held in self._held.values() if held.job is job]
-            if any(held.undone > 0 and not held.stale for held in mine):
+            if any(held.undone > 0 and not held.stale and not held.is_left for held in mine):
                 continue
             for held in mine:
                 self._recorder.flush_lease(held)
@@ -240,6 +254,28 @@ class Worker:
             del self._jobs[job.id]
             self._send(Released(job.id))
 
+    # -- what engines ask of a lease: executors.held.Desk -------------------------------------------------------------
+
+    async def note(self, held: Held, key: str, data: bytes) -> Noted:
+        await self._recorder.settle(held)
+        return REFUSED if held.stale else await self._notes.send(held.lease, key, data)
+
+    def leave(self, held: Held) -> None:
+        self._feed.drop_lease(held)
+        asyncio.get_running_loop().call_soon(self._let_go)
+
+    def fail(self, held: Held, error: JobPaused) -> None:
+        self._send(Failed(error.code, redaction.mask(error.message), error.reason, held.lease.job))
+
+    def _let_go(self) -> None:
+        """Tell the owner of every lease that was left, once its outcomes have been sent."""
+        for place, held in [(place, held) for place, held in self._held.items() if held.is_left]:
+            self._recorder.flush_lease(held)
+            if self._recorder.is_done_with(held):
+                del self._held[place]
+                self._send(Left(held.lease))
+        self._release_revoked()
+
     # -- what the worker says -----------------------------------------------------------------------------------------
 
     def _send(self, message: Struct) -> None:
@@ -251,8 +287,8 @@ class Worker:
         held = self._held.get((lease.job, lease.generation, lease.shard))
         if held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
             del self._held[lease.job, lease.generation, lease.shard]
-        if held is not None and held.job.revoked:
-            asyncio.get_running_loop().call_soon(self._release_revoked)
+        if held is not None and (held.job.revoked or held.is_left):
+            asyncio.get_running_loop().call_soon(self._let_go)
 
     async def _beat(self) -> None:
         while True:
@@ -261,7 +297,7 @@ class Worker:
             )
             self._send(Heartbeat(self._engine.stats()))
             self._calling.beat()
-            self._release_revoked()
+            self._let_go()
 
     def _input_changed(self, job_id: str, error: InputChanged) -> None:
         self._send(Failed(error.code, error.message, error.reason, job_id))
@@ -278,7 +314,7 @@ class Worker:
 
 def _told(error: BaseException, who: str) -> BatchmillError:
     """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
-    traceback.print_exception(error)
+    redaction.print_exception(error)
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 
@@ -301,12 +337,23 @@ async def main(fd: int) -> int:
         return 0
     start = messages.to_worker.decode(found[0])
     assert isinstance(start, Start)
+    provisions.take(start.provision)
+    redaction.guard_logs()
     if start.model.limits.memory_bytes is not None and start.model.engine not in LIMITS_ITSELF:
         resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
     if start.model.engine not in NEVER_BACK:
         _step_back()
     os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
-    code = await Worker(start, channel, found[1:]).run()
+    try:
+        worker = Worker(start, channel, found[1:])
+    except Exception as error:  # of an engine that cannot be made: the owner must hear why
+        told = error if isinstance(error, BatchmillError) else _told(error, f"the {start.model.engine} engine")
+        reason = told.reason if isinstance(told, JobPaused) else PauseReason.ENGINE_FAILED
+        channel.send(Failed(told.code, redaction.mask(told.message), reason))
+        await channel.drain()
+        channel.close()
+        return 1
+    code = await worker.run()
     channel.close()
     return code
 

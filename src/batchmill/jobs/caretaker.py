@@ -1,6 +1,7 @@
 """Looks every few seconds whether a disk that was full has room again, and lets the jobs go on that wait for it.
 
-Now and then it has what is out of date forgotten.
+Jobs that are to end while a provider does not answer are tried again in the same way, less often each time. Now and
+then it has what is out of date forgotten.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from batchmill.store.ballast import Ballast
 LOOK_S = 5.0
 ROOM_BYTES = 16 * 1024 * 1024  # that must be free, the ballast apart, before a job is tried again
 TIDY_S = 3600.0
-AGAIN_MAX_S = 300.0  # between two tries of a job that fills the disk each time
+AGAIN_MAX_S = 300.0  # between two tries of a job that stops each time
 
 
 class Waiting(Struct, frozen=True):
-    """A job that is paused until there is room, and the folders it writes to."""
+    """A job that is paused until it can go on, and the folders it writes to."""
 
     job: str
     folders: list[Path]
@@ -32,7 +33,7 @@ class Waiting(Struct, frozen=True):
 
 class Caretaker:
     """Args:
-    waiting: the jobs that are paused for a full disk.
+    waiting: the jobs that are to be tried again where there is room.
     resume: let one go on.
     tidy: forget what is out of date.
     """

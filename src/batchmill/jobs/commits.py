@@ -1,12 +1,12 @@
-"""The one line that commits stand in: drained into the ledger many at a time, in the order they came.
+"""The one line that commits and notes stand in: drained into the ledger many at a time, in the order they came.
 
-Whoever stands in it is told what became of their commit, also when the line itself has broken.
+Whoever stands in it is told what became of it, also when the line itself has broken. A note is written down only once
+everything before it has been counted: what could not be counted must not be said to be settled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -14,17 +14,23 @@ from msgspec import Struct
 
 from batchmill.errors import BatchmillError, LedgerBroken
 from batchmill.jobs.ledger import Ledger, Verdict
-from batchmill.types import Commit
+from batchmill.jobs.shard_notes import ShardNote
+from batchmill.models import redaction
+from batchmill.types import Commit, Lease
 
 BATCH_MAX = 256
 # Workers commit only rows that they were granted, so the line is short unless the disk is slower than they are: then
 # whoever reads a worker's messages waits here, and with it the worker.
 QUEUE_MAX = 1024
+REFUSED_MAX = 10_000  # leases with a commit that could not be counted; their jobs pause, so they are few
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Told = Callable[[Verdict | BatchmillError], None]
+
+
+Kept = Callable[[bool | BatchmillError], None]  # False: the lease is another's meanwhile
 
 
 class _Entry(Struct, frozen=True, eq=False):
@@ -33,13 +39,22 @@ class _Entry(Struct, frozen=True, eq=False):
     told: Told
 
 
+class _NoteEntry(Struct, frozen=True, eq=False):
+    note: ShardNote
+    told: Kept
+
+
+_Any = _Entry | _NoteEntry | asyncio.Future[None]
+
+
 class Books:
     """The ledger, and the queue before it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._queue: asyncio.Queue[_Entry | asyncio.Future[None]] = asyncio.Queue(QUEUE_MAX)
-        self._batch: list[_Entry | asyncio.Future[None]] = []  # taken from the queue and not yet answered
+        self._queue: asyncio.Queue[_Any] = asyncio.Queue(QUEUE_MAX)
+        self._batch: list[_Any] = []  # taken from the queue and not yet answered
+        self._refused: dict[Lease, None] = {}  # with a commit that could not be counted
         self._broken: LedgerBroken | None = None
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self._stopped)
@@ -64,13 +79,17 @@ class Books:
         """
         await self._put(_Entry(commit, cost, told))
 
+    async def note(self, note: ShardNote, told: Kept) -> None:
+        """Queue a note, once there is room; `told` hears, on the event loop, whether it is kept."""
+        await self._put(_NoteEntry(note, told))
+
     async def settle(self) -> None:
         """Wait until everything queued so far has been decided and told. Raises: LedgerBroken when it never will be."""
         done = asyncio.get_running_loop().create_future()
         await self._put(done)
         await done
 
-    async def _put(self, entry: _Entry | asyncio.Future[None]) -> None:
+    async def _put(self, entry: _Any) -> None:
         if self._broken is None:
             await self._queue.put(entry)
             if self._broken is None:
@@ -84,6 +103,7 @@ class Books:
             while len(self._batch) < BATCH_MAX and not self._queue.empty():
                 self._batch.append(self._queue.get_nowait())
             await self._answer([entry for entry in self._batch if isinstance(entry, _Entry)])
+            await self._keep([entry for entry in self._batch if isinstance(entry, _NoteEntry)])
             for entry in self._batch:
                 if isinstance(entry, asyncio.Future) and not entry.done():
                     entry.set_result(None)
@@ -110,8 +130,26 @@ class Books:
         for entry, verdict in zip(entries, verdicts, strict=True):
             self._tell(entry, verdict)
 
+    async def _keep(self, entries: Sequence[_NoteEntry]) -> None:
+        """Write notes down, all in one transaction; none of a lease whose outcomes could not be counted."""
+        wanted = [entry for entry in entries if entry.note.lease not in self._refused]
+        kept: dict[int, bool | BatchmillError] = {}
+        if wanted:
+            try:
+                told = await self.call(self.ledger.keep_notes, [entry.note for entry in wanted])
+                kept = {id(entry): is_kept for entry, is_kept in zip(wanted, told, strict=True)}
+            except BatchmillError as error:
+                kept = {id(entry): error for entry in wanted}
+        for entry in entries:
+            self._batch.remove(entry)
+            entry.told(kept.get(id(entry), False))
+
     def _tell(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
         self._batch.remove(entry)
+        if isinstance(verdict, BatchmillError):
+            self._refused[entry.commit.lease] = None
+            if len(self._refused) > REFUSED_MAX:
+                del self._refused[next(iter(self._refused))]
         try:
             entry.told(verdict)
         except Exception as error:  # the job whose commit this is must hear of it; the others go on
@@ -128,9 +166,11 @@ class Books:
             self._fail(entry, self._broken)
 
     @staticmethod
-    def _fail(entry: _Entry | asyncio.Future[None], error: LedgerBroken) -> None:
+    def _fail(entry: _Any, error: LedgerBroken) -> None:
         if isinstance(entry, _Entry):
             asyncio.get_running_loop().call_soon(entry.told, error)  # one that raises does not keep it from the next
+        elif isinstance(entry, _NoteEntry):
+            asyncio.get_running_loop().call_soon(entry.told, error)
         elif not entry.done():
             entry.set_exception(error)
 
@@ -141,5 +181,5 @@ class Books:
 
 
 def _bug(what: str, error: Exception) -> LedgerBroken:
-    traceback.print_exception(error)
+    redaction.print_exception(error)
     return LedgerBroken(f"{what}: {type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput
 from batchmill.ports import Jobs
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, RemoteJob, Submitted, Wait
 from batchmill.wire import messages
 from batchmill.wire.raised import Raised
 
@@ -55,6 +55,12 @@ class Amend(Struct, frozen=True, tag="amend"):
     change: Amendment
 
 
+class Settle(Struct, frozen=True, tag="settle"):
+    job: str
+    submission: str
+    remote_id: str | None
+
+
 class Watch(Struct, frozen=True, tag="watch"):
     job: str
     interval_s: float
@@ -80,6 +86,10 @@ class Explained(Struct, frozen=True, tag="explained"):
     wait: Wait
 
 
+class Remotes(Struct, frozen=True, tag="remotes"):
+    jobs: list[RemoteJob]
+
+
 class Written(Struct, frozen=True, tag="written"):
     path: str
 
@@ -103,10 +113,12 @@ class End(Struct, frozen=True, tag="end"):
     pass
 
 
-_call = msgspec.msgpack.Decoder(Submit | Ordered | Answered | ListJobs | Ask | Amend | Watch | Tell | Ping)
-_reply = msgspec.msgpack.Decoder(Viewed | Listed | Taken | Known | Audited | Explained | Written | Told | End | Raised)
+_call = msgspec.msgpack.Decoder(Submit | Ordered | Answered | ListJobs | Ask | Amend | Settle | Watch | Tell | Ping)
+_reply = msgspec.msgpack.Decoder(
+    Viewed | Listed | Taken | Known | Audited | Explained | Remotes | Written | Told | End | Raised
+)
 ANSWER_S = 15.0
-VERBS = {"show", "pause", "resume", "cancel", "retry", "explain", "partial", "verify", "rebuild"}
+VERBS = {"show", "pause", "resume", "cancel", "retry", "explain", "partial", "remote", "verify", "rebuild"}
 
 
 Door = Callable[[bytes], Awaitable[bytes]]
@@ -184,6 +196,8 @@ async def _replies(jobs: Jobs, call: Struct) -> AsyncIterator[Struct]:
             yield Listed(await jobs.list(query))
         case Amend(job, change):
             yield Viewed(await jobs.amend(job, change))
+        case Settle(job, tag, remote_id):
+            yield Remotes([await jobs.settle_remote(job, tag, remote_id)])
         case Watch(job, interval_s):
             async for view in jobs.watch(job, interval_s):
                 yield Viewed(view)
@@ -200,6 +214,8 @@ async def _replies(jobs: Jobs, call: Struct) -> AsyncIterator[Struct]:
                     yield Explained(wait)
                 case str() as path:
                     yield Written(path)
+                case list() as remotes:
+                    yield Remotes(remotes)
                 case view:
                     yield Viewed(view)
 
@@ -300,6 +316,12 @@ class ControlClient:
 
     async def partial(self, job_id: str) -> str:
         return (await self._ask(Ask("partial", job_id))).path
+
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        return (await self._ask(Ask("remote", job_id))).jobs
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        return (await self._ask(Settle(job_id, tag, remote_id))).jobs[0]
 
     async def verify(self, job_id: str) -> LedgerReport:
         return (await self._ask(Ask("verify", job_id))).report

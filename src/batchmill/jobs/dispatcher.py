@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
+from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
 from batchmill.jobs import recovery, scheduler
 from batchmill.jobs.claims import Claim, Claims
 from batchmill.jobs.commits import Books
@@ -20,15 +20,19 @@ from batchmill.jobs.ledger import Standing, Verdict
 from batchmill.jobs.live import LivePath
 from batchmill.jobs.pool import Death, Pool, PoolWorker
 from batchmill.jobs.pools import Pools
+from batchmill.jobs.shard_notes import ShardNote
 from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
-from batchmill.ports import Clock, Executor
+from batchmill.models.provisions import NothingProvided
+from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, ModelSpec, Shard
-from batchmill.wire.messages import Ack, Failed, Open, Revoke, Weigh
+from batchmill.types import Commit, Lease, ModelSpec, Shard
+from batchmill.wire.messages import Ack, Failed, Note, Noted, Open, Revoke, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
+WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
 JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place among those whose turn it may be
 GRANTS_AT_ONCE = 64  # leased in one transaction
+OF_A_SHARD = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # not of all that is at the provider
 
 
 class _Match(Struct, frozen=True, eq=False):
@@ -51,6 +55,7 @@ class Dispatcher:
     Args:
         weights: the share of each project beside others; 1 for those that are not named.
         linger_s: workers that nobody needs are kept so long.
+        provisions: what workers are given beside their model; `provide` gives it to them anew.
     """
 
     def __init__(
@@ -62,10 +67,12 @@ class Dispatcher:
         *,
         weights: Mapping[str, float] | None = None,
         linger_s: float = 0.0,
+        provisions: Provisions = NothingProvided(),
     ) -> None:
         self._books, self._clock, self._weights = books, clock, weights or {}
         self.tallies = Tallies()
-        self._pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s)
+        self._pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions)
+        self.provide = self._pools.provide
         self.live = LivePath(self._pools, self.tallies, clock)
         self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()
         self._runs: dict[str, JobRun] = {}
@@ -125,28 +132,30 @@ class Dispatcher:
             self._behind[job_id] = run
         self._work.set()
 
-    async def remove(self, run: JobRun, *, at_once: bool = False) -> None:
+    async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
         """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
+
+        `is_over`, as where it was cancelled: rows that a provider has are not left there for another time.
 
         After that, or `at_once`, workers that only this job needs are killed, and what they had finished is counted.
         A worker that others need too goes on: what it still finishes counts while the job is paused, and goes on
         counting when it is resumed; of a job that was cancelled it is refused.
         """
-        job_id = run.spec.id
+        job_id, is_over = run.spec.id, is_over or run.is_over or run.is_cancelled
         self._leaving.add(job_id)
         try:
             for worker in self._pools.workers():
                 if job_id in worker.opened:
                     worker.close(job_id)
                     worker.revoked.add(job_id)
-                    worker.handle.send(Revoke(job_id))
+                    worker.handle.send(Revoke(job_id, is_over))
             if not at_once:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wait_released(job_id), RELEASE_S)
+                await self._wait_released(job_id, RELEASE_S)
+                await self._wait_released(job_id, WIND_UP_S if is_over else 0.0, handed_over=True)
             await self._end_late(job_id, at_once=at_once)
             async with self._burying:
                 await self._books.settle()
-                await self._leave(run)
+                await self._leave(run, is_over=is_over)
         finally:
             self._leaving.discard(job_id)
             self._behind.pop(job_id, None)
@@ -176,19 +185,22 @@ class Dispatcher:
         others = [self._runs.get(other) for other in self._pools.users(key) if other != job_id]
         return any(run is None or not at_once or not run.ended.done() for run in others)
 
-    async def _leave(self, run: JobRun) -> None:
-        """What is in flight still: refused from now on where the job was cancelled, remembered where it can go on."""
+    async def _leave(self, run: JobRun, *, is_over: bool) -> None:
+        """What is in flight still: refused from now on where the job is over, remembered where it can go on."""
         running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
-        if run.is_cancelled:
+        if is_over:
             for number in run.held:
                 await self._books.call(self._books.ledger.lease, run.spec.id, run.generation, run.shard(number))
         elif left := {number: worker for number, worker in run.held.items() if worker in running}:
             self._left[run.spec.id] = _Left(run.spec.project, left)
 
-    async def _wait_released(self, job_id: str) -> None:
-        while any(job_id in worker.revoked for worker in self._pools.workers()):
-            self._released.clear()
-            await self._released.wait()
+    async def _wait_released(self, job_id: str, patience_s: float, *, handed_over: bool = False) -> None:
+        """Until no worker runs a job any more, or those at least whose rows a provider has; or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._pools.is_running(job_id, handed_over=handed_over):
+                    self._released.clear()
+                    await self._released.wait()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -391,6 +403,22 @@ class Dispatcher:
             self._returned.append((run, worker))
             self._work.set()
 
+    async def note(self, worker: PoolWorker, note: Note) -> None:
+        def told(kept: bool | BatchmillError) -> None:
+            if isinstance(kept, BatchmillError):
+                reason = PauseReason.STORAGE_FULL if isinstance(kept, StorageFull) else PauseReason.ENGINE_FAILED
+                worker.handle.send(Noted(note.id, False, reason, kept.message))
+            else:
+                worker.handle.send(Noted(note.id, kept))
+
+        await self._books.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), told)
+
+    def left(self, worker: PoolWorker, lease: Lease) -> None:
+        run = self._runs.get(lease.job)
+        if run is not None and run.generation == lease.generation:
+            run.left(lease)
+            self._work.set()
+
     def _leave_less(self, worker: str, job_ids: Sequence[str]) -> None:
         """This worker runs nothing any more of these jobs that were taken back."""
         for job_id in job_ids:
@@ -403,10 +431,15 @@ class Dispatcher:
         users = {failure.job} if failure.job is not None else self._pools.users(pool.key)
         if failure.job is None and (not self._pools.is_current(pool) or self._pools.try_with_more_room(pool)):
             return  # of workers that nobody needs any more, or that others take the place of
-        error = JobPaused(failure.message, reason=PauseReason(failure.reason))
+        error = JobPaused(failure.message, code=failure.code, reason=PauseReason(failure.reason))
         for job_id in users:
             run = self._runs.get(job_id)
-            if run is not None:
+            if run is None:
+                continue
+            if error.reason is PauseReason.ROUTE_FAILED:
+                run.failing |= {number for number, key in enumerate(self._keys[job_id]) if key == pool.key}
+            is_of_a_shard = failure.job is not None and error.reason in OF_A_SHARD
+            if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
                 run.pause(error)
 
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +12,8 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused
-from batchmill.jobs import recovery, retry
+from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused, SubmitUnknown
+from batchmill.jobs import recovery, retry, routing, shard_notes, winding_up
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.endings import EarlyEnd, early_end_of
@@ -27,6 +26,8 @@ from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.jobs.publishing import Publishing
 from batchmill.jobs.specs import columns_of, with_used
 from batchmill.jobs.views import add_run
+from batchmill.jobs.ways import Ways, with_code
+from batchmill.models import redaction
 from batchmill.ports import Clock
 from batchmill.states import JobState, PauseReason
 from batchmill.store.ballast import Ballast
@@ -57,7 +58,10 @@ class Drive:
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
         self.task: asyncio.Task[None] | None = None
+        self.leaves_remote = False  # end without what providers still have
+        self._ways = Ways(tools.books.ledger.database, tools.clock)
         self._run: JobRun | None = None
+        self._winding: JobRun | None = None  # what providers have is being collected for the last time
         self._progress: float | None = None
         self._stop: BatchmillError | None = None  # asked to pause before the run began
         self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
@@ -83,9 +87,10 @@ class Drive:
             return
         if self._early is None:
             self._early = early
-            if (run := self._run) is not None:
+            if (run := self._run or self._winding) is not None:
                 await self._begin_ending()
-                run.cancel()
+                if run is self._run:
+                    run.cancel()
             elif self._is_preparing and self._child is not None:
                 self._child.cancel()
         if self.task is not None:
@@ -107,8 +112,8 @@ class Drive:
 
     def _halt(self, error: BatchmillError) -> None:
         self._stop = self._stop or error
-        if self._run is not None:
-            self._run.pause(error)
+        if (run := self._run or self._winding) is not None:
+            run.pause(error)
         elif self._child is not None:
             self._child.cancel()
 
@@ -116,16 +121,17 @@ class Drive:
         """The view of this job with what only its drive knows."""
         view = msgspec.structs.replace(view, progress=self._progress)
         stats = [worker.stats for worker in self._dispatcher.workers_of(self.models, self.spec.code)]
-        if self._run is None:
+        run = self._run or self._winding
+        if run is None:
             notes = list(dict.fromkeys(each.note for each in stats if each.note))
             return msgspec.structs.replace(view, notes=notes)
-        return add_run(view, self._run, stats)
+        return add_run(view, run, stats)
 
     @property
     def models(self) -> list[ModelSpec]:
         """The models that have rows left to run, as far as that is known."""
-        if self._run is not None:
-            return [self.spec.models[number] for number in self._run.models_left]
+        if (run := self._run or self._winding) is not None:
+            return [self.spec.models[number] for number in run.models_left]
         return self.spec.models if len(self.spec.models) == 1 else []
 
     # -- the way ------------------------------------------------------------------------------------------------------
@@ -164,7 +170,7 @@ class Drive:
         except BatchmillError as error:
             await self._book.rest(PauseReason.ENGINE_FAILED, error.message)
         except Exception as error:  # our own bug: the job must say so, not look as if it ran
-            traceback.print_exc()
+            redaction.print_exception(error)
             await self._book.rest(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
         finally:
             self.is_resting = True
@@ -179,21 +185,27 @@ class Drive:
             return
         plan = PlanReader(self.files.plan(record["generation"]))
         try:
-            run = JobRun(self.spec, record["generation"], plan, files=self.files, clock=self._clock)
-            await self._work(run, record)
+            await self._ways.measure(self.spec.models)
+            while not await self._work(self._new_run(plan, record["generation"]), await self._book.record()):
+                pass
         finally:
             plan.close()
+
+    def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
+        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
 
     async def _prepare(self) -> bool:
         """Seal and plan. False when the dataset was refused, or the job ended meanwhile."""
         self._raise_if_stopped()
-        if len(self.spec.models) == 1:
+        if len(self.spec.models) == 1 and self.spec.models[0].engine != routing.ROUTES:
             self._dispatcher.reserve(
                 self.spec.id, self.spec.models, self.spec.code
             )  # they get ready while the rows are read
         answer = None
         if self._early is None:
-            order = PrepareOrder(self.spec, str(self.files.dataset), str(self.files.plan(0)))
+            await self._ways.measure(self.spec.models)
+            folders = str(self.files.dataset), str(self.files.plan(0))
+            order = PrepareOrder(self.spec, *folders, self._clock.now(), self._ways.rates)
             self._is_preparing = True
             answer = await self._heeding(self._offload(PREPARE, msgspec.json.encode(order), self._show))
             self._is_preparing = False
@@ -205,6 +217,10 @@ class Drive:
         prepared = msgspec.json.decode(answer, type=Prepared)
         if prepared.plan is not None:
             self.spec = with_used(self.spec, prepared.plan)
+        if prepared.choices:
+            spec = routing.with_choices(self.spec, prepared.choices)
+            self.spec = await asyncio.to_thread(with_code, spec)
+            await asyncio.to_thread(self.files.write_spec, self.spec)
         await self._book.prepared(prepared, msgspec.json.encode(self.spec))
         return prepared.plan is not None
 
@@ -222,8 +238,8 @@ class Drive:
             self._child = None
             self._progress = None
 
-    async def _work(self, run: JobRun, record: sa.RowMapping) -> None:
-        """Run every row that is undone, then write the results."""
+    async def _work(self, run: JobRun, record: sa.RowMapping) -> bool:
+        """Run every row that is undone, then write the results. False: some of them are to go another way."""
         self._raise_if_stopped()
         run.cost = record["cost"] or 0.0
         ledger = self._book.ledger
@@ -232,7 +248,8 @@ class Drive:
         done = await self._book.call(ledger.progress, self.spec.id, run.generation)
         run.load(done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
-        await self._book.move(JobState.RUNNING, **begun)
+        if record["state"] != JobState.RUNNING:
+            await self._book.move(JobState.RUNNING, **begun)
         publishing = Publishing(self.spec, self.files, self._offload)
         if not done and run.generation == 0 and run.rows_left:
             publishing.follow(run)
@@ -241,11 +258,15 @@ class Drive:
             if await self._is_cut_off(is_cut=failure is not None or run.is_cancelled):
                 await publishing.abandon()
                 await self._end_early()
-                return
+                return True
+            if (spec := self._ways.next(run, failure)) is not None:
+                await publishing.abandon()
+                return await self._go_another_way(run, spec)
             if failure is not None:
                 raise failure
             await self._book.move(JobState.FINALIZING, finalizing=self._clock.now())
             await self._publish(publishing)
+            return True
         except BaseException:
             await publishing.abandon()
             raise
@@ -263,16 +284,57 @@ class Drive:
             run.cancel()
         run.check_budget()
         self._dispatcher.add(run)
+        watching = asyncio.create_task(self._ways.watch(run)) if self._ways.may_change(self.spec) else None
         failure = None
         try:
             await asyncio.shield(run.ended)
         except BatchmillError as error:
             failure = error
         finally:
-            await self._dispatcher.remove(run, at_once=self.at_once)
+            if watching is not None:
+                watching.cancel()
+            is_over = self._ways.next(run, failure) is not None  # what goes another way is not left where it is
+            await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
             await self._book.keep_time(run)
             self._run = None
         return failure
+
+    async def _go_another_way(self, run: JobRun, spec: JobSpec) -> bool:
+        """Go on under a description whose models go another way, once nothing is left of the way before.
+
+        True where the job has ended instead. Raises: SubmitUnknown where a provider may run rows that nobody can end.
+        """
+        await self._wind_up(run.plan, run.generation)
+        self._raise_if_stopped()
+        if await self._is_cut_off(is_cut=True):
+            await self._end_early()
+            return True
+        remotes = await self._book.remotes(run.generation)
+        doubtful = [each for each in remotes if each.state == shard_notes.UNKNOWN]
+        if doubtful:
+            raise SubmitUnknown("; ".join(winding_up.leftovers(doubtful)))
+        spec = routing.warned(spec, run.failing, winding_up.leftovers(remotes))
+        ledger = self._book.ledger
+        await self._book.call(ledger.fence, self.spec.id, run.generation)
+        await self._book.call(recovery.adopt, ledger, self.spec, run.generation, run.plan, self.files)
+        await asyncio.to_thread(self.files.write_spec, spec)
+        await self._book.call(ledger.note, spec.id, **columns_of(spec))
+        self.spec = spec
+        await self._dispatcher.unreserve(spec.id)
+        return False
+
+    async def _wind_up(self, plan: PlanReader, generation: int) -> None:
+        """Have providers end what they still run of the job, and count what they have. Raises: JobPaused."""
+        only = shard_notes.uncollected_shards(await self._book.remotes(generation))
+        if not only or self.leaves_remote:
+            return
+        self._raise_if_stopped()
+        run = self._winding = self._new_run(plan, generation, is_over=True)
+        try:
+            run.load(await self._book.call(self._book.ledger.progress, self.spec.id, generation), only)
+            await winding_up.wind_up(run, self._dispatcher, is_at_once=self.at_once)
+        finally:
+            self._winding = None
 
     async def _publish(self, publishing: Publishing) -> None:
         """Write the results of a job whose rows have all run."""
@@ -311,9 +373,12 @@ class Drive:
             await self._book.end_unwritten(early.state)
             return
         generation = record["generation"]
-        await self._book.call(self._book.ledger.fence, self.spec.id, generation)
         plan = PlanReader(self.files.plan(generation))
         try:
+            await self._wind_up(plan, generation)
+            if not self.leaves_remote:
+                winding_up.refuse_orphans(await self._book.remotes(generation))
+            await self._book.call(self._book.ledger.fence, self.spec.id, generation)
             await self._book.call(recovery.adopt, self._book.ledger, self.spec, generation, plan, self.files)
         finally:
             plan.close()
@@ -327,7 +392,8 @@ class Drive:
             return
         assert manifest is not None, "nothing ends a job twice"
         faults.point("after_publish")
-        await self._book.end(early.state, manifest)
+        left = winding_up.leftovers(await self._book.remotes(generation))
+        await self._book.end(early.state, manifest, "; ".join(left))
 
     async def open_retry(self) -> None:
         """Open a generation over the rows that failed. Raises: InvalidTransition when none may be run again."""

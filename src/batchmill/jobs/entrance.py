@@ -12,11 +12,12 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import InvalidInput
-from batchmill.jobs import job_records, orders, submissions
+from batchmill.jobs import job_records, orders, routing, submissions
 from batchmill.jobs.drive import Tools
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.jobs.roster import Roster
+from batchmill.jobs.ways import with_code
 from batchmill.states import JobState, PauseReason
 from batchmill.types import JobOrder, Once, Submitted
 from batchmill.wire.job_spec import JobSpec
@@ -124,6 +125,7 @@ class Entrance:
     async def _take_up(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
         """Go on with a job where it is: finished, running, or to be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
+        spec = await asyncio.to_thread(with_code, routing.kept(orders.new_id_form(spec, job_id), earlier))
         if record["state"] == JobState.COMPLETED:
             orders.check_code(earlier, spec.code, "run it again with --overwrite")
             if os.path.exists(record["output"]):
@@ -133,7 +135,7 @@ class Entrance:
         async with self._roster.alone(job_id):
             if await self._roster.let_rest(job_id) is not None:
                 return Submitted(job_id, "joined")
-            await self._roster.reopen(orders.new_id_form(spec, job_id))
+            await self._roster.reopen(spec)
         return Submitted(job_id, "resumed")
 
     async def _set_aside(self, record: sa.RowMapping) -> None:

@@ -146,7 +146,7 @@ def _samples(
         hi = lo + sum(target.rows for target in targets)
         if hi == lo:
             continue
-        counter = None if model.is_function else counter_for(model)
+        counter = None if model.takes_columns else counter_for(model)
         sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}")
         if counter is not None:
             chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))

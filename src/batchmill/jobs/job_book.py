@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from batchmill.errors import StorageFull
+from batchmill.jobs import shard_notes
 from batchmill.jobs.commits import Books
 from batchmill.jobs.endings import EarlyEnd, begins_at
 from batchmill.jobs.job_run import JobRun
@@ -16,6 +17,7 @@ from batchmill.jobs.results import Manifest
 from batchmill.ports import Clock
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.ballast import Ballast
+from batchmill.types import RemoteJob
 
 
 class JobBook:
@@ -32,6 +34,10 @@ class JobBook:
 
     async def record(self) -> sa.RowMapping:
         return await self._books.look(self.ledger.job, self._id)
+
+    async def remotes(self, generation: int) -> list[RemoteJob]:
+        """The jobs at providers that hold rows of it."""
+        return await self.ledger.database.read(shard_notes.remote_jobs, self._id, generation)
 
     async def move(self, state: JobState, **fields: object) -> None:
         """Take the job to another state. Raises: InvalidTransition."""
@@ -68,11 +74,11 @@ class JobBook:
         """The job has ended, and there are no results."""
         await self.move(state, reason=None, finished=self._clock.now(), **fields)
 
-    async def end(self, state: JobState, manifest: Manifest) -> None:
+    async def end(self, state: JobState, manifest: Manifest, message: str = "") -> None:
         """The job has ended, and its results are there."""
         await self.move(
-            state, errors=manifest.causes, reason=None, rows_ok=manifest.ok, rows_failed=manifest.failed,
-            finished=self._clock.now(),
+            state, errors=manifest.causes, reason=None, message=message, finished=self._clock.now(),
+            rows_ok=manifest.ok, rows_failed=manifest.failed,
             output=manifest.output.path, errors_output=None if manifest.errors is None else manifest.errors.path,
         )  # fmt: skip
 

@@ -101,3 +101,15 @@ def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping
     """The jobs that are paused for a reason, the oldest first."""
     query = sa.select(jobs).where(jobs.c.state == JobState.PAUSED, jobs.c.reason == reason).order_by(jobs.c.created)
     return db.execute(query).mappings().all()
+
+
+def finished_lately(db: sa.Connection, count: int) -> Sequence[tuple[bytes, int, float]]:
+    """(description, rows that ran, seconds) of jobs that completed, the newest first."""
+    rows = jobs.c.rows - jobs.c.rows_rejected - jobs.c.rows_folded
+    query = (
+        sa.select(jobs.c.spec, rows, jobs.c.elapsed_s)
+        .where(jobs.c.state == JobState.COMPLETED, jobs.c.generation == 0, jobs.c.elapsed_s > 0, rows > 0)
+        .order_by(jobs.c.finished.desc())
+        .limit(count)
+    )
+    return [tuple(found) for found in db.execute(query)]

@@ -15,7 +15,7 @@ from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.rates import Rates, RowCost
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.types import Commit, Shard
+from batchmill.types import Commit, Lease, Shard
 from batchmill.wire import messages
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Grant
@@ -37,8 +37,20 @@ class _Held(Struct):
 
 
 class JobRun:
-    def __init__(self, spec: JobSpec, generation: int, plan: PlanReader, *, files: JobFiles, clock: Clock) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        generation: int,
+        plan: PlanReader,
+        *,
+        files: JobFiles,
+        clock: Clock,
+        is_over: bool = False,
+    ) -> None:
+        """`is_over`: no row begins any more; what providers have of the shards that are loaded is collected."""
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
+        self.is_over = is_over
+        self.failing: set[int] = set()  # numbers of models whose way has failed
         self.rates = Rates(clock)
         self._clock = clock
         self._began: float | None = None  # when the first rows were handed out
@@ -62,11 +74,12 @@ class JobRun:
         self.rows_left = plan.leaders
         self.cost = 0.0
 
-    def load(self, done: dict[int, int]) -> None:
-        """Make the shards ready, given how many rows of each are done."""
+    def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
+        """Make the shards ready, given how many rows of each are done; `only` these, of what providers are given."""
         for shard in self.plan.shards():
             rows = shard.hi - shard.lo
-            finished = done.get(shard.number, 0)
+            is_wanted = only is None or (shard.number in only and self.spec.models[shard.model].is_handed_over)
+            finished = done.get(shard.number, 0) if is_wanted else rows
             self.rows_left -= finished
             if finished < rows:
                 self._shards[shard.number] = shard
@@ -148,7 +161,10 @@ class JobRun:
         left = undone(standing.bitmap, shard.hi - shard.lo)
         numbers = self.plan.row_numbers(shard.lo, shard.hi)
         careful = self._is_careful(shard)
-        base = {"lease": standing.lease, "seq": standing.seq, "base": shard.lo, "careful": careful}
+        base = {
+            "lease": standing.lease, "seq": standing.seq, "base": shard.lo, "careful": careful,
+            "notes": standing.notes, "is_over": self.is_over,
+        }  # fmt: skip
         if isinstance(left, range) and isinstance(numbers, range) and not careful:
             return Grant(n=len(left), position=shard.lo, row=numbers.start, **base)
         pairs = [(shard.lo + i, numbers[i]) for i in left]
@@ -156,7 +172,12 @@ class JobRun:
         return messages.replace_rows(Grant(n=0, condemned=given_up, **base), pairs)
 
     def _is_careful(self, shard: Shard) -> bool:
-        """One row at a time, and no other job's beside it: it takes long, so one death is not enough."""
+        """One row at a time, and no other job's beside it: it takes long, so one death is not enough.
+
+        Rows that are handed to a provider kill no worker, and go there together or not at all.
+        """
+        if self.spec.models[shard.model].is_handed_over:
+            return False
         deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].is_function else CRASHES_MAX
         return self._deaths.get(shard.number, 0) >= deaths_max
 
@@ -215,6 +236,23 @@ class JobRun:
         if died:
             self._deaths[shard.number] = self._deaths.get(shard.number, 0) + 1
         self._ready[shard.model].appendleft(shard)
+
+    def left(self, lease: Lease) -> None:
+        """A worker puts no more outcomes of a shard: where the job is over that is its end, else it goes elsewhere."""
+        held = self._held.get(lease.shard)
+        if held is None or held.epoch != lease.epoch:
+            return
+        shard = held.shard
+        if not self.is_over:
+            self.put_back(shard, died=False)
+            return
+        rest = shard.hi - shard.lo - self._done[shard.number]
+        self._let_go(shard)
+        self.rows_left -= rest
+        self._rows_left[shard.model] -= rest
+        self._shards_left[shard.model] -= 1
+        del self._shards[shard.number], self._done[shard.number]
+        self._end_if_complete()
 
     def suspect(self, position: int) -> None:
         """A worker died while this row ran alone."""

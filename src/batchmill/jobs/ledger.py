@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import InvalidTransition, LedgerBroken
-from batchmill.jobs import job_records, ledger_snapshot
+from batchmill.jobs import job_records, ledger_snapshot, shard_notes
 from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
 from batchmill.jobs.segment_gaps import Span, merged
+from batchmill.jobs.shard_notes import ShardNote
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
 from batchmill.store.segments import unpack_positions
@@ -36,6 +37,7 @@ class Standing(Struct, frozen=True):
     lease: Lease
     seq: int
     bitmap: int  # bit i: position lo + i has its outcome
+    notes: dict[str, bytes] = {}  # what engines noted with earlier leases of it
 
 
 class Verdict(StrEnum):
@@ -181,6 +183,13 @@ class Ledger:
         faults.point("after_commit")
         return verdicts
 
+    def keep_notes(self, batch: Sequence[ShardNote]) -> list[bool]:
+        """Write notes down, each where its lease still counts; whether it did. One transaction for all."""
+        with self._engine.begin() as db:
+            kept = [shard_notes.keep(db, note) for note in batch]
+        faults.point("after_note")
+        return kept
+
     def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
         lease = commit.lease
         key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
@@ -291,7 +300,8 @@ def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> Standing:
     lease = Lease(seen.job, seen.generation, shard.number, epoch)
     if found is not None:
         db.execute(shards.update().where(key).values(epoch=epoch))
-        return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"))
+        noted = shard_notes.of_shard(db, seen.job, seen.generation, shard.number)
+        return Standing(lease, found.seq, int.from_bytes(found.bitmap, "little"), noted)
     db.execute(
         shards.insert().values(
             job=seen.job, generation=seen.generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=epoch, seq=0,

@@ -117,7 +117,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
                 code="prompt_without_table",
             )
         return OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
-    calls = [model.name for model in order.models if not model.is_function]
+    calls = [model.name for model in order.models if not model.takes_columns]
     if order.prompt is None:
         if given:
             raise InvalidInput(f"{given[0]} has no effect without --prompt", code="missing_prompt")
@@ -157,8 +157,14 @@ def identity(order: JobOrder, form: Form) -> str:
 
 
 def _computed(model: ModelSpec) -> list[object]:
-    told = [model.name, model.engine, model.source, model.adapters, model.base_url]
-    return told if model.function is None else [*told, model.function.version, model.function.digest]
+    told: list[object] = [model.name, model.engine, model.source, model.adapters, model.base_url]
+    if model.function is not None:
+        told += [model.function.version, model.function.digest]
+    if model.connector is not None:
+        told.append(model.connector)
+    if model.provider is not None:
+        told.append(model.provider)
+    return [*told, *map(_computed, model.routes)]
 
 
 def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:

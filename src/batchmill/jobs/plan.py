@@ -34,6 +34,7 @@ CHUNK_BYTES = 1024 * 1024
 _FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
 
 Progress = Callable[[float], None]
+Cut = Callable[["list[TargetPlan]"], list[int]]
 
 
 class PlanOrder(Struct, frozen=True):
@@ -104,8 +105,10 @@ def ordering(keys: bool) -> Ordering:
     return importlib.import_module(ORDERINGS[keys])
 
 
-def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress) -> Plan:
+def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: Cut | None = None) -> Plan:
     """Plan the sealed `dataset` into the folder `home`; the same input gives the same bytes.
+
+    `cut` says how many rows a shard of each model has, where that depends on the rows there are.
 
     Rows run by model, adapter (the base first), prefix key (rows that share a prompt prefix are neighbours) and, where
     those are equal, the costliest first; ties and models of `file_order` keep the file's order. Rows that validation
@@ -127,7 +130,8 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress) -> Pla
         files = {FOLLOWERS: followers.publish()}
         if arranged.permuted:
             files[ORDER] = positions.publish()
-    plan = _write(home, seal.rows, arranged, order.shard_rows, files, rejected=len(rejected))
+    shard_rows = order.shard_rows if cut is None else cut(arranged.targets)
+    plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=len(rejected))
     progress(1.0)
     return plan
 

@@ -14,9 +14,10 @@ from msgspec import Struct
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable
 from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.claims import Weight
-from batchmill.ports import Clock, Executor, WorkerHandle
+from batchmill.models.provisions import NothingProvided
+from batchmill.ports import Clock, Executor, Provisions, WorkerHandle
 from batchmill.states import PauseReason
-from batchmill.types import Ask, Commit, EngineStats, LiveHead, ModelSpec
+from batchmill.types import Ask, Commit, EngineStats, Lease, LiveHead, ModelSpec, Provision
 from batchmill.wire.messages import (
     LIVE_ASKS_BYTES,
     Abandon,
@@ -29,6 +30,9 @@ from batchmill.wire.messages import (
     Failed,
     Head,
     Heartbeat,
+    Left,
+    Note,
+    Provide,
     Ready,
     Record,
     Released,
@@ -53,8 +57,8 @@ Hear = Callable[[Answer | LiveHead | bytes | Exception | None], None]
 class PoolWorker:
     """A worker and what it holds."""
 
-    def __init__(self, name: str, home: Path, handle: WorkerHandle) -> None:
-        self.name, self.home, self.handle = name, home, handle
+    def __init__(self, name: str, home: Path, handle: WorkerHandle, provision: Provision = Provision()) -> None:
+        self.name, self.home, self.handle, self.provision = name, home, handle, provision
         self.is_ready = False
         self.is_ended = False  # we have killed it: its end is nobody's fault
         self.wants: set[str] = set()  # jobs of which it has room for one more grant
@@ -70,6 +74,12 @@ class PoolWorker:
         """Kill it because we want it gone."""
         self.is_ended = True
         self.handle.kill()
+
+    def provide(self, provision: Provision) -> None:
+        """Give it the secrets of now, if it has others."""
+        if provision != self.provision:
+            self.provision = provision
+            self.handle.send(Provide(provision))
 
     def close(self, job_id: str) -> None:
         """It gets no more of this job."""
@@ -136,6 +146,8 @@ class PoolListener(Protocol):
 
     def wanted(self, pool: Pool) -> None: ...
     async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
+    async def note(self, worker: PoolWorker, note: Note) -> None: ...
+    def left(self, worker: PoolWorker, lease: Lease) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
@@ -152,8 +164,11 @@ class Pool:
         listener: PoolListener,
         clock: Clock,
         after: asyncio.Task[None] | None = None,
+        provisions: Provisions = NothingProvided(),
     ) -> None:
         """Start the workers; once `after` is done, where one is given."""
+        self._provisions = provisions
+        self._provided: Provision | None = None  # since secrets have changed
         self.key, self.model, self._home = key, model, home
         self._executor, self._listener, self._clock, self._after = executor, listener, clock, after
         self.workers: dict[str, PoolWorker] = {}
@@ -175,12 +190,15 @@ class Pool:
         while not self._stopping and self.failure is None:
             name = uuid.uuid4().hex
             home = self._home / f"worker-{replica}"
+            provision = await self._provision()
+            if provision is None:
+                return
             try:
-                handle = await self._executor.start(Start(name, self.model, str(home), replica))
+                handle = await self._executor.start(Start(name, self.model, str(home), replica, provision))
             except OSError as error:
                 self._fail(_not_started(error))
                 return
-            worker = PoolWorker(name, home, handle)
+            worker = PoolWorker(name, home, handle, provision)
             try:
                 failed = await self._listen(worker)
             finally:  # nobody hears it any more: whoever waits for an answer of it is told
@@ -194,10 +212,28 @@ class Pool:
                 return
             self._count_death(worker, death, code, is_answering=is_answering)
 
+    async def _provision(self) -> Provision | None:
+        """What the workers are given; None where a secret is missing, and the model has failed for that."""
+        try:
+            return await self._provisions.of(self.model)
+        except BatchmillError as error:
+            self._fail(Failed(error.code, error.message, PauseReason.ENGINE_FAILED))
+            return None
+
+    async def provide(self) -> None:
+        """Secrets have changed: give the workers those of now. Without one that it needs the model has failed."""
+        provision = None if self._stopping or self.failure is not None else await self._provision()
+        if provision is not None:
+            self._provided = provision
+            for worker in self.workers.values():
+                worker.provide(provision)
+
     async def _listen(self, worker: PoolWorker) -> bool:
         """Hear a worker out until it has gone; True when it said that it has failed."""
         worker.heard = self._clock.monotonic()
         self.workers[worker.name] = worker
+        if self._provided is not None:
+            worker.provide(self._provided)
         if self._stopping:  # since it was asked for
             worker.end()
         failed = False
@@ -271,6 +307,10 @@ class Pool:
                 await self._listener.record(self, worker, commit)
             case Heartbeat(stats):
                 worker.stats = stats
+            case Note():
+                await self._listener.note(worker, message)
+            case Left(lease):
+                self._listener.left(worker, lease)
             case Released(job):
                 self._listener.released(worker, job)
             case Failed(job=None):

@@ -17,7 +17,8 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.pool import Pool, PoolListener, PoolWorker
 from batchmill.models import functions
-from batchmill.ports import Clock, Executor
+from batchmill.models.provisions import NothingProvided
+from batchmill.ports import Clock, Executor, Provisions
 from batchmill.types import ModelSpec
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
@@ -49,13 +50,23 @@ class Pools:
     """
     Args:
         linger_s: a pool that nobody uses is kept so long.
+        provisions: what its workers are given beside the model.
     """
 
     def __init__(
-        self, data_dir: Path, executor: Executor, clock: Clock, *, listener: PoolListener, linger_s: float
+        self,
+        data_dir: Path,
+        executor: Executor,
+        clock: Clock,
+        *,
+        listener: PoolListener,
+        linger_s: float,
+        provisions: Provisions = NothingProvided(),
     ) -> None:
         self._data_dir, self._executor, self._clock, self._listener = data_dir, executor, clock, listener
-        self._linger_s = linger_s
+        self._linger_s, self._provisions = linger_s, provisions
+        self._providing: asyncio.Task[None] | None = None
+        self._is_stale = False  # workers may have secrets that are others now
         self._codes = CodeDigests()
         self._pools: dict[str, Pool] = {}
         self._users: dict[str, set[str]] = {}
@@ -73,7 +84,8 @@ class Pools:
 
         `code` has the digests of functions by model name; they are read where it has none.
         """
-        everybodys = msgspec.structs.replace(model, allowed=None)  # whichever of its names a job's rows may use
+        # Whichever of its names a job's rows may use, and whatever other ways there are.
+        everybodys = msgspec.structs.replace(model, allowed=None, routes=[])
         digest = (code or {}).get(model.name, "")
         if not digest and model.engine == "function":
             digest = self._codes.of(model.source)
@@ -107,6 +119,11 @@ class Pools:
         for pool in (*self._pools.values(), *self.dying):
             yield from pool.workers.values()
 
+    def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
+        """Whether a worker has yet to let go of a job; `handed_over`: of rows that a provider was given."""
+        pools = [pool for pool in (*self._pools.values(), *self.dying) if pool.is_running(job_id)]
+        return any(pool.model.is_handed_over or not handed_over for pool in pools)
+
     # -- using --------------------------------------------------------------------------------------------------------
 
     def use(self, user: str, model: ModelSpec, key: str) -> Pool:
@@ -129,10 +146,11 @@ class Pools:
 
     def _start(self, key: str, model: ModelSpec, after: asyncio.Task[None] | None) -> Pool:
         home = self._data_dir / "workers" / key[:16]
-        everybodys = msgspec.structs.replace(model, allowed=None)
+        everybodys = msgspec.structs.replace(model, allowed=None, routes=[])
         pool = Pool(
-            key, everybodys, home, executor=self._executor, listener=self._listener, clock=self._clock, after=after
-        )
+            key, everybodys, home, executor=self._executor, listener=self._listener, clock=self._clock, after=after,
+            provisions=self._provisions,
+        )  # fmt: skip
         pool.sums = self.sums(key)
         self._pools[key] = pool
         return pool
@@ -184,6 +202,21 @@ class Pools:
         if self._idle.get(key) is asyncio.current_task():
             self.retire(key)
 
+    def provide(self) -> None:
+        """Secrets have changed: workers are given those of now."""
+        self._is_stale = True
+        if self._providing is None and not self.is_closed:
+            self._providing = asyncio.create_task(self._provide())
+
+    async def _provide(self) -> None:
+        try:
+            while self._is_stale:
+                self._is_stale = False
+                for pool in list(self._pools.values()):
+                    await pool.provide()
+        finally:
+            self._providing = None
+
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def retire(self, key: str, *, at_once: bool = False) -> None:
@@ -226,6 +259,8 @@ class Pools:
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; returns when they have gone."""
         self.is_closed = True
+        if self._providing is not None:
+            self._providing.cancel()
         for key in list(self._pools):
             self.retire(key, at_once=at_once)
         if at_once:

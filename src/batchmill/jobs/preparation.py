@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,14 +12,16 @@ from batchmill.datasets.fan_out import VALIDATOR_DIED
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidDataset, InvalidInput
-from batchmill.jobs import plan, scheduler
+from batchmill.jobs import plan, routing, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
+from batchmill.jobs.routing import Choice
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import SealReport
 
+SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know paths of their own
 SEALING_SHARE = 0.85  # of the progress that is shown
 
 
@@ -27,6 +29,8 @@ class PrepareOrder(Struct, frozen=True):
     spec: JobSpec
     dataset: str  # folders to write to
     plan: str
+    now: float = 0.0  # seconds since the epoch; as the following, for models with routes
+    rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
 
 
 class Prepared(Struct, frozen=True):
@@ -35,6 +39,7 @@ class Prepared(Struct, frozen=True):
     report: SealReport
     plan: Plan | None
     rejected: dict[str, tuple[int, str]] = {}  # code -> (refused rows, one message)
+    choices: dict[int, Choice] = {}  # number of a model with routes -> the one that is taken
 
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -43,16 +48,35 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     spec = asked.spec
     report = _seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
+    choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
     if report.rejected == 0 or spec.policy.on_invalid == "skip":
         wanted = plan_order(spec, report.seal.rows)
-        planned = plan.make(
-            wanted, Path(asked.dataset), Path(asked.plan), lambda share: progress(SEALING_SHARE + share * 0.15)
-        )
+
+        def cut(targets: list[plan.TargetPlan]) -> list[int]:
+            choices.update(choose_routes(asked, targets))
+            models = routing.with_choices(spec, choices).models
+            return [scheduler.shard_rows(model, report.seal.rows) for model in models]
+
+        folders = Path(asked.dataset), Path(asked.plan)
+        planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
         for refused in plan.iter_rejected(Path(asked.dataset)):
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
-    return msgspec.json.encode(Prepared(report, planned, causes))
+    return msgspec.json.encode(Prepared(report, planned, causes, choices))
+
+
+def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
+    """The way of every model that has several, given the rows that each has: number of the model -> choice."""
+    choices = {}
+    for number, model in enumerate(asked.spec.models):
+        if model.engine == routing.ROUTES:
+            mine = [target for target in targets if target.model == number]
+            tokens = [target.tokens for target in mine]
+            rows, total = sum(target.rows for target in mine), None if None in tokens else sum(filter(None, tokens))
+            deadline = asked.spec.policy.deadline
+            choices[number] = routing.choose(model, rows, total or None, deadline, asked.now, asked.rates)
+    return choices
 
 
 def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
@@ -71,7 +95,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
     known = targets(spec.models)
     for number, model in enumerate(spec.models):
         for name, adapter in model.targets().items():
-            if not spec.default_model and name == model.source != model.name:
+            if model.allowed is None and not spec.default_model and name == model.source != model.name:
                 continue  # a server's callers know its models by their names
             place = number, known.index((number, adapter))
             if names.setdefault(name, place) != place:
@@ -84,8 +108,8 @@ def seal_order(spec: JobSpec) -> SealOrder:
         default=(0, 0) if spec.default_model and spec.models[0].name in names else None,
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,
-        services=[number for number, model in enumerate(spec.models) if model.engine == "http"],
-        urls=[None if model.is_function else frozenset(URLS) for model in spec.models],
+        services=[number for number, model in enumerate(spec.models) if model.engine in SERVICES],
+        urls=[None if model.takes_columns else frozenset(URLS) for model in spec.models],
         keys=needs_keys(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
@@ -98,7 +122,7 @@ def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
         targets=targets(spec.models),
         shard_rows=[scheduler.shard_rows(model, rows) for model in spec.models],
         keys=needs_keys(spec),
-        file_order=[number for number, model in enumerate(spec.models) if model.is_function],
+        file_order=[number for number, model in enumerate(spec.models) if model.keeps_order],
         prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,
     )
 
@@ -114,7 +138,7 @@ def needs_keys(spec: JobSpec) -> bool:
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:
-    return any(not model.is_function for model in models)
+    return any(not model.takes_columns for model in models)
 
 
 def listed(problems: list[Problem]) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.jobs import orders
+from batchmill.jobs import orders, routing
 from batchmill.jobs.estimate import EstimateOrder
 from batchmill.jobs.offload import offload
 from batchmill.jobs.plan import PlanReader, explain
@@ -33,9 +33,10 @@ async def _prepared(
     try:
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
-        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"))
+        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"), spec.created)
         answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
-        yield spec, home, msgspec.json.decode(answer, type=Prepared)
+        prepared = msgspec.json.decode(answer, type=Prepared)
+        yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)
 
@@ -53,7 +54,8 @@ async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[Sea
             return prepared.report, None
         reader = PlanReader(home / "plan")
         try:
-            return prepared.report, explain(prepared.plan, [model.name for model in spec.models], reader.shards())
+            told = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
+            return prepared.report, msgspec.structs.replace(told, notes=routing.sentences(spec))
         finally:
             reader.close()
 
@@ -67,4 +69,5 @@ async def estimate(
             return prepared.report, None
         asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
         answer = await offload("batchmill.jobs.estimate:estimate_offloaded", msgspec.json.encode(asked), progress)
-        return prepared.report, msgspec.json.decode(answer, type=Estimate)
+        found = msgspec.json.decode(answer, type=Estimate)
+        return prepared.report, msgspec.structs.replace(found, notes=[*routing.sentences(spec), *found.notes])

@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec
 
 # Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
-SHARD_ROWS = {"function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024), "llm": (16, 64)}
+SHARD_ROWS = {
+    "connector": (64, 1_024), "function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024),
+    "llm": (16, 64), "routes": (64, 1_024),
+}  # fmt: skip
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
 LATE_FACTOR = 1.5  # a deadline is in danger when the work left takes this much less than the time left
 # Of a project's share its first job has so much to itself, the rest is for all of its jobs alike: many small jobs
@@ -71,6 +75,23 @@ def shares(candidates: Sequence[Candidate], weights: Mapping[str, float]) -> dic
 
 
 def shard_rows(model: ModelSpec, rows: int) -> int:
-    """Rows of a shard of this model in a job of `rows` rows."""
+    """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there."""
+    if model.is_handed_over:
+        return handed_over_rows(model)
     least, most = SHARD_ROWS[model.engine]
     return max(least, min(most, rows // (max(1, model.workers) * SHARDS_PER_WORKER)))
+
+
+def handed_over_rows(model: ModelSpec) -> int:
+    """The most rows of one job at a model's provider."""
+    return int(argument(model, "rows_max", PROVIDERS[model.provider or "openai"].rows_max))
+
+
+def argument(model: ModelSpec, name: str, default: float) -> float:
+    """A number of at least 1 among the engine's arguments; the engine itself refuses what is none."""
+    value = model.engine_args.get(name)
+    try:
+        number = default if value is None or isinstance(value, bool) else float(value)
+    except ValueError:
+        number = default
+    return max(1.0, number) if math.isfinite(number) else default

@@ -10,8 +10,18 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
-from batchmill.errors import BatchmillError, InvalidTransition, StorageFull, UnknownName
-from batchmill.jobs import endings, job_records, orders, policies, publishing, submissions, views, waits
+from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
+from batchmill.jobs import (
+    endings,
+    job_records,
+    orders,
+    policies,
+    publishing,
+    shard_notes,
+    submissions,
+    views,
+    waits,
+)
 from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.caretaker import Caretaker, Waiting
 from batchmill.jobs.commits import Books
@@ -26,12 +36,15 @@ from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.offload import Children
 from batchmill.jobs.roster import Roster
 from batchmill.jobs.waits import ModelAtWork
-from batchmill.ports import Clock, Executor, Live
+from batchmill.models.provisions import NothingProvided
+from batchmill.ports import Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, RemoteJob, Submitted, Wait
 from batchmill.wire.job_spec import JobSpec
 
+REMOTE_ID_CHARS_MAX = 512
+ENDING_S = 60.0  # a command waits so long for the ends of jobs before it; what providers still have may take longer
 INTERRUPTED = "the process that ran this job ended; resume it and it goes on where it was"
 
 
@@ -45,23 +58,27 @@ class JobService:
         *,
         weights: Mapping[str, float] = {},
         linger_s: float = 0.0,
+        provisions: Provisions = NothingProvided(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
         Args:
             weights: project -> its share of the workers beside others; 1 for those that are not named.
             linger_s: how long workers that no job needs stay, for the next one.
+            provisions: what workers are given beside their model.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
-        self._dispatcher = Dispatcher(data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s)
+        self._dispatcher = Dispatcher(
+            data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s, provisions=provisions
+        )
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
         tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload)
         self._roster = Roster(tools)
         self._entrance = Entrance(tools, self._roster)
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
-        self._caretaker = Caretaker(clock, self._ballast, self._waiting_for_room, self._resume_or_note, self._tidy)
+        self._caretaker = Caretaker(clock, self._ballast, self._waiting, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
         self._stranded: set[str] = set()  # jobs of doors that would go on, but for a full disk
 
@@ -104,7 +121,7 @@ class JobService:
             self._caretaker.start()
             self._resuming = asyncio.create_task(self._resume_all(doors))
         elif ending:
-            await asyncio.wait({drive.task for drive in ending if drive.task is not None})
+            await asyncio.wait({drive.task for drive in ending if drive.task is not None}, timeout=ENDING_S)
 
     async def _set_down(self, job_id: str) -> bool:
         """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
@@ -202,7 +219,7 @@ class JobService:
                 is_ready = any(worker.is_ready for worker in workers)
                 at_work.append(ModelAtWork(model.name, is_ready, [worker.stats for worker in workers]))
             ahead = self._dispatcher.ahead_of(view.id)
-        return Wait(view.id, view.state, waits.reasons(view, at_work, ahead), ahead)
+        return Wait(view.id, view.state, [*waits.reasons(view, at_work, ahead), *view.routing], ahead)
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
@@ -288,7 +305,9 @@ class JobService:
                     raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
                 cancelling = endings.begins_at(early, record["deadline"], self._clock.now())
                 await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
-                return self._roster.start(read_spec(record["spec"]))
+                drive = self._roster.start(read_spec(record["spec"]))
+                drive.leaves_remote = record["cancelling"] is not None  # it could not collect, and is asked once more
+                return drive
 
     async def retry(self, job_id: str) -> JobView:
         record = await self._record(job_id)
@@ -333,8 +352,11 @@ class JobService:
     async def _tidy(self) -> None:
         await self._ledger.database.write(submissions.forget_old, self._clock.now())
 
-    async def _waiting_for_room(self) -> Sequence[Waiting]:
+    async def _waiting(self) -> Sequence[Waiting]:
+        """Jobs that a server tries again: those without room, and those that end while a provider does not answer."""
         found = [*await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)]
+        stopped = await self._read(job_records.paused_for, PauseReason.ROUTE_FAILED)
+        found += [record for record in stopped if record["cancelling"] is not None]
         paused = {record["id"] for record in found}
         found += [await self._record(job_id) for job_id in self._stranded - paused]
         specs = [read_spec(record["spec"]) for record in found]
@@ -342,6 +364,27 @@ class JobService:
             Waiting(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
             for spec in specs
         ]
+
+    # -- jobs at providers --------------------------------------------------------------------------------------------
+
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        record = await self._record(job_id)
+        return await self._read(shard_notes.remote_jobs, record["id"])
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        record = await self._record(job_id)
+        if remote_id is not None and not 0 < len(remote_id) <= REMOTE_ID_CHARS_MAX:
+            raise InvalidInput("a job at a provider has an id", code="invalid_remote_id")
+        async with self._roster.alone(record["id"]):
+            drive, record = await self._roster.let_rest(record["id"]), await self._record(record["id"])
+            if drive is not None or record["state"] != JobState.PAUSED:
+                raise InvalidTransition(
+                    f"the job {record['id']} is {record['state']}: say what became of a submission while it is paused"
+                )
+            return await self._ledger.database.write(
+                shard_notes.settle, record["id"], record["generation"], tag=tag, remote_id=remote_id,
+                now=self._clock.now(),
+            )  # fmt: skip
 
     # -- the ledger itself --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
+from batchmill.jobs import routing
 from batchmill.jobs.job_files import read_spec
 from batchmill.jobs.job_run import JobRun
 from batchmill.types import EngineStats, JobView, Problem, Usage
@@ -30,6 +31,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         output=record["output"],
         errors_output=record["errors_output"],
         model=", ".join(spec.used if spec.origin is not None else [model.name for model in spec.models]),
+        routing=routing.sentences(spec),
         created=record["created"],
         started=record["started"],
         finalizing=record["finalizing"],

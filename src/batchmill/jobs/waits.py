@@ -16,6 +16,7 @@ WAYS_OUT = {
     PauseReason.STORAGE_FULL: "a server goes on by itself when there is room",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",
+    PauseReason.ROUTE_FAILED: "see to the provider, or give the model another route, then resume it",
 }
 
 
@@ -46,7 +47,7 @@ def reasons(view: JobView, models: Sequence[ModelAtWork], ahead: int) -> list[st
 def _paused(view: JobView) -> str:
     told = f": {view.message}" if view.message else ""
     way_out = WAYS_OUT.get(view.reason) if view.message else "resume it when it is to go on"
-    return f"it is paused ({view.reason}){told}" + (f"; {way_out}" if way_out else "")
+    return f"it is paused ({view.reason}){told.rstrip('.')}" + (f"; {way_out}" if way_out else "")
 
 
 def _share(view: JobView) -> str:

@@ -22,10 +22,12 @@ import msgspec
 from batchmill import function_side
 from batchmill.errors import ModelFailed
 from batchmill.function_side import frames
+from batchmill.models import secrets
 from batchmill.models.function_environment import environment_of
 from batchmill.models.function_family import VARIABLE, Family
 from batchmill.models.function_log import FunctionLog
 from batchmill.models.function_socket import Frame, FrameSocket
+from batchmill.models.secrets import Secret
 from batchmill.types import Interface, ModelSpec
 
 PROGRAM = Path(function_side.__file__).parent / "main.py"
@@ -52,11 +54,12 @@ class FunctionChild:
     Args:
         spec: of the engine function_process.
         home: a folder for `function.log`.
+        resolve: finds its secrets.
     """
 
-    def __init__(self, spec: ModelSpec, home: Path) -> None:
+    def __init__(self, spec: ModelSpec, home: Path, *, resolve: Callable[[str], Secret] = secrets.resolve) -> None:
         assert spec.function is not None, "a deployed function has a FunctionSpec"
-        self._spec, self._function = spec, spec.function
+        self._spec, self._function, self._resolve = spec, spec.function, resolve
         self.heard: Callable[[list[Frame]], None] = self._hear_nothing
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
@@ -108,7 +111,7 @@ class FunctionChild:
                 self._spec.python or sys.executable, str(PROGRAM), str(theirs.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder,
-                env=environment_of(self._function, os.environ) | {VARIABLE: self._family.mark},
+                env=environment_of(self._function, os.environ, self._resolve) | {VARIABLE: self._family.mark},
                 pass_fds=[theirs.fileno(), progress], start_new_session=True,
             )  # fmt: skip
         except OSError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from batchmill.errors import ModelFailed
-from batchmill.models.secrets import resolve
+from batchmill.models import secrets
+from batchmill.models.secrets import Secret
 from batchmill.types import FunctionSpec
 
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
@@ -22,7 +23,9 @@ KEPT = frozenset(
 )
 
 
-def environment_of(function: FunctionSpec, ours: Mapping[str, str]) -> dict[str, str]:
+def environment_of(
+    function: FunctionSpec, ours: Mapping[str, str], resolve: Callable[[str], Secret] = secrets.resolve
+) -> dict[str, str]:
     """The environment of a function's process. Raises: ModelFailed for a secret or a GPU that is not there."""
     chosen = {name: value for name, value in ours.items() if name in KEPT or name.startswith("LC_")}
     chosen |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # its folder never changes

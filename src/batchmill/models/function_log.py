@@ -7,6 +7,8 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
+from batchmill.models.redaction import mask_known
+
 LOG_BYTES_MAX = 32 * 1024 * 1024  # of one log file; one older file is kept
 TRACEBACKS_MAX = 3  # of one distinct error
 DISTINCT_ERRORS_MAX = 1000
@@ -51,13 +53,13 @@ class FunctionLog:
         if times >= TRACEBACKS_MAX or (times == 0 and len(self._seen) >= DISTINCT_ERRORS_MAX):
             return
         self._seen[key] = times + 1
-        text = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{trace.rstrip()}\n"
+        text = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{mask_known(trace.rstrip())}\n"
         os.write(self._fd, text.encode("utf-8", "backslashreplace"))
 
     def tail(self, start: int = 0) -> str:
         """The last few lines written at or after byte `start`."""
         begin = max(start, self.size() - TAIL_BYTES)
-        return os.pread(self._fd, TAIL_BYTES, begin).decode("utf-8", "replace").strip()
+        return mask_known(os.pread(self._fd, TAIL_BYTES, begin).decode("utf-8", "replace").strip())
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -17,6 +17,8 @@ from msgspec.structs import fields, replace
 from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import function_source, functions
+from batchmill.models.connectors import reading
+from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -28,8 +30,10 @@ class Kind(Struct, frozen=True):
     engine: str
     settings: frozenset[str]
     limits: frozenset[str]
+    provider: str | None = None  # of a batch API
 
 
+ROUTES, BATCH = "routes", "-batch"
 KINDS = {
     "function": Kind(
         "function",
@@ -46,6 +50,20 @@ KINDS = {
         frozenset({"price", "adapters", "base_url", "api_key", "engine_args"}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
     ),
+    "connector": Kind(
+        "connector",
+        frozenset({"price", "engine_args"}),
+        frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
+    ),
+    ROUTES: Kind(ROUTES, frozenset({"routes"}), frozenset()),
+} | {
+    f"{provider}{BATCH}": Kind(
+        "provider_batch",
+        frozenset({"price", "base_url", "api_key", "engine_args"}),
+        frozenset({"attempts_max", "connect_timeout_s", "attempt_timeout_s"}),
+        provider,
+    )
+    for provider in PROVIDERS
 }
 
 
@@ -77,10 +95,11 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
             raise UnknownName(_unknown_model(name, config, cwd), code="unknown_model")
         entry, base, shown = ModelEntry(engine=kind, source=source), cwd, ""
     kind = _kind(entry.engine)
-    entry = _merge(entry, base=base, flags=flags, cwd=cwd)
+    entry = _merge(shown, entry, base=base, flags=flags, cwd=cwd)
     _refuse_strangers(entry, kind)
+    connector = reading.read_file(Path(entry.source)) if kind.engine == "connector" else None
     spec = ModelSpec(
-        name=shown or _name_of(entry),
+        name=shown or (connector.name if connector is not None else _name_of(entry)),
         engine=kind.engine,
         source=entry.source,
         adapters=entry.adapters,
@@ -91,6 +110,9 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         workers=entry.workers,
         price=entry.price,
         limits=entry.limits,
+        connector=connector,
+        provider=kind.provider,
+        routes=_routes(name, entry, config, cwd),
     )
     _check(spec)
     if flags.attempt_timeout_s is not None or spec.limits.attempt_timeout_s != Limits().attempt_timeout_s:
@@ -106,6 +128,25 @@ def _refuse_idle_timeout(spec: ModelSpec) -> None:
             "`async def`, or leave the limit out",
             code="needless_timeout",
         )
+
+
+def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[ModelSpec]:
+    """Other models of the configuration, each one way to this one."""
+    if entry.engine != ROUTES:
+        return []
+    if len(entry.routes) < 2 or len(set(entry.routes)) < len(entry.routes):
+        raise InvalidInput(f"routes of {name!r} names two models or more, each once, not {entry.routes}")
+    for route in entry.routes:
+        if route not in config.models:
+            raise UnknownName(f"the route {route!r} of {name!r} is no model of the configuration", code="unknown_model")
+        if config.models[route].engine == ROUTES:
+            raise InvalidInput(f"the route {route!r} of {name!r} has routes itself: name the models that do the work")
+    specs = [resolve(route, config, cwd=cwd) for route in entry.routes]
+    if any(spec.is_function for spec in specs):
+        raise InvalidInput(f"a function is no route: {name!r} names language models and services that answer alike")
+    if len({spec.takes_columns for spec in specs}) > 1:
+        raise InvalidInput(f"the routes of {name!r} read rows differently: connectors only, or none of them")
+    return specs
 
 
 def _kind(name: str) -> Kind:
@@ -128,7 +169,7 @@ def _unknown_model(name: str, config: Config, cwd: Path) -> str:
     return f"no model is called {name!r}: {known}; ENGINE:SOURCE defines one in place, with {', '.join(KINDS)}"
 
 
-def _merge(entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> ModelEntry:
+def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> ModelEntry:
     """The entry with the flags over it, and every path absolute: the flags' from `cwd`, its own from `base`."""
     told = {each.name: getattr(flags, each.name) for each in fields(flags)}
     limits = {name: told[name] for name in _LIMIT_FLAGS if told[name] is not None}
@@ -144,7 +185,7 @@ def _merge(entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> Mo
         entry,
         **changed
         | {
-            "source": _source(entry, base),
+            "source": _source(name, entry, base),
             "adapters": own | further,
             "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
@@ -157,7 +198,11 @@ def _merge(entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> Mo
 _LIMIT_FLAGS = ("requests_per_minute", "tokens_per_minute", "in_flight_max", "attempt_timeout_s")
 
 
-def _source(entry: ModelEntry, base: Path) -> str:
+def _source(name: str, entry: ModelEntry, base: Path) -> str:
+    if entry.engine == ROUTES:
+        if entry.source:
+            raise InvalidInput("a model with routes has no source of its own: each route names its own")
+        return name
     if not entry.source:
         raise InvalidInput(f"the engine {entry.engine!r} is given no model: write {entry.engine}:SOURCE")
     if entry.engine == "function":
@@ -167,7 +212,16 @@ def _source(entry: ModelEntry, base: Path) -> str:
         except ModelFailed as error:
             raise InvalidInput(error.message, code="unknown_function") from None
         return source
+    if entry.engine == "connector":
+        return _file(entry.source, base)
     return _place(entry.source, base, "model") if entry.engine == "vllm" else entry.source
+
+
+def _file(text: str, base: Path) -> str:
+    path = base / Path(text).expanduser()
+    if not path.is_file():
+        raise InvalidInput(f"there is no connector file at {path}", code="unknown_connector")
+    return str(path.resolve())
 
 
 def _place(text: str, base: Path, what: str) -> str:
@@ -206,9 +260,11 @@ def _secret(reference: str | None, base: Path) -> str | None:
     if reference is None:
         return None
     kind, _, place = reference.partition(":")
-    if kind not in ("env", "file") or not place:
-        raise InvalidInput('api_key is "env:NAME" or "file:PATH", never the key itself', code="invalid_secret")
-    return reference if kind == "env" else f"file:{base / Path(place).expanduser()}"
+    if kind not in ("env", "file", "secret") or not place:
+        raise InvalidInput(
+            'api_key is "env:NAME", "file:PATH" or "secret:NAME", never the key itself', code="invalid_secret"
+        )
+    return reference if kind != "file" else f"file:{base / Path(place).expanduser()}"
 
 
 def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -222,7 +278,7 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
 def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
-    for name in ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price"):
+    for name in ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price", "routes"):
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
             raise InvalidInput(_stranger(name, entry.engine, kind.settings))
     for each in fields(Limits):
@@ -259,7 +315,8 @@ def _check(spec: ModelSpec) -> None:
 
 def checked_budget(budget: float | None, models: list[ModelSpec]) -> float | None:
     """The budget; it needs the price of every model, or rows would be paid unseen. Raises: InvalidInput."""
-    unpriced = [model.name for model in models if model.price is None]
+    ways = [way for model in models for way in (model.routes if model.engine == ROUTES else [model])]
+    unpriced = [way.name for way in ways if way.price is None]
     if budget is not None and unpriced:
         raise InvalidInput(
             f"--budget needs a price of every model: give models.{unpriced[0]}.price in the configuration",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from batchmill.errors import ModelFailed
+from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.models import provisions, redaction
 
+KINDS = ("env:", "file:", "secret:")  # how a reference begins
 SECRET_BYTES_MAX = 16 * 1024
+SHOWN_CHARS = 120
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # those of connectors are connector/ID/KEY
 
 
 class Secret:
@@ -25,27 +30,65 @@ class Secret:
         return "Secret(***)"
 
 
-def resolve(reference: str) -> Secret:
-    """The secret that "env:NAME" or "file:PATH" refers to.
+def resolve(reference: str, *, key: str = "") -> Secret:
+    """The secret that "env:NAME", "file:PATH" or "secret:NAME" refers to.
 
-    Raises: ModelFailed, naming the variable or file that is missing, empty or no single line of plain text.
+    The last are those that the owner keeps; a worker has been given what its model names (`provisions`).
+
+    Args:
+        key: what a connector calls it: a region is used like a secret, and taken out of no text.
+
+    Raises: ModelFailed, naming the variable, file or secret that is missing, empty or no single line of plain text.
     """
     kind, _, name = reference.partition(":")
     if kind == "env" and name:
         value, place = os.environ.get(name), f"the environment variable {name}"
     elif kind == "file" and name:
         value, place = _read(Path(name).expanduser()), f"the file {name}"
+    elif kind == "secret" and name:
+        value, place = provisions.secret(reference), f"the secret {name}"
+        if value is None:
+            raise missing(name)
     else:
         # The text itself may be a key somebody pasted: it is not repeated.
-        raise ModelFailed('a key is given as "env:NAME" or "file:PATH", never as itself', code="invalid_secret")
+        raise ModelFailed(
+            'a key is given as "env:NAME", "file:PATH" or "secret:NAME", never as itself', code="invalid_secret"
+        )
     if value is None:
         raise ModelFailed(f"{place} holds no key: it does not exist", code="missing_secret")
     value = value.strip()
     if not value:
         raise ModelFailed(f"{place} holds no key: it is empty", code="missing_secret")
-    if not (value.isascii() and value.isprintable()):
-        raise ModelFailed(f"{place} holds no key: it is not one line of plain text", code="invalid_secret")
+    if flaw := flaw_of(value):
+        raise ModelFailed(f"{place} holds no key: {flaw}", code="invalid_secret")
+    if key not in redaction.OPEN:
+        redaction.learn(value)
     return Secret(value)
+
+
+def flaw_of(value: str) -> str:
+    """Why a text is no secret that could be used; empty: it is one."""
+    if not value:
+        return "it is empty"
+    if len(value) > SECRET_BYTES_MAX:
+        return f"it is longer than {SECRET_BYTES_MAX:,} characters"
+    return "" if value.isascii() and value.isprintable() else "it is not one line of plain text"
+
+
+def check_name(name: str) -> str:
+    """The name of a secret that people give. Raises: InvalidInput."""
+    if not NAME.fullmatch(name):
+        raise InvalidInput(
+            f"{name[:SHOWN_CHARS]!r} is no name of a secret: it is 1 to 100 letters, digits and . _ -",
+            code="invalid_secret_name",
+        )
+    return name
+
+
+def missing(name: str) -> ModelFailed:
+    """What is raised where a secret is not kept."""
+    way = f"batchmill secrets set {name}" if NAME.fullmatch(name) else "give the connector its credential again"
+    return ModelFailed(f"there is no secret {name[:SHOWN_CHARS]!r}: {way}", code="missing_secret")
 
 
 def _read(path: Path) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from batchmill.models import redaction
+
 TOGETHER_S = 0.1  # a line is written so late at most
 LINES_MAX = 1000  # that are kept for so long
 LEVELS = ("debug", "info", "warning", "error")
@@ -126,7 +128,7 @@ class _Lines(logging.Formatter):
             error = record.exc_info[1]
             line["trace"] = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
             if logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
-                line["trace"] += f": {error}"  # which may hold what somebody sent
+                line["trace"] += f": {redaction.mask(str(error))}"  # which may hold what somebody sent
         return _encode(line).decode()
 
 
@@ -138,3 +140,4 @@ def configure(level: str) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     access.handlers[:] = [requests]
     logging.getLogger("batchmill").setLevel(level.upper())
+    redaction.guard_logs()

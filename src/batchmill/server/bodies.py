@@ -107,6 +107,8 @@ async def read_body(operation: Operation, reader: BodyReader) -> tuple[bytes, An
         return b"", _filled(wanted)
     if not reader.is_there and operation.body_is_optional:
         return b"", _filled(wanted)
+    if media == JSON and isinstance(wanted, Content) and not reader.media and not await reader.read():
+        return b"", None  # who reads it says in the words of its API that it is missing
     if reader.media != media and media != "*/*":
         told = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
         raise Refusal(f"the body must have the Content-Type {media}, not {told}", code="unsupported_media_type")
@@ -132,6 +134,21 @@ def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
         raise _explained(str(error), wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+    if _is_too_deep(found):
+        raise _too_deep()
+    return found
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The members of the JSON object that a body must be. Raises: InvalidInput."""
+    try:
+        found = msgspec.json.decode(raw)
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise Refusal("the body must be a JSON object", code="invalid_json")
     if _is_too_deep(found):
         raise _too_deep()
     return found

@@ -14,11 +14,11 @@ from batchmill.server.encodings import is_wanted, packed, unpacked
 from batchmill.server.express import Cancel, Headers, Reply
 from batchmill.server.operations import Call
 from batchmill.server.piece_reply import EVENTS, PieceReply, unless_gone
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.paths import locate
 from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:
-    from batchmill.services.function_calls import FunctionCalls, Target
+    from batchmill.services.functions.calls import FunctionCalls, Target
     from batchmill.types import Caller
 
 CLIENT_LEFT = 499  # nobody sees it but the log

@@ -152,11 +152,12 @@ class HttpRoot:
 
 def _no_route(scope: Scope, found: Found) -> InvalidInput:
     method, path = scope["method"][:16], scope["path"][:256]
+    error: InvalidInput = UnknownName(f"Invalid URL ({method} {path})", code="unknown_url")
     if found.methods:
-        return InvalidInput(
-            f"Not allowed: {method} {path}; it has {', '.join(found.methods)}", code="method_not_allowed"
-        )
-    return UnknownName(f"Invalid URL ({method} {path})", code="unknown_url")
+        told = f"Not allowed: {method} {path}; it has {', '.join(found.methods)}"
+        error = InvalidInput(told, code="method_not_allowed")
+    error.asked = (method, path, found.methods)
+    return error
 
 
 def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:

@@ -93,6 +93,7 @@ class Operation(Struct, frozen=True):
     body_bytes_max: int | None = None  # instead of the server's own limit
     is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
     claims: Callable[[dict[str, str]], bool] | None = None  # of its path's parameters; False: for the next template
+    last_slash_is_optional: bool = False  # "/things/" means what "/things" means
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`

@@ -15,6 +15,7 @@ from batchmill.server.operations import Call
 
 EVENTS = "text/event-stream"
 UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # so that no proxy waits for a whole reply
+ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of one that is no stream: it is in memory whole
 T = TypeVar("T")
 
 
@@ -26,6 +27,19 @@ async def unless_gone(call: Call, work: Coroutine[Any, Any, T]) -> T | None:
         return working.result() if working.done() else None
     finally:
         await _end(working, leaving)
+
+
+async def whole_answer(pieces: AsyncGenerator[bytes]) -> bytes:
+    """An answer that is no stream, in one piece. Raises: BatchmillError for one that no memory should hold."""
+    whole = bytearray()
+    try:
+        async for piece in pieces:
+            whole += piece
+            if len(whole) > ANSWER_BYTES_MAX:
+                raise BatchmillError(f"the answer is longer than {ANSWER_BYTES_MAX:,} bytes", code="answer_too_large")
+    finally:
+        await pieces.aclose()
+    return bytes(whole)
 
 
 class PieceReply(Response):

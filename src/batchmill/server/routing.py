@@ -29,7 +29,7 @@ class Found(Struct, frozen=True):
     methods: tuple[str, ...] = ()
 
 
-class _Template(Struct, frozen=True):
+class _Template(Struct, frozen=True, eq=False):
     path: str
     pattern: re.Pattern[str]
     rank: tuple[int, ...]  # of each segment: 0 literal, 1 a parameter, 2 the rest of the path
@@ -53,14 +53,19 @@ class Routes:
         self._fallback = fallback
         self._owners: dict[str, Dialect] = {}  # first segment -> the first dialect that has a path below it
         exact: dict[str, _Template] = {}
+        slashed: set[str] = set()
         for dialect, operations in doors:
             for operation in operations:
-                template = exact.setdefault(operation.path, _template(operation.path))
+                template = exact.setdefault(operation.path, _template(operation))
+                if operation.last_slash_is_optional:
+                    slashed.add(operation.path)
                 if operation.method in template.methods:
                     raise ValueError(f"{operation.method} {operation.path} stands for two operations")
                 template.methods[operation.method] = Route(operation, dialect)
-                self._owners.setdefault(_first(operation.path), dialect)
+                if operation.path != "/":  # the root alone owns nothing below it
+                    self._owners.setdefault(_first(operation.path), dialect)
         self._exact = {path: each for path, each in exact.items() if "{" not in path}
+        self._exact |= {f"{path}/": exact[path] for path in slashed if "{" not in path and f"{path}/" not in exact}
         self._templates = sorted((each for path, each in exact.items() if "{" in path), key=lambda each: each.rank)
 
     def find(self, method: str, path: str, after: Route | None = None) -> Found:
@@ -91,7 +96,7 @@ class Routes:
 
     def all(self) -> list[Route]:
         """Every operation, for the document and for tests."""
-        templates = [*self._exact.values(), *self._templates]
+        templates = [*dict.fromkeys(self._exact.values()), *self._templates]
         return [route for template in templates for route in template.methods.values()]
 
 
@@ -99,11 +104,12 @@ def _first(path: str) -> str:
     return path.split("/", 2)[1] if path.startswith("/") else ""
 
 
-def _template(path: str) -> _Template:
-    pattern, at = "", 0
+def _template(operation: Operation) -> _Template:
+    path, pattern, at = operation.path, "", 0
     for match in _PARAMETER.finditer(path):
         pattern += re.escape(path[at : match.start()])
         pattern += f"(?P<{match[1]}>{'.+' if match[2] else '[^/]+'})"
         at = match.end()
     rank = tuple(2 if ":path}" in segment else 1 if segment.startswith("{") else 0 for segment in path.split("/")[1:])
-    return _Template(path, re.compile(pattern + re.escape(path[at:]), re.DOTALL), rank, {})
+    pattern += re.escape(path[at:]) + ("/?" if operation.last_slash_is_optional else "")
+    return _Template(path, re.compile(pattern, re.DOTALL), rank, {})

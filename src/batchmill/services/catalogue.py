@@ -11,14 +11,16 @@ from msgspec.structs import replace
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
 from batchmill.models import registry
-from batchmill.services.model_names import LATEST, MAIN, read_reference
-from batchmill.services.model_records import READY
-from batchmill.services.model_versions import ModelVersions
+from batchmill.services.functions.names import LATEST, MAIN, read_reference
+from batchmill.services.functions.records import READY
+from batchmill.services.functions.versions import ModelVersions
+from batchmill.services.remote.models import RemoteModel, RemoteModels
 from batchmill.types import Caller, ModelSpec
 from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.forms import URLS
 
 VERSIONS_MAX = 10  # of a deployed function: the newest, which rows of a job may name
+REMOTE_MAX = 200  # of a project's models that are connectors: the newest, which rows may name beside the job's own
 MEDIA_FLAG, NO_HOST = "allowed-media-domains", "media.invalid"  # a name that no host can have: RFC 2606
 
 
@@ -36,6 +38,7 @@ class Catalogue:
     def __init__(self, config: Config, cwd: Path) -> None:
         self._projects = config.projects
         self._versions: ModelVersions | None = None
+        self._remote: RemoteModels | None = None
         self._models: dict[str, ModelSpec] = {}
         self._served: dict[str, Served] = {}
         place = f"{config.file}: " if config.file is not None else ""
@@ -51,16 +54,19 @@ class Catalogue:
                     raise InvalidConfig(f"{place}models.{name}: the name {served.name!r} is taken by models.{other}")
                 self._served[served.name] = served
 
-    def attach(self, versions: ModelVersions) -> None:
-        """From now on what is deployed can be found here too."""
-        self._versions = versions
+    def attach(self, versions: ModelVersions | None, remote: RemoteModels | None = None) -> None:
+        """From now on what is deployed, and registered as a connector, can be found here too."""
+        self._versions, self._remote = versions, remote
 
     def names(self, caller: Caller) -> list[Served]:
-        """What a caller may use: each model before its adapters, then functions by name and by alias."""
+        """What a caller may use: each model before its adapters, functions by name and alias, then remote models."""
         own = [served for served in self._served.values() if self.may(caller, served.name)]
         for name in self._deployed(caller):
             found = self._names_of(name)
             own += [Served(text, _spec(found[text])) for text in sorted(found) if text == name or _is_alias(text)]
+        for model in self._registered(caller):
+            spec = self._remote_spec(model)
+            own += [Served(text, spec) for text in spec.allowed or [model.id] if self._may_name(caller, model, text)]
         return own
 
     def find(self, caller: Caller, name: str) -> Served:
@@ -74,6 +80,8 @@ class Catalogue:
         function, branch, version = read_reference(name)
         if self._versions is not None and function in self._deployed(caller):
             return Served(name, _spec(self._versions.choose(function, branch, version).version))
+        if (remote := self._found_remote(caller, name)) is not None:
+            return Served(name, self._remote_spec(remote))
         near = difflib.get_close_matches(name[:256], [each.name for each in self.names(caller)], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownName(
@@ -90,7 +98,8 @@ class Catalogue:
             allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
             if allowed:
                 found.append(replace(model, allowed=allowed))
-        return found + [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
+        found += [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
+        return found + [self._remote_spec(model) for model in self._registered(caller)[-REMOTE_MAX:]]
 
     def for_job(self, caller: Caller, name: str) -> ModelSpec:
         """As one of `specs`: the model with this name alone. Of a function, the version that it means now.
@@ -100,7 +109,36 @@ class Catalogue:
         served = self.find(caller, name)
         if served.model.function is not None:
             return replace(served.model, allowed=[name])
+        if served.model.name not in self._models:
+            return served.model
         return next(spec for spec in self.specs(caller) if spec.name == served.model.name)
+
+    def _registered(self, caller: Caller) -> list[RemoteModel]:
+        """The caller's models that are connectors and have somewhere for rows to go."""
+        if self._remote is None:
+            return []
+        return [model for model in self._remote.callable(caller.project) if self._may_remote(caller, model)]
+
+    def _found_remote(self, caller: Caller, name: str) -> RemoteModel | None:
+        found = None if self._remote is None else self._remote.find(name, caller.project)
+        return found if found is not None and self._may_remote(caller, found) else None
+
+    def _remote_spec(self, model: RemoteModel) -> ModelSpec:
+        assert self._remote is not None, "it was found there"
+        taken = model.name in self._served or (self._versions is not None and self._versions.get(model.name))
+        spec = self._remote.for_job(model)
+        return replace(spec, allowed=[model.id]) if taken else spec
+
+    @staticmethod
+    def _may_name(caller: Caller, model: RemoteModel, text: str) -> bool:
+        """A remote model goes by its id always, and by its name where the key has that."""
+        return text == model.id or caller.models is None or text in caller.models
+
+    @staticmethod
+    def _may_remote(caller: Caller, model: RemoteModel) -> bool:
+        """It belongs to its project; a key may name fewer."""
+        is_ours = caller.project == model.project
+        return is_ours and (caller.models is None or model.id in caller.models or model.name in caller.models)
 
     def _deployed(self, caller: Caller) -> list[str]:
         if self._versions is None:
@@ -148,6 +186,9 @@ class Catalogue:
 
     def may(self, caller: Caller, name: str) -> bool:
         """Both the key and its project allow the very name: a model's does not stand for its adapters'."""
+        remote = self._found_remote(caller, name)
+        if remote is not None and remote.id == name:  # what was registered is its project's own, whatever others list
+            return True
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
         if project is not None and project.functions is not None and name not in self._served:

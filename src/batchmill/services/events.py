@@ -11,14 +11,16 @@ from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 
 # The door that took a job -> the word its events begin with, and the beginning of its ids there.
-DOORS = {"openai": ("batch", "batch_"), "native": ("job", "job_")}
+DOORS = {"openai": ("batch", "batch_"), "native": ("job", "job_"), "ml_commons": ("job", "job_")}
 ENDINGS = {
     JobState.COMPLETED: "completed",
     JobState.FAILED: "failed",
     JobState.EXPIRED: "expired",
     JobState.CANCELLED: "cancelled",
 }
-EVENT_TYPES = tuple(f"{noun}.{ending}" for noun, _ in DOORS.values() for ending in ENDINGS.values())
+EVENT_TYPES = tuple(
+    f"{noun}.{ending}" for noun in dict.fromkeys(noun for noun, _ in DOORS.values()) for ending in ENDINGS.values()
+)
 SAMPLE_DIGITS = "0" * 20
 ID_DIGITS = 32
 

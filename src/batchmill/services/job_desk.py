@@ -18,7 +18,18 @@ from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileRecord, FileService
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
-from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Once, Submitted, Wait
+from batchmill.types import (
+    Amendment,
+    Caller,
+    JobOrder,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    Once,
+    RemoteJob,
+    Submitted,
+    Wait,
+)
 
 SHOWN_CHARS = 64  # of an id nobody knows, in a message
 KNOWN_RESULTS_MAX = 10_000  # ended jobs whose result files are remembered
@@ -108,6 +119,16 @@ class JobDesk:
         """As `ports.Jobs.partial`: the caller removes the file."""
         await self._own(caller, job_id)
         return await self._jobs.partial(job_id)
+
+    async def remote(self, caller: Caller, job_id: str) -> list[RemoteJob]:
+        """As `ports.Jobs.remote`."""
+        await self._own(caller, job_id)
+        return await self._jobs.remote(job_id)
+
+    async def settle_remote(self, caller: Caller, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        """As `ports.Jobs.settle_remote`."""
+        await self._own(caller, job_id)
+        return await self._jobs.settle_remote(job_id, tag, remote_id)
 
     async def verify(self, caller: Caller, job_id: str) -> LedgerReport:
         await self._own(caller, job_id)

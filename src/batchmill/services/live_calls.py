@@ -58,9 +58,13 @@ class LiveCalls:
         what `ports.Live.predict` raises.
         """
         served, stream = self._asked_for(caller, url, body)
+        return await self.ask(caller, served, LiveRequest(url, body, stream, _form_of(served.model, url, body)))
+
+    async def ask(self, caller: Caller, served: Served, request: LiveRequest) -> tuple[LiveHead, AsyncGenerator[bytes]]:
+        """As `predict`, of a model that has been found already, in a form that its engine knows."""
         began = self._clock.monotonic()
-        pieces = self._live.predict(served.model, LiveRequest(url, body, stream, _form_of(served.model, url, body)))
-        call = LiveCall(served.name, url, 0, 0.0, caller.project)
+        pieces = self._live.predict(served.model.live(), request)
+        call = LiveCall(served.name, request.url, 0, 0.0, caller.project)
         try:
             head = await anext(pieces, None)
             if not isinstance(head, LiveHead):
@@ -82,7 +86,7 @@ class LiveCalls:
         if not asked.model:
             raise InvalidRow("you must provide a model parameter", code="missing_model")
         served = self._catalogue.find(caller, asked.model)
-        if not served.model.is_function:  # whose fields are its own business
+        if not served.model.takes_columns:  # whose fields are its own business
             bodies.check(url, body, may_stream=True)
         return served, bool(asked.stream)
 

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from batchmill.ports import Clock
     from batchmill.services.catalogue import Catalogue
     from batchmill.services.files import FileService
-    from batchmill.services.function_calls import FunctionCalls
+    from batchmill.services.functions.calls import FunctionCalls
+    from batchmill.services.functions.late_replies import LateReplies
+    from batchmill.services.functions.versions import ModelVersions
     from batchmill.services.job_desk import JobDesk
     from batchmill.services.keys import KeyService
-    from batchmill.services.late_replies import LateReplies
     from batchmill.services.live_calls import LiveCalls
-    from batchmill.services.model_versions import ModelVersions
+    from batchmill.services.remote.calls import RemoteCalls
+    from batchmill.services.remote.connectors import ConnectorService
+    from batchmill.services.remote.groups import ModelGroups
+    from batchmill.services.remote.models import RemoteModels
+    from batchmill.services.remote.tasks import RemoteTasks
+    from batchmill.services.secrets.vault import Vault
     from batchmill.services.uploads import UploadService
     from batchmill.services.webhooks import WebhookService
 
@@ -34,7 +40,13 @@ class Services(Struct, frozen=True):
     functions: FunctionCalls
     versions: ModelVersions
     webhooks: WebhookService
+    vault: Vault
     late: LateReplies
+    connectors: ConnectorService
+    groups: ModelGroups
+    remote_models: RemoteModels
+    remote_calls: RemoteCalls
+    remote_tasks: RemoteTasks
     config: Config
     clock: Clock
     stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now

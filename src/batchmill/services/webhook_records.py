@@ -29,6 +29,11 @@ class Endpoint(Struct, frozen=True):
     hint: str | None = None
 
 
+def owner_of(project: str, endpoint_id: str) -> str:
+    """What its secret is sealed for."""
+    return f"webhook_endpoint {endpoint_id} of {project}"
+
+
 def endpoint_of(record: sa.RowMapping, hint: str | None = None) -> Endpoint:
     told: dict[str, Any] = {name: record[name] for name in ("id", "project", "name", "url", "created", "updated")}
     return Endpoint(**told, events=msgspec.json.decode(record["events"], type=list[str]), hint=hint)

@@ -22,7 +22,7 @@ from batchmill.ports import Clock
 from batchmill.services import events
 from batchmill.services import webhook_records as records
 from batchmill.services.courier import Answer, Courier
-from batchmill.services.secret_box import SecretBox
+from batchmill.services.secrets.box import SecretBox
 from batchmill.services.signing import check_secret, hint_of, new_secret
 from batchmill.services.webhook_records import SHOWN_CHARS, Endpoint, endpoint_of
 from batchmill.store.database import Database
@@ -50,10 +50,9 @@ class _Key(Struct):
 class WebhookService:
     """Raises, everywhere: UnknownName (`unknown_webhook_endpoint`) for an endpoint of another project, or of none."""
 
-    def __init__(self, database: Database, clock: Clock, config: Config) -> None:
+    def __init__(self, database: Database, clock: Clock, config: Config, box: SecretBox) -> None:
         """Raises: InvalidConfig for an endpoint of the file that cannot work."""
-        self._database, self._clock = database, clock
-        self._box = SecretBox(config.data_dir)
+        self._database, self._clock, self._box = database, clock, box
         self.courier = Courier(clock, read_private(config.server.private_hosts))
         self._configured: dict[str, tuple[Endpoint, tuple[Secret, ...]]] = {}
         for entry in config.webhooks:
@@ -143,10 +142,10 @@ class WebhookService:
         return events.check_types(event_types)
 
     def _sealed(self, endpoint: Endpoint, keys: Sequence[_Key]) -> bytes:
-        return self._box.seal(msgspec.json.encode(keys), _owner(endpoint.project, endpoint.id))
+        return self._box.seal(msgspec.json.encode(keys), records.owner_of(endpoint.project, endpoint.id))
 
     def _opened(self, record: sa.RowMapping) -> list[_Key]:
-        plain = self._box.open(record["secret"], _owner(record["project"], record["id"]))
+        plain = self._box.open(record["secret"], records.owner_of(record["project"], record["id"]))
         return msgspec.json.decode(plain, type=list[_Key])
 
     def _shown(self, record: sa.RowMapping) -> Endpoint:
@@ -188,10 +187,6 @@ class WebhookService:
 
 def _place(entry: WebhookEntry) -> str:
     return f"webhooks {entry.name or entry.url[:SHOWN_CHARS]!r}"
-
-
-def _owner(project: str, endpoint_id: str) -> str:
-    return f"webhook_endpoint {endpoint_id} of {project}"
 
 
 def _file_keys(entry: WebhookEntry, base: Path) -> tuple[Secret, ...]:

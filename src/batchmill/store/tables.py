@@ -1,7 +1,8 @@
 """The tables of a data directory: one SQLAlchemy Core schema for SQLite and PostgreSQL.
 
 The database holds jobs and commit records, never rows: its size goes with the number of commits. What a server keeps
-besides (files, keys, webhooks) stands in `service_tables`; how a database is opened, in `database`.
+besides (files, keys, webhooks) stands in `service_tables`,
+connectors and what belongs to them in `connector_tables`; how a database is opened, in `database`.
 """
 
 from __future__ import annotations
@@ -90,6 +91,17 @@ commits = Table(
     Column("rows_ok", Integer, nullable=False),
     Column("rows_failed", Integer, nullable=False),
     Column("cost", Float),
+)
+
+notes = Table(  # what an engine must find again after a crash: which jobs at a provider hold the rows of a shard
+    "notes",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("generation", Integer, primary_key=True),
+    Column("shard", Integer, primary_key=True),
+    Column("key", String(128), primary_key=True),
+    Column("data", LargeBinary, nullable=False),
+    Column("changed", Float, nullable=False),
 )
 
 error_counts = Table(  # rows whose outcome now is an error, by cause

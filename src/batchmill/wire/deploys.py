@@ -23,7 +23,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     requirements: str | None = None  # the text of a requirements file; None: no environment of its own
     python: str | None = None  # an interpreter's path, or "3.11"; None: batchmill's own
     environment: dict[str, str] = {}
-    secrets: dict[str, str] = {}  # variable -> "env:NAME" or "file:PATH", at the server
+    secrets: dict[str, str] = {}  # variable -> "env:NAME", "file:PATH" or "secret:NAME", at the server
     workers: int = 1
     gpus: int = 0
     memory_bytes: int | None = None

@@ -8,7 +8,7 @@ from array import array
 import msgspec
 from msgspec import Struct
 
-from batchmill.types import Ask, CallStats, Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import Ask, CallStats, Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec, Provision
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
@@ -24,6 +24,7 @@ class Start(Struct, frozen=True, tag="start"):
     model: ModelSpec
     home: str  # folder for logs and whatever the engine leaves
     replica: int = 0  # which of the model's workers this is: engines that share devices tell them apart by it
+    provision: Provision = Provision()
 
 
 class Open(Struct, frozen=True, tag="open"):
@@ -55,6 +56,8 @@ class Grant(Struct, frozen=True, tag="grant"):
     priority: int = 0  # of the job: rows of a higher one go first
     share: float = 1.0  # of this worker that the job has a claim to, beside others of its priority
     row_cost: float = 1.0  # what one of its rows is reckoned at, in tokens where it has any
+    notes: dict[str, bytes] = {}  # of the shard: see ports.LeaseHandle
+    is_over: bool = False  # the job ends: collect what a provider has of these rows, begin nothing
 
 
 class Ack(Struct, frozen=True, tag="ack"):
@@ -78,6 +81,22 @@ class Revoke(Struct, frozen=True, tag="revoke"):
     """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
 
     job: str
+    is_over: bool = False  # it ends without the rows that have not run; otherwise it goes on some day
+
+
+class Noted(Struct, frozen=True, tag="noted"):
+    """Owner: what became of a Note. `is_kept` False: the lease is another's, or it could not be written."""
+
+    id: int
+    is_kept: bool
+    reason: str = ""  # a states.PauseReason, where it could not be written
+    message: str = ""
+
+
+class Provide(Struct, frozen=True, tag="provide"):
+    """Owner: secrets have changed; use these from now on."""
+
+    provision: Provision
 
 
 class Predict(Struct, frozen=True, tag="predict"):
@@ -126,6 +145,21 @@ class Record(Struct, frozen=True, tag="commit"):
     """Worker: these outcomes are durable; count them."""
 
     commit: Commit
+
+
+class Note(Struct, frozen=True, tag="note"):
+    """Worker: make this durable with the lease, and say so with Noted. Empty `data`: take the note back."""
+
+    id: int  # of this worker's notes
+    lease: Lease
+    key: str
+    data: bytes
+
+
+class Left(Struct, frozen=True, tag="left"):
+    """Worker: no more outcomes of this lease will come, and all there were have been sent; its rows stay undone."""
+
+    lease: Lease
 
 
 class Released(Struct, frozen=True, tag="released"):
@@ -186,8 +220,8 @@ class Answers(Struct, frozen=True, tag="answers"):
     stats: CallStats | None = None
 
 
-ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Predict | Asks | Abandon | Taken | Drain
-ToOwner = Ready | Want | Record | Released | Heartbeat | Failed | Head | Chunk | Answered | Answers
+ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Noted | Provide | Predict | Asks | Abandon | Taken | Drain
+ToOwner = Ready | Want | Record | Note | Left | Released | Heartbeat | Failed | Head | Chunk | Answered | Answers
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from batchmill.types import Interface, JobView, Price, Scope
+from batchmill.types import Interface, JobView, Price, RemoteJob, Scope
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 PREFIX = "/batchmill/v1"
@@ -41,6 +41,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = {}  # further fields of each request that a prompt makes
     on_invalid: Literal["fail", "skip"] = "fail"  # with bad rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even where their answers may vary
+    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: what has no result by then never runs
 
 
 class NewJob(Work, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +49,6 @@ class NewJob(Work, frozen=True, forbid_unknown_fields=True):
 
     budget: MoreThanNothing | None = None  # USD; the job pauses when so much is spent
     priority: Priority = 0  # jobs of a higher one go first
-    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC
     completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
     labels: Labels = {}
     output_format: OutputFormat = "jsonl"
@@ -74,6 +74,18 @@ class JobPage(Struct, frozen=True):
 
     jobs: list[JobView]
     after: str | None = None
+
+
+class RemoteJobList(Struct, frozen=True):
+    """The jobs at providers that hold rows of one of ours, in the order of their making."""
+
+    jobs: list[RemoteJob]
+
+
+class Settlement(Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of a submission that nobody could tell of."""
+
+    remote_id: Annotated[str, Meta(min_length=1, max_length=512)] | None  # of the provider; null: it never came to be
 
 
 class FileInfo(Struct, frozen=True):

@@ -41,6 +41,7 @@ class Explanation(Struct, frozen=True):
     tokens: int | None
     shared_prefix: float | None
     groups: list[PlanGroup]
+    notes: list[str] = []  # why models that have several routes go the ways they go
 
 
 class Range(Struct, frozen=True):

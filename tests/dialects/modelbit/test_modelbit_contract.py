@@ -12,7 +12,7 @@ from batchmill.dialects import load_dialects
 from batchmill.dialects.modelbit.dialect import ModelbitDialect
 from batchmill.dialects.modelbit.errors import BY_CODE, LIMITS, TYPES, text_of
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, Unauthenticated, Unavailable
-from batchmill.services.model_names import RESERVED_NAMES
+from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.wire.call_errors import MODEL_CODES
 from batchmill.wire.forms import URLS
 

@@ -10,8 +10,8 @@ from dialects.modelbit.modelbit_kit import HOOKS, open_deployments
 from dialects.open_server import open_server
 from fakes.webhook_receiver import WebhookReceiver
 
-from batchmill.services import late_records
-from batchmill.services.late_records import LateCall, Order
+from batchmill.services.functions import late_records
+from batchmill.services.functions.late_records import LateCall, Order
 from batchmill.store.database import Database
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from batchmill.dialects.open_inference.metadata import config_of, metadata_of
 from batchmill.dialects.open_inference.statistics import stats_of
-from batchmill.services.function_calls import Target
+from batchmill.services.functions.calls import Target
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, Interface, ModelSpec, Tensor
 
 SCHEMA = Interface(

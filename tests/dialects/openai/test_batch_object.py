@@ -91,7 +91,10 @@ def test_a_batch_that_runs_out_of_time_is_finalizing():
 
 
 def test_a_cancelled_batch_says_since_when():
-    """`cancelling_at` is when it was asked, `cancelled_at` when it was done."""
+    """`cancelling_at` is when it was asked, `cancelled_at` when it was done; a provider may have to be asked."""
+    held_up = changed(state=JobState.PAUSED, reason="route_failed", cancelling=300.0)
+    assert shown(held_up).status == "cancelling"
+    assert shown(msgspec.structs.replace(held_up, deadline=300.0)).status == "finalizing"
     batch = shown(changed(state=JobState.CANCELLED, cancelling=300.0, finished=302.0))
     assert (batch.cancelling_at, batch.cancelled_at) == (300, 302)
 

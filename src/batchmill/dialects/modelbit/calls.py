@@ -29,7 +29,7 @@ from batchmill.wire.call_forms import ROWS
 from batchmill.wire.json_bytes import encode
 
 if TYPE_CHECKING:
-    from batchmill.services.function_calls import Target
+    from batchmill.services.functions.calls import Target
 
 BODY: dict[str, Any] = {
     "type": "object",

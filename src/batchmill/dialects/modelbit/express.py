@@ -12,7 +12,7 @@ from batchmill.types import Caller
 from batchmill.wire.call_forms import ROWS
 
 if TYPE_CHECKING:
-    from batchmill.services.function_calls import FunctionCalls
+    from batchmill.services.functions.calls import FunctionCalls
     from batchmill.wire.messages import Answer
 
 _JSON = [(b"content-type", b"application/json")]

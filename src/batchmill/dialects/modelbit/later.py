@@ -8,7 +8,7 @@ from batchmill.dialects.modelbit.errors import envelope
 from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.requests import Wanted
 from batchmill.errors import BatchmillError
-from batchmill.services.late_replies import LateCall, Order
+from batchmill.services.functions.late_replies import LateCall, Order
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller
@@ -17,7 +17,7 @@ from batchmill.wire.json_bytes import encode
 from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:
-    from batchmill.services.function_calls import Target
+    from batchmill.services.functions.calls import Target
 
 DOOR = "modelbit"
 HEADER = "x-mb-batch-id"

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from batchmill.errors import InvalidConfig, UnknownName
 from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.services.secret_box import SecretBox
 from batchmill.services.services import Services
 from batchmill.wire.json_bytes import encode
 from batchmill.wire.messages import Answer
@@ -40,7 +39,7 @@ class _Link(Struct, frozen=True):
 
 class Links:
     def __init__(self, services: Services) -> None:
-        self._files, self._box = services.files, SecretBox(services.config.data_dir)
+        self._files, self._box = services.files, services.vault.box
 
     def operations(self) -> Sequence[Operation]:
         return [

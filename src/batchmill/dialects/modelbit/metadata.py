@@ -14,12 +14,12 @@ from batchmill.dialects.modelbit.links import base_of
 from batchmill.dialects.modelbit.urls import PATHS, SLASH, branch_of, is_ours
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.text_errors import SCHEMA
-from batchmill.services.model_names import MAIN
+from batchmill.services.functions.names import MAIN
 from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor
 
 if TYPE_CHECKING:
-    from batchmill.services.function_calls import Target
+    from batchmill.services.functions.calls import Target
 
 # Datatype -> what Modelbit calls it, its JSON schema, a value of it.
 _TEXT = ("str", {"type": "string"}, "text")

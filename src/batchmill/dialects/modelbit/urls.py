@@ -5,7 +5,7 @@ It takes no address, but a "region", and speaks plain HTTP only to one that cont
 
 from __future__ import annotations
 
-from batchmill.services.model_names import RESERVED_NAMES
+from batchmill.services.functions.names import RESERVED_NAMES
 
 PREFIX = "/:5000"
 SLASH = "~"  # for the "/" of a branch

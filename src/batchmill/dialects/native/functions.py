@@ -13,9 +13,9 @@ from starlette.responses import PlainTextResponse, Response
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import Forbidden
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.services import model_views as views
-from batchmill.services.model_examples import openapi
-from batchmill.services.model_names import LATEST, MAIN
+from batchmill.services.functions import views
+from batchmill.services.functions.examples import openapi
+from batchmill.services.functions.names import LATEST, MAIN
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.bundles import BYTES_MAX

@@ -15,8 +15,18 @@ from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, Scope, Wait
-from batchmill.wire.native import PAGE_DEFAULT, PAGE_MAX, PREFIX, Accepted, Change, JobPage, NewJob
+from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Scope, Wait
+from batchmill.wire.native import (
+    PAGE_DEFAULT,
+    PAGE_MAX,
+    PREFIX,
+    Accepted,
+    Change,
+    JobPage,
+    NewJob,
+    RemoteJobList,
+    Settlement,
+)
 
 JOBS = f"{PREFIX}/jobs"
 ONE = f"{JOBS}/{{job_id}}"
@@ -54,6 +64,14 @@ class Jobs:
             Operation(
                 "explainJob", "GET", f"{ONE}/wait", "Why the job waits, or goes no faster", Scope.READ, self.explain,
                 reply=Wait, errors=(MISSING,),
+            ),
+            Operation(
+                "listRemoteJobs", "GET", f"{ONE}/remote", "The jobs at providers that hold rows of it", Scope.READ,
+                self.remote, reply=RemoteJobList, errors=(MISSING,),
+            ),
+            Operation(
+                "settleRemoteJob", "POST", f"{ONE}/remote/{{tag}}", "Say what became of an unknown submission",
+                Scope.SUBMIT, self.settle_remote, body=Settlement, reply=RemoteJob, errors=(MISSING, CONFLICT),
             ),
             Operation(
                 "verifyJob", "POST", f"{ONE}/verify", "Audit the record of which rows are done", Scope.ADMIN,
@@ -145,6 +163,15 @@ class Jobs:
 
     async def explain(self, call: Call) -> Response:
         return json_reply(self._shown.wait(await self._desk.explain(call.caller, call.path["job_id"])))
+
+    async def remote(self, call: Call) -> Response:
+        found = await self._desk.remote(call.caller, call.path["job_id"])
+        return json_reply(RemoteJobList([self._shown.remote(each) for each in found]))
+
+    async def settle_remote(self, call: Call) -> Response:
+        told: Settlement = call.body
+        job_id, tag = call.path["job_id"], call.path["tag"]
+        return json_reply(self._shown.remote(await self._desk.settle_remote(call.caller, job_id, tag, told.remote_id)))
 
     async def verify(self, call: Call) -> Response:
         return json_reply(self._shown.ledger(await self._desk.verify(call.caller, call.path["job_id"])))

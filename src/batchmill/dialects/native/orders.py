@@ -68,7 +68,12 @@ class Orders:
             system=work.system,
             url=work.url,
             params=work.params,
-            policy=Policy(on_invalid=work.on_invalid, dedupe=work.dedupe, on_engine_failure="fail"),
+            policy=Policy(
+                on_invalid=work.on_invalid,
+                dedupe=work.dedupe,
+                deadline=self._checked(work.deadline),
+                on_engine_failure="fail",
+            ),
             rows_max=config.server.rows_max,
             default_model=bool(work.models),
             project=caller.project,
@@ -98,9 +103,12 @@ class Orders:
         now = self._services.clock.now()
         if job.deadline is not None and job.completion_s is not None:
             raise InvalidInput("deadline and completion_s are two ways to say one thing: leave one out")
-        if job.deadline is not None and job.deadline <= now:
+        return self._checked(job.deadline) if job.completion_s is None else now + job.completion_s
+
+    def _checked(self, deadline: float | None) -> float | None:
+        if deadline is not None and deadline <= self._services.clock.now():
             raise InvalidInput("the deadline lies in the past", code="invalid_deadline")
-        return job.deadline if job.completion_s is None else now + job.completion_s
+        return deadline
 
     def _models(self, caller: Caller, work: Work) -> list[ModelSpec]:
         """The models named, with the names that the caller's rows may use; all of the caller's where none is named."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from batchmill.services.files import FileRecord
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
 from batchmill.services.places import Places
-from batchmill.types import JobView, LedgerReport, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.native import FileInfo
 from batchmill.wire.previews import SealReport
@@ -34,6 +34,7 @@ class Shown:
             origin=_told(origin),
             message=self.text(view.message),
             notes=[self.text(note) for note in view.notes],
+            routing=[self.text(sentence) for sentence in view.routing],
             problems=[
                 replace(each, path=Path(each.path).name, message=self.text(each.message)) for each in view.problems
             ],
@@ -46,6 +47,9 @@ class Shown:
 
     def wait(self, wait: Wait) -> Wait:
         return replace(wait, reasons=[self.text(reason) for reason in wait.reasons])
+
+    def remote(self, job: RemoteJob) -> RemoteJob:
+        return replace(job, message=self.text(job.message))
 
     def ledger(self, report: LedgerReport) -> LedgerReport:
         return replace(

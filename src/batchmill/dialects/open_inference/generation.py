@@ -21,8 +21,8 @@ from batchmill.server.function_replies import CLIENT_LEFT, JSON, as_accepted, bo
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone
 from batchmill.server.text_errors import Envelope
-from batchmill.services.function_calls import Target
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.calls import Target
+from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope

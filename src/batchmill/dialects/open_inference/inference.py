@@ -24,7 +24,7 @@ from batchmill.server.function_replies import (
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
 from batchmill.server.text_errors import Envelope
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope

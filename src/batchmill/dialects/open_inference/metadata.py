@@ -15,8 +15,8 @@ import batchmill
 from batchmill.dialects.open_inference.shelf import targets_of
 from batchmill.dialects.open_inference.urls import MODEL_PATHS
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.services.function_calls import Target
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.calls import Target
+from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
 from batchmill.types import Scope, Tensor
 

@@ -12,7 +12,7 @@ from batchmill.dialects.open_inference.shelf import targets_of
 from batchmill.errors import InvalidInput
 from batchmill.server.function_replies import json_of
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
 from batchmill.types import Scope
 

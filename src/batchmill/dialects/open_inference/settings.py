@@ -15,7 +15,7 @@ from batchmill.errors import InvalidInput
 from batchmill.server.bodies import Refusal
 from batchmill.server.function_replies import body_of, json_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.json_bytes import decode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchmill.services.function_calls import FunctionCalls, Target
+from batchmill.services.functions.calls import FunctionCalls, Target
 from batchmill.types import Caller
 
 BRANCH = "main"

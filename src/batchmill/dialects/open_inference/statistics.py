@@ -13,8 +13,8 @@ from starlette.responses import Response
 from batchmill.dialects.open_inference.shelf import targets_of
 from batchmill.dialects.open_inference.urls import MODEL, VERSION
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.function_calls import Target
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.calls import Target
+from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
 from batchmill.types import BatchTimes, CallStats, Scope
 

@@ -115,8 +115,8 @@ def job_id(batch_id: str) -> str:
 
 def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[str], str] = str) -> Batch:
     """`hide` takes out of a sentence what only the server's operator may read."""
-    state, origin = JobState(view.state), view.origin or {}
-    has_expired = state is JobState.EXPIRED or view.reason == EXPIRED
+    state, origin = _state(view), view.origin or {}
+    has_expired = state is JobState.EXPIRED or view.reason == EXPIRED or _is_late(view)
     return Batch(
         id=batch_id(view.id),
         endpoint=origin.get("endpoint", ""),
@@ -150,6 +150,16 @@ def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[
             view.cost,
         ),  # fmt: skip
     )
+
+
+def _state(view: JobView) -> JobState:
+    """One that is to end is no longer in progress, though a provider of its rows may have to be asked again."""
+    is_stopped = view.state == JobState.PAUSED and view.cancelling is not None
+    return JobState.CANCELLING if is_stopped else JobState(view.state)
+
+
+def _is_late(view: JobView) -> bool:
+    return view.cancelling is not None and view.deadline is not None and view.cancelling >= view.deadline
 
 
 def _status(state: JobState, has_expired: bool) -> Status:

@@ -12,15 +12,14 @@ from starlette.responses import Response
 from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
 from batchmill.dialects.openai.errors import as_ours
 from batchmill.dialects.openai.live_reply import EventReply
-from batchmill.errors import BatchmillError, UnknownName
+from batchmill.errors import UnknownName
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.server.piece_reply import EVENTS, unless_gone
+from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import LiveHead, Scope
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
-ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of one that is no stream: it is in memory whole
 CLIENT_LEFT = 499  # nobody sees it but the log
 SHOWN_CHARS = 80  # of a path that is none, in a message
 RESERVED = ("batches", "files", "models", "uploads", "webhook_endpoints")  # first words of paths that no model has
@@ -72,17 +71,7 @@ class Inference:
         head, pieces = await self._live.predict(call.caller, url, body)
         if head.content_type.startswith(EVENTS):
             return EventReply(head, pieces, self._hide)
-        whole = bytearray()
-        try:
-            async for piece in pieces:
-                whole += piece
-                if len(whole) > ANSWER_BYTES_MAX:
-                    raise BatchmillError(
-                        f"the answer is longer than {ANSWER_BYTES_MAX:,} bytes", code="answer_too_large"
-                    )
-        finally:
-            await pieces.aclose()
-        return self._whole(head, url, body, bytes(whole))
+        return self._whole(head, url, body, await whole_answer(pieces))
 
     @staticmethod
     def _whole(head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from batchmill.engines.function_process.counting import Counts
 from batchmill.engines.function_process.process import Process
 from batchmill.engines.function_process.work import HUNG, Blame, Work, hung, results_of, unheard
 from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Answering
 from batchmill.types import Ask, FunctionSpec, Interface, ModelSpec
@@ -157,5 +157,5 @@ class LiveCalls:
 
 
 def _bug(error: Exception) -> Raised:
-    traceback.print_exception(error)
+    redaction.print_exception(error)
     return Raised.of(BatchmillError(f"the engine failed: {type(error).__name__}: {error}", code="engine_bug"))

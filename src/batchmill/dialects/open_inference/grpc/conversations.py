@@ -21,8 +21,8 @@ from batchmill.dialects.open_inference.grpc.bodies import (
 )
 from batchmill.dialects.open_inference.grpc.messages import message
 from batchmill.errors import BatchmillError
-from batchmill.services.function_calls import FunctionCalls, Target
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.calls import FunctionCalls, Target
+from batchmill.services.functions.paths import locate
 from batchmill.types import Caller
 
 AHEAD_MAX = 64  # requests of one stream that are read and not yet answered

@@ -22,7 +22,7 @@ from batchmill.dialects.open_inference.repository import Index, Load, Repository
 from batchmill.dialects.open_inference.statistics import StatisticsCalls
 from batchmill.errors import InvalidInput
 from batchmill.server.operations import Call
-from batchmill.services.function_paths import locate
+from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
 from batchmill.types import Caller, Scope
 

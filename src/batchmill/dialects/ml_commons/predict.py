@@ -1,0 +1,193 @@
+"""_predict and _batch_predict: calls of a remote model, for one answer or for a batch.
+
+A batch means one of two things: the provider's own, begun by the action `batch_predict` with what the caller gave, or,
+where the body holds a `dataset`, rows of files of this server, which batchmill hands over and reconciles itself.
+Source: ML Commons, "Predict" and "Batch predict".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from batchmill.dialects.ml_commons.datasets import Datasets
+from batchmill.dialects.ml_commons.requests import PREFIX, body_of, is_plain, reply
+from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation
+from batchmill.errors import BatchmillError, InvalidInput, UnknownName
+from batchmill.server.bodies import parse_object
+from batchmill.server.operations import Call, Operation
+from batchmill.server.piece_reply import unless_gone, whole_answer
+from batchmill.services.catalogue import Served
+from batchmill.services.remote.models import RemoteModel
+from batchmill.services.remote.specs import ONLINE
+from batchmill.services.remote.task_records import TaskRecord
+from batchmill.services.repeats import once_for
+from batchmill.services.services import Services
+from batchmill.types import LiveHead, LiveRequest, Once, Scope
+from batchmill.types.connectors import (
+    BATCH_PREDICT,
+    BATCH_PREDICT_STATUS,
+    CANCEL_BATCH_PREDICT,
+    PREDICT,
+)
+
+FORM = "ml_commons"
+ONE = f"{PREFIX}/models/{{model_id}}"
+BATCH_ROUTE = f"POST {ONE}/_batch_predict"
+BATCH_FIELDS = ("parameters", "action_type", "dlq")
+CLIENT_LEFT = 499
+SHOWN_CHARS = 80
+OTHER_ACTIONS = (BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT, "EXECUTE")
+# A gateway's own words for a failure may be answered by anybody's: opensearch-py sends 502, 503 and 504 again at once.
+REMOTE_ERRORS = (402, 404, 409, 422, 502, 504)
+
+
+class RemoteAnswered(BatchmillError):
+    """What a service answered instead of a prediction, with its own status."""
+
+    code = "remote_error"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Predict:
+    def __init__(self, services: Services, datasets: Datasets) -> None:
+        self._services, self._datasets = services, datasets
+        self._models, self._tasks = services.remote_models, services.remote_tasks
+
+    def operations(self) -> Sequence[Operation]:
+        errors = (MISSING, *REMOTE_ERRORS)
+        return [
+            operation(
+                "predictModel", f"POST {ONE}/_predict", "Call a model", Scope.SUBMIT, self.predict,
+                body="required", errors=errors,
+            ),
+            operation(
+                "predictWithAlgorithm", f"POST {PREFIX}/_predict/{{algorithm}}/{{model_id}}",
+                "Call a model with documents", Scope.SUBMIT, self.predict, body="required", errors=errors,
+            ),
+            operation(
+                "batchPredictModel", BATCH_ROUTE, "Hand a batch to the model's provider, or run the rows of a dataset",
+                Scope.SUBMIT, self.batch, body="required", errors=(*errors, TAKEN),
+            ),
+        ]  # fmt: skip
+
+    # -- one answer ---------------------------------------------------------------------------------------------------
+
+    async def predict(self, call: Call) -> Response:
+        told = body_of(call)
+        if _action(told, PREDICT) == BATCH_PREDICT:
+            return await self._batch(call, told)
+        answered = await unless_gone(call, self._predicted(call))
+        return Response(status_code=CLIENT_LEFT) if answered is None else answered
+
+    async def _predicted(self, call: Call) -> Response:
+        model = await self._ready(call)
+        spec = self._models.spec(model.id, route=ONLINE)
+        request = LiveRequest(f"{ONE}/_predict", call.raw, form=FORM)
+        head, pieces = await self._services.live.ask(call.caller, Served(model.id, spec), request)
+        return _answer(call, head, await whole_answer(pieces))
+
+    async def _ready(self, call: Call) -> RemoteModel:
+        """The model that is asked for, if the caller's key may use it."""
+        model = self._models.get(call.caller, call.path["model_id"])
+        named = call.caller.models
+        if named is not None and model.id not in named and model.name not in named:
+            raise UnknownName(f"Failed to find model with the provided model id: {model.id}", code="model_not_found")
+        model = await self._models.ready(call.caller, model.id)
+        self._models.admit(model)
+        return model
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    async def batch(self, call: Call) -> Response:
+        told = body_of(call)
+        if _action(told, BATCH_PREDICT) == PREDICT:
+            return await self._predicted(call)
+        return await self._batch(call, told)
+
+    async def _batch(self, call: Call, told: dict[str, Any]) -> Response:
+        self._tasks.check_enabled()
+        model = await self._ready(call)
+        once = once_for(
+            call.caller, f"{BATCH_ROUTE} {model.id}", call.raw, call.request.headers.get("idempotency-key"), 0,
+            arrived=self._services.clock.now(),
+        )  # fmt: skip
+        if "dataset" in told:
+            task = await self._datasets.run(call.caller, model, told, once)
+        else:
+            _check_fields(told)
+            parameters = _parameters(told)
+            task = await self._tasks.predict(call.caller, model.id, parameters, once)
+        self._once_delivered(call, task, once)
+        return reply(call, {"task_id": task.id, "status": "CREATED", "remote_job": task.remote_job})
+
+    def _once_delivered(self, call: Call, task: TaskRecord, once: Once) -> None:
+        """A client that has its reply and sends the same again means another batch."""
+        if task.has_dataset:
+            call.on_delivered(lambda: self._services.jobs.answered(once.key))
+        else:
+            call.on_delivered(lambda: self._tasks.answered(once))
+
+
+def _action(told: dict[str, Any], of_path: str) -> str:
+    """What is asked for: what the body says goes before the path. Raises: InvalidInput."""
+    named = told.get("action_type")
+    if named is None:
+        return of_path
+    kind = named.upper() if isinstance(named, str) else ""
+    if kind in OTHER_ACTIONS:
+        raise InvalidInput("Wrong action type in the rest request path!", code="wrong_action")
+    if kind not in (PREDICT, BATCH_PREDICT):
+        raise InvalidInput(f"Wrong Action Type of {str(named)[:SHOWN_CHARS]}", code="wrong_action")
+    return kind
+
+
+def _check_fields(told: dict[str, Any]) -> None:
+    dlq = told.get("dlq")
+    if dlq is not None:
+        if not isinstance(dlq, dict) or not dlq.get("bucket") or not dlq.get("region"):
+            raise InvalidInput("DLQ bucketName or region cannot be null", code="invalid_dlq")
+        raise InvalidInput(
+            "dlq is not supported: the task tells what failed, as GET /_plugins/_ml/tasks/<task_id>, and rows of a "
+            "dataset have an error file; leave dlq out",
+            code="invalid_dlq",
+        )
+    unknown = [name for name in told if name not in BATCH_FIELDS]
+    if unknown:
+        raise InvalidInput(
+            f"there is nothing called {unknown[0][:SHOWN_CHARS]!r} in a batch: known are "
+            f"{', '.join(BATCH_FIELDS)}, and dataset with what belongs to it",
+            code="unknown_parameter",
+        )
+
+
+def _parameters(told: dict[str, Any]) -> dict[str, Any]:
+    parameters = told.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidInput("parameters must be a JSON object", code="invalid_value")
+    return parameters or {}
+
+
+def _answer(call: Call, head: LiveHead, answer: bytes) -> Response:
+    """What an engine answered: a prediction as it came, an error in this API's words."""
+    if head.status >= 400:
+        raise RemoteAnswered(_message(head.status, answer), head.status)
+    if is_plain(call):
+        return Response(answer, head.status, {"content-type": head.content_type})
+    return reply(call, msgspec.json.decode(answer), head.status)
+
+
+def _message(status: int, answer: bytes) -> str:
+    try:
+        error: Any = parse_object(answer).get("error")
+    except InvalidInput:
+        error = None
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("reason")
+    return error if isinstance(error, str) and error else f"Error from remote service: status {status}"

@@ -1,0 +1,311 @@
+"""The connections of engines that call services: kept alive, bounded in time and size, and their failures told alike.
+
+Knows nothing of rows, pacing or retries. aiohttp's errors do not leave it: a call without a whole reply is a NoReply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import resource
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import aiohttp
+from aiohttp import hdrs
+from msgspec import Struct
+from yarl import URL
+
+from batchmill.engines.deadlines import Deadlines
+from batchmill.engines.replies import REPLY_BYTES_MAX
+from batchmill.engines.retry import Fault, Kind
+from batchmill.errors import InvalidInput
+from batchmill.models.addresses import SHOWN_CHARS, Private
+from batchmill.models.guarded_http import ADDRESSES_S, GuardedHttp, refusal_of
+from batchmill.types import Limits, RowError
+
+IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
+KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
+BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
+FILES_SPARE = 128  # descriptors left for everything that is no connection
+PIECE_BYTES = 1024 * 1024  # of a file that is sent
+
+
+class NoReply(Exception):
+    """A call that failed before its answer was complete."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.error.message)
+        self.fault = fault
+
+
+class FilePart(Struct, frozen=True):
+    """A stretch of a file, to be sent."""
+
+    path: Path
+    size: int  # bytes
+    first: int = 0
+
+
+class Connections:
+    """One pool of connections. No proxies, no .netrc, no cookies, no redirects.
+
+    `private` None: calls go wherever their URLs lead. Otherwise only where it and the rules of `models.addresses`
+    allow, judged for each socket; `addresses.EVERYWHERE` closes nothing but what is never called.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        headers: Mapping[str, str] | None = None,
+        private: Private | None = None,
+        verify_tls: bool = True,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        read_timeout_s: float | None = None,
+    ) -> None:
+        """Args: `headers`, of every call; `read_timeout_s`, for which a service may send nothing, a reply's beginning
+        included (None: it may think as long as a call may last)."""
+        self._limits = limits
+        self._headers = dict(headers or {})
+        self._guard = None if private is None else GuardedHttp(private)
+        self._verify_tls = verify_tls
+        self._idle_timeout_s = idle_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._deadlines = Deadlines(limits.attempt_timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the pool; nothing is called yet."""
+        if self._guard is None:
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=ADDRESSES_S, ssl=self._verify_tls
+            )
+        else:
+            connector = self._guard.connections(keepalive_s=KEEPALIVE_S, verify_tls=self._verify_tls)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+            # The time of a whole call is kept by `Deadlines`.
+            timeout=aiohttp.ClientTimeout(
+                total=None, connect=self._limits.connect_timeout_s, sock_read=self._read_timeout_s
+            ),
+            trust_env=False,
+        )
+
+    async def stop(self) -> None:
+        """Close everything. Safe to call twice, and before `start`."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    def set_headers(self, headers: Mapping[str, str]) -> None:
+        """Send these with every call from now on, instead of those before."""
+        self._headers = dict(headers)
+        if self._session is not None:
+            self._session.headers.clear()
+            self._session.headers.update(self._headers)
+
+    async def exchange(
+        self, method: str, url: URL | str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Make a call and read its whole reply, decoded; None for one that is larger than REPLY_BYTES_MAX.
+
+        A URL that is text is percent-encoded already and is sent as it is. Raises: NoReply.
+        """
+        target = _read_url(url) if isinstance(url, str) else url
+        task = asyncio.current_task()
+        assert task is not None
+        self._deadlines.begin(task)
+        try:
+            response = await self._send(method, target, body, headers)
+            return response, await self._read_whole(response)
+        except asyncio.CancelledError:
+            if self._deadlines.is_late(task):
+                raise NoReply(self._translate(TimeoutError(), target)) from None
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error, target)) from None
+        finally:
+            self._deadlines.end(task)
+
+    async def begin(
+        self, method: str, url: URL | str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        """Make a call; its reply's head. The rest is taken with `read`, and the caller closes it. Raises: NoReply."""
+        target = _read_url(url) if isinstance(url, str) else url
+        try:
+            async with asyncio.timeout(self._limits.attempt_timeout_s):
+                return await self._send(method, target, body, headers)
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error, target)) from None
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """The next piece of a reply that has begun, of any length; empty at its end. Raises: NoReply."""
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                return await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error, response.url)) from None
+
+    async def upload(
+        self,
+        method: str,
+        url: URL | str,
+        parts: Sequence[bytes | FilePart],
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Send the parts as one body, of which never more than a piece is in memory; the reply as from `exchange`.
+
+        It may take as long as it goes on; a service that takes nothing for `idle_timeout_s` has failed. Raises:
+        NoReply.
+        """
+        target = _read_url(url) if isinstance(url, str) else url
+        size = sum(part.size if isinstance(part, FilePart) else len(part) for part in parts)
+        told = {**(headers or {}), hdrs.CONTENT_LENGTH: str(size)}
+        session = self._open(target)
+        try:
+            with ExitStack() as opened:
+                async with asyncio.timeout(self._idle_timeout_s) as patience:
+                    body = self._pieces(parts, patience, opened)
+                    response = await session.request(method, target, data=body, headers=told, allow_redirects=False)
+                    patience.reschedule(None)
+                    return response, await self._read_whole(response)
+        except (aiohttp.ClientError, OSError) as error:
+            raise NoReply(self._translate(error, target)) from None
+
+    async def _pieces(
+        self, parts: Sequence[bytes | FilePart], patience: asyncio.Timeout, opened: ExitStack
+    ) -> AsyncIterator[bytes]:
+        """What is sent, each piece once the one before is on its way; what follows the last is the service's time.
+
+        A body that is not sent to its end is never told so: its files are closed with `opened`.
+        """
+        for part in parts:
+            if isinstance(part, bytes):
+                _extend(patience, self._idle_timeout_s)
+                yield part
+                continue
+            file = opened.enter_context(_open_part(part))
+            left = part.size
+            while left:
+                piece = await asyncio.to_thread(file.read, min(PIECE_BYTES, left))
+                if not piece:
+                    raise EOFError(f"{part.path} is shorter than it was")
+                left -= len(piece)
+                _extend(patience, self._idle_timeout_s)
+                yield piece
+        _extend(patience, self._limits.attempt_timeout_s)
+
+    def _open(self, target: URL) -> aiohttp.ClientSession:
+        """The session, for a call of this place. Raises: NoReply where its text is not allowed already."""
+        assert self._session is not None, "start() comes first"
+        if self._guard is not None:
+            try:
+                self._guard.admit(str(target))
+            except InvalidInput as refused:
+                raise NoReply(Fault(Kind.PERMANENT, RowError(refused.code, refused.message))) from None
+        return self._session
+
+    async def _send(
+        self, method: str, target: URL, body: bytes | None, headers: Mapping[str, str] | None
+    ) -> aiohttp.ClientResponse:
+        session = self._open(target)
+        data = body if body is None or len(body) <= BODY_COPY_MAX else io.BytesIO(body)
+        return await session.request(method, target, data=data, headers=headers, allow_redirects=False)
+
+    async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes | None:
+        content = response.content
+        try:
+            # Most replies are there with their head. What is packed may unpack to anything, so it is read in pieces.
+            if content.is_eof() and hdrs.CONTENT_ENCODING not in response.headers:
+                body = content.read_nowait()
+                body = body if len(body) <= REPLY_BYTES_MAX else None
+            else:
+                body = await self._read_pieces(content)
+        except BaseException:
+            response.close()
+            raise
+        if body is None:
+            response.close()
+        return body
+
+    async def _read_pieces(self, content: aiohttp.StreamReader) -> bytes | None:
+        pieces, total = [], 0
+        async with asyncio.timeout(self._idle_timeout_s) as idle:
+            while piece := await content.readany():
+                total += len(piece)
+                if total > REPLY_BYTES_MAX:
+                    return None
+                pieces.append(piece)
+                idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
+        return b"".join(pieces)
+
+    def _translate(self, error: aiohttp.ClientError | OSError, url: URL) -> Fault:
+        """What aiohttp says, in our words."""
+        where = f"{url.scheme}://{url.raw_authority}"
+        if self._guard is not None and (reason := refusal_of(error)):
+            text = f"{where} is not called: {reason}"
+            return Fault(Kind.PERMANENT, RowError("url_not_allowed", text))
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                text = f"no connection to {where} within {self._limits.connect_timeout_s:g} s"
+                return Fault(Kind.UNREACHABLE, RowError("connection_failed", text))
+            case aiohttp.ClientConnectorError():
+                return Fault(Kind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
+            case aiohttp.InvalidURL():
+                return Fault(Kind.PERMANENT, RowError("invalid_url", f"{where} cannot be called: {error}"))
+            case TimeoutError():
+                text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
+                return Fault(Kind.TRANSIENT, RowError("timeout", text))
+            case aiohttp.ServerDisconnectedError():
+                # Most often a kept-alive connection that the service closed at this very moment: try again at once.
+                text = f"{where} ended the connection without a reply"
+                return Fault(Kind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
+            case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
+                return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
+            case _:
+                text = f"the connection to {where} broke: {error or type(error).__name__}"
+                return Fault(Kind.TRANSIENT, RowError("connection_failed", text))
+
+
+def _read_url(text: str) -> URL:
+    """Raises: NoReply for what is no URL."""
+    try:
+        if not (text.isascii() and text.isprintable()) or " " in text:
+            raise ValueError("it holds characters that must be percent-encoded")
+        url = URL(text, encoded=True)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError("it does not begin with https:// and a host")
+    except ValueError as error:
+        fault = Fault(Kind.PERMANENT, RowError("invalid_url", f"{text[:SHOWN_CHARS]!r} cannot be called: {error}"))
+        raise NoReply(fault) from None
+    return url
+
+
+def _extend(patience: asyncio.Timeout, wait_s: float) -> None:
+    if patience.when() is not None:  # a service may reply before it has taken everything
+        patience.reschedule(asyncio.get_running_loop().time() + wait_s)
+
+
+def allow_files(wanted: int) -> int:
+    """How many connections this process may hold, once it has asked the kernel for as many as are wanted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = wanted + FILES_SPARE
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == unlimited else max(1, soft - FILES_SPARE)
+
+
+def _open_part(part: FilePart) -> BinaryIO:
+    """Not in a thread: a file that is opened after its caller was cancelled would be closed by nobody."""
+    file = part.path.open("rb")
+    file.seek(part.first)
+    return file

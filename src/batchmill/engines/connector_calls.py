@@ -1,0 +1,201 @@
+"""Calls of a connector's `predict`: parameters out of rows and requests, one exchange, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from batchmill.engines.connections import Connections, NoReply
+from batchmill.engines.connector_credentials import Credentials
+from batchmill.engines.connector_replies import Answer, settle
+from batchmill.engines.retry import Fault, Kind
+from batchmill.errors import InvalidInput, InvalidRow, ModelFailed
+from batchmill.models.connectors.postprocessing import result_json, tensors
+from batchmill.models.connectors.preprocessing import prepare
+from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.ports import Clock
+from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError
+from batchmill.wire.forms import OpenAIForm
+
+FILTER = "response_filter"
+_DOCUMENTS = ("text_docs", "query_text")
+
+
+class ConnectorCall:
+    """One call, over all of its attempts. `dispatch` reads and writes what `outgoing.Call` has too."""
+
+    __slots__ = (
+        "attempts",
+        "body",
+        "charged",
+        "generation",
+        "is_typed",
+        "parameters",
+        "rendered",
+        "row",
+        "sent_at",
+        "since",
+    )
+
+    def __init__(self, row: Row | None, parameters: Mapping[str, Any], *, is_typed: bool) -> None:
+        self.row = row  # None: a live request's
+        self.parameters = parameters
+        self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
+        self.rendered: Rendered | None = None
+        self.generation = 0  # of the credentials in `rendered`
+        self.body = b""  # whose length is what the call is reckoned at
+        self.attempts = 0  # calls that failed and count
+        self.since = 0.0  # monotonic time of the first one; 0: none was made
+        self.sent_at = 0.0  # monotonic time of the last one
+        self.charged = 0.0  # tokens that the last one was reckoned at
+
+
+class Caller:
+    """Makes the calls of one action."""
+
+    def __init__(
+        self, connector: Connector, action: Action, connections: Connections, credentials: Credentials, clock: Clock
+    ) -> None:
+        """Raises: InvalidInput for templates that can never be filled."""
+        self._connector = connector
+        self._action = action
+        self._connections = connections
+        self._credentials = credentials
+        self._clock = clock
+        self._renderers = {is_typed: Renderer(connector, action, is_typed=is_typed) for is_typed in (True, False)}
+        self._processes = action.post_process_function is not None or FILTER in connector.parameters
+
+    def compose(self, call: ConnectorCall) -> None:
+        """Fill the templates. Raises: InvalidInput."""
+        credentials = self._credentials
+        call.rendered = self._renderers[call.is_typed].compose(call.parameters, credentials.values)
+        call.generation = credentials.generation
+        call.body = call.rendered.body or b""
+
+    async def send(self, call: ConnectorCall) -> Answer | Fault:
+        """One attempt: signed now, with the secrets of now; again at once where a refused secret has been replaced."""
+        result = await self._attempt(call)
+        refused = isinstance(result, Fault) and result.kind is Kind.AUTH
+        if refused and self._credentials.has_better(call.generation):
+            return await self._attempt(call)
+        return result
+
+    async def begin(self, call: ConnectorCall) -> aiohttp.ClientResponse:
+        """The same, but the reply's head only. Raises: NoReply."""
+        ready = self._ready(call)
+        if isinstance(ready, Fault):
+            raise NoReply(ready)
+        return await self._connections.begin(ready.method, ready.url, ready.body, ready.headers)
+
+    async def _attempt(self, call: ConnectorCall) -> Answer | Fault:
+        ready = self._ready(call)
+        if isinstance(ready, Fault):
+            return ready
+        try:
+            response, data = await self._connections.exchange(ready.method, ready.url, ready.body, ready.headers)
+        except NoReply as lost:
+            return lost.fault
+        return settle(response.status, response.headers, data, self._clock.now())
+
+    def _ready(self, call: ConnectorCall) -> Rendered | Fault:
+        """The call as it is sent now."""
+        try:
+            self._credentials.refresh()
+            if call.rendered is None or call.generation != self._credentials.generation:
+                self.compose(call)
+            assert call.rendered is not None
+            at = datetime.fromtimestamp(self._clock.now(), UTC)
+            return self._renderers[call.is_typed].sign(call.rendered, self._credentials.values, at)
+        except ModelFailed as missing:
+            return Fault(Kind.AUTH, RowError(missing.code, missing.message))
+        except InvalidInput as wrong:
+            return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message))
+
+    # what a reply comes to
+
+    def result(self, call: ConnectorCall, answer: Answer) -> bytes:
+        """The body of a row's result: the reply itself, or what post-processing made of it.
+
+        Raises: InvalidInput for a reply that is not what the post-processing takes.
+        """
+        assert answer.reply.body is not None
+        if not self._processes and FILTER not in call.parameters:
+            return answer.reply.body
+        return result_json(self._action, answer.data, self._all_parameters(call))
+
+    def tensors(self, call: ConnectorCall, answer: Answer) -> list[dict[str, Any]]:
+        """The `output` of ML Commons. Raises: as `result`."""
+        return tensors(self._action, answer.data, self._all_parameters(call))
+
+    def _all_parameters(self, call: ConnectorCall) -> Mapping[str, Any]:
+        return {**self._connector.parameters, **call.parameters}
+
+    def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The parameters of the calls that a predict body of ML Commons asks for. Raises: InvalidInput."""
+        return prepare(self._connector, self._action, body)
+
+
+class Rows:
+    """Rows as calls, and answers as their outcomes."""
+
+    def __init__(self, model: ModelSpec, caller: Caller) -> None:
+        self._names = frozenset(model.targets())
+        self._caller = caller
+
+    def call(self, row: Row) -> ConnectorCall:
+        """The call a row asks for. Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent."""
+        try:
+            call = ConnectorCall(row, self.parameters(_members(row)), is_typed=True)
+            self._caller.compose(call)
+        except InvalidRow:
+            raise
+        except InvalidInput as wrong:
+            raise InvalidRow(wrong.message, code=wrong.code) from None
+        return call
+
+    def parameters(self, members: dict[str, Any]) -> dict[str, Any]:
+        """What a request's members say: parameters, or documents that are to become them. Raises: InvalidInput."""
+        name = members.get("model")
+        if name is None or name == "" or (isinstance(name, str) and name in self._names):
+            members = {key: value for key, value in members.items() if key != "model"}
+        documents = {key: members[key] for key in _DOCUMENTS if key in members}
+        if documents:
+            members = {key: value for key, value in members.items() if key not in documents}
+        if members.keys() == {"parameters"} and isinstance(members["parameters"], dict):
+            members = members["parameters"]
+        if not documents:
+            return members
+        calls = self._caller.documents({**documents, "parameters": members})
+        if len(calls) != 1:
+            text = f"its documents take {len(calls)} calls, and a row is one: make a row of each document"
+            raise InvalidRow(text, code="too_many_documents")
+        return calls[0]
+
+    async def send(self, call: ConnectorCall) -> Outcome | Fault:
+        """One attempt of a row's call, as `dispatch` wants it."""
+        assert call.row is not None
+        answer = await self._caller.send(call)
+        if isinstance(answer, Fault):
+            return answer
+        reply = answer.reply
+        try:
+            body = self._caller.result(call, answer)
+        except InvalidInput as wrong:  # the service may do better when it is asked again
+            return Fault(Kind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+        return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
+
+
+def _members(row: Row) -> dict[str, Any]:
+    """The members of a row's body, its columns, or those of the request that its form makes of them."""
+    form = row.form
+    if isinstance(form, OpenAIForm) or form.prompt is None:
+        members = form.arguments(row)
+    else:
+        members = msgspec.json.decode(form.request(row).body)
+    if members.get("stream") is True:
+        raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+    return members

@@ -1,0 +1,232 @@
+"""Chat completions as Anthropic's Messages, there and back. Pure: it knows JSON values and nothing of calls.
+
+What has no counterpart is refused by its name; fields whose value asks for nothing (null, n=1) are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from batchmill.engines.provider_batch.anthropic_parts import blocks_of, refuse, text_blocks_of
+from batchmill.types import Usage
+from batchmill.wire.forms import counted
+
+MAX_TOKENS = 4096  # of an answer whose row names no limit: Messages must have one
+TEMPERATURE_MAX = 1.0
+
+_WAY_OUT = "leave it out, or write the row for /v1/messages with Anthropic's own fields"
+
+# Fields that say nothing with one of these values; with any other they have no counterpart.
+_QUIET: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "stream_options": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "seed": (),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto",),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "prediction": (),
+    "web_search_options": (),
+    "functions": ([],),
+    "function_call": (),
+    "prompt_cache_key": (),
+}
+_AS_THEY_ARE = ("temperature", "top_p", "top_k", "thinking")
+
+_FINISHES = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+
+
+def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    """The body of a Messages call that asks for what a chat completion's body asks for; `model` as it is.
+
+    Raises: InvalidRow, code `unsupported_parameter`, naming what cannot be asked for; `invalid_row` for a wrong shape.
+    """
+    params: dict[str, Any] = {"max_tokens": max_tokens}
+    for name, value in body.items():
+        if value is None or name in ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls"):
+            continue
+        if name in _AS_THEY_ARE or name == "model":
+            params[name] = value
+        elif name in _TRANSLATED:
+            params |= _TRANSLATED[name](value)
+        elif name not in _QUIET or not any(_is_same(value, quiet) for quiet in _QUIET[name]):
+            raise refuse(f"`{name}`", _WAY_OUT)
+    limit = _first(body.get("max_completion_tokens"), body.get("max_tokens"))
+    if limit is not None:
+        params["max_tokens"] = limit
+    _check_temperature(params.get("temperature"))
+    if body.get("parallel_tool_calls") is False and params.get("tools"):
+        params["tool_choice"] = {"disable_parallel_tool_use": True, **params.get("tool_choice", {"type": "auto"})}
+    system, params["messages"] = _conversation(body.get("messages"))
+    if system:
+        params["system"] = system
+    return params
+
+
+def to_completion(message: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+    """A chat completion that says what a reply of Messages says. `created` in seconds since the epoch."""
+    texts, calls, thoughts = [], [], []
+    content = message.get("content")
+    for block in content if isinstance(content, list) else []:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": arguments}:
+                written = msgspec.json.encode(arguments).decode()
+                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": written}})
+            case {"type": "thinking", "thinking": str(text)}:
+                thoughts.append(text)
+    answer: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    answer["refusal"] = None
+    if thoughts:
+        answer["reasoning_content"] = "".join(thoughts)
+    if calls:
+        answer["tool_calls"] = calls
+    choice = {
+        "index": 0,
+        "message": answer,
+        "logprobs": None,
+        "finish_reason": _FINISHES.get(str(message.get("stop_reason")), "stop"),
+        "stop_reason": message.get("stop_sequence"),
+    }
+    return {
+        "id": message.get("id"),
+        "object": "chat.completion",
+        "created": created,
+        "model": message.get("model"),
+        "choices": [choice],
+        "usage": _completion_usage(usage_of(message)),
+    }
+
+
+def usage_of(message: Mapping[str, Any]) -> Usage | None:
+    """The tokens of a reply of Messages, whose `input_tokens` leave out what was read from or written to a cache."""
+    usage = message.get("usage")
+    if not isinstance(usage, Mapping):
+        return None
+    fresh, written, read, output = (
+        value if type(value := usage.get(name)) is int else 0
+        for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    )
+    return counted(max(fresh, 0) + max(written, 0) + max(read, 0), read, output)
+
+
+def _completion_usage(usage: Usage | None) -> dict[str, Any] | None:
+    if usage is None:
+        return None
+    return {
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _conversation(messages: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The blocks of the system prompt, and turns whose roles alternate: what follows itself is one turn."""
+    if not isinstance(messages, list) or not messages:
+        raise refuse("`messages`", "it must be a list with at least one message", code="invalid_row")
+    system: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        place = f"`messages[{index}]`"
+        if not isinstance(message, dict):
+            raise refuse(place, "a message is a JSON object", code="invalid_row")
+        if message.get("role") in ("system", "developer"):
+            system += text_blocks_of(message, place)
+            continue
+        role, blocks = blocks_of(message, place)
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        else:
+            turns.append({"role": role, "content": blocks})
+    return system, turns
+
+
+def _stop(value: Any) -> dict[str, Any]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise refuse("`stop`", "it is a text or a list of texts", code="invalid_row")
+    return {"stop_sequences": stops} if stops else {}
+
+
+def _tools(value: Any) -> dict[str, Any]:
+    if not isinstance(value, list):
+        raise refuse("`tools`", "it is a list", code="invalid_row")
+    return {"tools": [_tool(tool, f"`tools[{index}]`") for index, tool in enumerate(value)]} if value else {}
+
+
+def _tool(tool: Any, place: str) -> dict[str, Any]:
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **rest}}:
+            pass
+        case {"type": str(kind)}:
+            raise refuse(f"{place} of type {kind!r}", _WAY_OUT)
+        case _:
+            raise refuse(place, 'a tool is {"type":"function","function":{"name":…}}', code="invalid_row")
+    if rest.pop("strict", None):
+        raise refuse(f"`strict` of {place}", _WAY_OUT)
+    schema = rest.pop("parameters", None) or {"type": "object", "properties": {}}
+    description = rest.pop("description", None)
+    if rest:
+        raise refuse(f"`{next(iter(rest))}` of {place}", _WAY_OUT)
+    about = {} if description is None else {"description": description}
+    return {"name": name, **about, "input_schema": schema}
+
+
+def _tool_choice(value: Any) -> dict[str, Any]:
+    match value:
+        case "auto" | "none":
+            return {"tool_choice": {"type": value}}
+        case "required":
+            return {"tool_choice": {"type": "any"}}
+        case {"type": "function", "function": {"name": str(name)}}:
+            return {"tool_choice": {"type": "tool", "name": name}}
+    raise refuse(f"`tool_choice` {msgspec.json.encode(value).decode()[:100]}", _WAY_OUT)
+
+
+def _user(value: Any) -> dict[str, Any]:
+    return {"metadata": {"user_id": value}}
+
+
+_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "stop": _stop,
+    "tools": _tools,
+    "tool_choice": _tool_choice,
+    "user": _user,
+    "safety_identifier": _user,
+}
+
+
+def _check_temperature(value: Any) -> None:
+    if isinstance(value, int | float) and value > TEMPERATURE_MAX:
+        raise refuse(f"`temperature` {value:g}", f"Anthropic's models take 0 to {TEMPERATURE_MAX:g}")
+
+
+def _is_same(value: Any, quiet: Any) -> bool:
+    return value == quiet and isinstance(value, bool) == isinstance(quiet, bool)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

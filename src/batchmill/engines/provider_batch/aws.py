@@ -1,0 +1,274 @@
+"""Calls of AWS: where a service lies, whose keys sign, and what its errors mean.
+
+Keys come from the connector or from engine arguments, by reference; a model of the operator's own may leave them to
+the places where AWS's own tools look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+import msgspec
+from botocore.exceptions import BotoCoreError
+from botocore.session import Session
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.engines.connections import Connections
+from batchmill.engines.provider_batch.calls import Calls, Closed, Out, Refusal
+from batchmill.engines.provider_batch.provider import JobRefused, TryAgain
+from batchmill.engines.provider_batch.settings import argument
+from batchmill.engines.replies import redact
+from batchmill.engines.retry import rest_asked
+from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, RouteFailed
+from batchmill.models import redaction, secrets
+from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.models.connectors.signing import sign
+from batchmill.types import ModelSpec
+from batchmill.types.connectors import BATCH_PREDICT
+
+KEY_NAMES = ("access_key", "secret_key", "session_token")
+ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
+QUEUE_REST_S = 600.0  # until a job is tried again for which the account had no room
+
+_THROTTLED = frozenset(
+    {
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "TooManyRequestsException",
+        "RequestLimitExceeded",
+        "ProvisionedThroughputExceededException",
+        "BandwidthLimitExceeded",
+        "SlowDown",
+    }
+)
+_AUTH = frozenset(
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "AllAccessDisabled",
+        "AuthFailure",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "IncompleteSignature",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "InvalidToken",
+        "MissingAuthenticationToken",
+        "MissingAuthenticationTokenException",
+        "NotAuthorized",
+        "OptInRequired",
+        "RequestExpired",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+_PASSING = frozenset({"RequestTimeout", "RequestTimeoutException", "InternalError", "InternalFailure"})
+QUEUE_FULL = frozenset({"ServiceQuotaExceededException", "ResourceLimitExceeded", "LimitExceededException"})
+
+
+class Keys(Struct, frozen=True):
+    """What a call is signed with."""
+
+    access: str
+    secret: str
+    token: str | None = None
+
+
+class Account:
+    """The keys and the region of a model."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        """Raises: ModelFailed where no region is known."""
+        self._model = model
+        self._may_look = model.connector is None or model.connector.is_trusted
+        self._session: Session | None = None
+        self.region = self._region()
+        self.queue_rest_s = argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
+
+    def argument(self, *names: str) -> str | None:
+        """What the engine's arguments, or else the connector's parameters, call by one of these names."""
+        for name in names:
+            value = self._model.engine_args.get(name)
+            if value is None and self._model.connector is not None:
+                value = self._model.connector.parameters.get(name)
+            if value is not None:
+                return str(value)
+        return None
+
+    def needed(self, *names: str, what: str) -> str:
+        """As `argument`. Raises: ModelFailed, saying what is missing."""
+        value = self.argument(*names)
+        if not value:
+            provider = self._model.provider
+            raise ModelFailed(f"{provider} needs {what}: give the engine argument {names[0]}", code="missing_argument")
+        return value
+
+    async def keys(self) -> Keys:
+        """The keys of a call made now. Raises: ModelFailed where there are none."""
+        references = self._references()
+        if references:
+            told = {name: secrets.resolve(reference).reveal() for name, reference in references.items()}
+            return Keys(told["access_key"], told["secret_key"], told.get("session_token"))
+        return await asyncio.to_thread(self._look)
+
+    def _references(self) -> dict[str, str]:
+        connector = self._model.connector
+        given = dict(self._model.engine_args) if connector is None else dict(connector.credential)
+        references = {name: str(given[name]) for name in KEY_NAMES if given.get(name)}
+        if references and not {"access_key", "secret_key"} <= references.keys():
+            raise ModelFailed("access_key and secret_key go together", code="missing_secret")
+        if not references and not self._may_look:
+            raise ModelFailed(
+                "the connector has no access_key and secret_key in its credential; a roleArn alone opens nothing here",
+                code="missing_secret",
+            )
+        return references
+
+    def _look(self) -> Keys:
+        """Where AWS's own tools look: variables, profiles, the machine's role. It may call and wait."""
+        try:
+            if self._session is None:
+                self._session = Session()
+            found = self._session.get_credentials()
+            frozen = None if found is None else found.get_frozen_credentials()
+        except BotoCoreError as error:
+            raise ModelFailed(f"no AWS credentials: {error}", code="missing_secret") from None
+        if frozen is None or not frozen.access_key or not frozen.secret_key:
+            raise ModelFailed(
+                "no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role, or give "
+                'access_key and secret_key as "env:NAME"',
+                code="missing_secret",
+            )
+        for each in (frozen.secret_key, frozen.token):
+            if each:
+                redaction.learn(each)
+        return Keys(frozen.access_key, frozen.secret_key, frozen.token)
+
+    def _region(self) -> str:
+        region = self.argument("region")
+        connector = self._model.connector
+        if region is None and connector is not None and "region" in connector.credential:
+            region = secrets.resolve(connector.credential["region"], key="region").reveal()
+        if region is None and self._may_look:
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if not region or not region.replace("-", "").isalnum():
+            raise ModelFailed(f"AWS needs a region, not {region!r}: give the engine argument region", code="no_region")
+        return region
+
+    def refused(self, refusal: Refusal) -> JobRefused:
+        """What it means for a job that it was not taken."""
+        is_full = refusal.reason in QUEUE_FULL
+        return JobRefused(refusal.message, rest_s=self.queue_rest_s if is_full else None)
+
+    @property
+    def domain(self) -> str:
+        return "amazonaws.com.cn" if self.region.startswith("cn-") else "amazonaws.com"
+
+    def endpoint(self, host: str, *, path: str) -> str:
+        """Where a service lies, without a slash at its end. `path` ends the URL of a connector's action."""
+        if self._model.connector is None:
+            return (self._model.base_url or f"https://{host}.{self.region}.{self.domain}").rstrip("/")
+        action = self._model.connector.action(BATCH_PREDICT)
+        if action is None:
+            text = f"the connector {self._model.connector.name!r} has no batch_predict action"
+            raise ModelFailed(text, code="missing_action")
+        bare = Renderer(self._model.connector, replace(action, request_body="{}", headers={}))
+        return bare.compose({}, {}).url.partition("?")[0].rstrip("/").removesuffix(path)
+
+
+class Signed:
+    """Calls of one service, each signed as it goes out."""
+
+    def __init__(self, account: Account, service: str, connections: Connections) -> None:
+        self._account = account
+        self._service = service
+        self.calls = Calls(connections, self._close, sort=sort)
+
+    async def _close(self, out: Out) -> Closed:
+        keys = await self._account.keys()
+        rendered = Rendered(out.method, out.url, dict(out.headers), out.body)
+        try:
+            signed = sign(
+                rendered,
+                service=self._service,
+                region=self._account.region,
+                access_key=keys.access,
+                secret_key=keys.secret,
+                session_token=keys.token,
+                body_sha256=out.sha256,
+            )
+        except InvalidInput as error:
+            raise ModelFailed(error.message, code=error.code) from None
+        kept = [keys.secret, keys.access, *([keys.token] if keys.token else [])]
+        return Closed(replace(out, headers=signed.headers), [each.encode() for each in kept])
+
+
+class JsonService:
+    """A service that takes JSON and names what it does in a header: `SageMaker.CreateTransformJob`."""
+
+    def __init__(self, signed: Signed, url: str, prefix: str) -> None:
+        self._signed = signed
+        self._url = url
+        self._prefix = prefix
+
+    async def call(self, action: str, order: Mapping[str, Any]) -> bytes:
+        """The reply's bytes. Raises as `Calls.call`."""
+        told = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": f"{self._prefix}.{action}"}
+        answer = await self._signed.calls.call("POST", self._url, msgspec.json.encode(order), headers=told)
+        return answer.data
+
+
+def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError | None:
+    """What an answer of AWS means that is no success. None: it is not one of AWS's."""
+    code, message = error_of(headers, data)
+    if status == 301 or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+        place = headers.get("x-amz-bucket-region", "another region")
+        return RouteFailed(f"the bucket lies in {place}, not in the region that was given: {message or code}")
+    if not code:
+        return None
+    text = redact(f"{message} ({code})" if message else code)
+    if status == 429 or code in _THROTTLED:
+        return TryAgain(text, rest_s=rest_asked(headers, time.time()), is_unseen=True)
+    if code in _AUTH:
+        return AuthRefused(text)
+    if status >= 500 or code in _PASSING:
+        return TryAgain(text)
+    return Refusal(status, code, text)
+
+
+def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
+    """An error's code and message, in JSON or XML; empty where there is none."""
+    code = headers.get("x-amzn-errortype", "")
+    message = ""
+    if data.lstrip()[:1] == b"<":
+        try:
+            root = ElementTree.fromstring(data)
+        except ElementTree.ParseError:
+            return "", ""
+        code, message = root.findtext("Code") or "", root.findtext("Message") or ""
+    else:
+        try:
+            told = msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            told = {}
+        code = code or str(told.get("__type") or told.get("code") or "")
+        message = str(told.get("message") or told.get("Message") or "")
+    return code.partition(":")[0].rpartition("#")[2], message
+
+
+def is_host(url: str) -> bool:
+    """Whether a text is an address to call."""
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

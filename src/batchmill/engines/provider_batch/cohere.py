@@ -1,0 +1,311 @@
+"""Cohere's embed jobs: texts in a dataset, vectors in another.
+
+Source: Cohere's API reference, "Datasets" and "Embed Jobs".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from itertools import chain
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.engines.connections import Connections, FilePart
+from batchmill.engines.provider_batch.access import Access
+from batchmill.engines.provider_batch.calls import Answer, Calls, Closed, Out, Refusal, row_error
+from batchmill.engines.provider_batch.cohere_parts import records
+from batchmill.engines.provider_batch.provider import (
+    JobGone,
+    JobRefused,
+    Line,
+    RowReply,
+    TryAgain,
+    Upload,
+    row_id,
+    row_number,
+)
+from batchmill.engines.provider_batch.rows import fields_of
+from batchmill.engines.provider_batch.settings import read_limits, text
+from batchmill.errors import InvalidRow
+from batchmill.types import ModelSpec, RemoteJob, Request
+from batchmill.wire.forms import EMBEDDINGS
+from batchmill.wire.json_bytes import encode
+
+INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
+TRUNCATE = ("START", "END")
+EMBEDDING_TYPES = ("float", "int8", "uint8", "binary", "ubinary")
+VALIDATION_REST_S = 2.0  # between two looks at a dataset that is still being read there
+PAGE, PAGES_MAX = 100, 50
+BOUNDARY = "end-of-part-of-a-batchmill-upload"
+
+_STATES = {"processing": "submitted", "cancelling": "cancelling"} | dict.fromkeys(
+    ("complete", "cancelled", "failed"), "ended"
+)
+_RANKS = {"ended": 2, "submitted": 1, "cancelling": 0}
+_FIELDS = frozenset({"model", "input", "input_type", "truncate", "encoding_format"})
+
+
+class _Job(Struct):
+    job_id: str
+    status: str = ""
+    name: str | None = None
+    model: str = ""
+    input_dataset_id: str | None = None
+    output_dataset_id: str | None = None
+
+
+class _Jobs(Struct):
+    embed_jobs: list[_Job] = []
+
+
+class _Part(Struct):
+    url: str
+    num_rows: int | None = None
+
+
+class _Dataset(Struct):
+    id: str
+    name: str = ""
+    validation_status: str = ""
+    validation_error: str | None = None
+    dataset_parts: list[_Part] = []
+
+
+class _Held(Struct):
+    dataset: _Dataset
+
+
+class _Datasets(Struct):
+    datasets: list[_Dataset] = []
+
+
+class CohereBatches:
+    """Engine arguments: `input_type` (search_document), `truncate` (END), `embedding_type` (float)."""
+
+    arguments = frozenset({"input_type", "truncate", "embedding_type"})
+
+    def __init__(self, model: ModelSpec, connections: Connections) -> None:
+        self.limits = read_limits(model)
+        self._model = model
+        self._input_type = text(model, "input_type", INPUT_TYPES[0])
+        self._truncate = text(model, "truncate", "END")
+        self._type = text(model, "embedding_type", EMBEDDING_TYPES[0])
+        self._access = Access(model)
+        base = self._access.base_url
+        for end in ("/embed-jobs", "/v1", "/v2"):
+            base = base.removesuffix(end)
+        self._base = f"{base}/v1"
+        self._calls = Calls(connections, self._close, renew=self._access.renew)
+        self._open = Calls(connections, _as_it_is)  # for files, whose addresses carry their own permission
+
+    async def _close(self, out: Out) -> Closed:
+        headers = {**self._access.headers(), "Accept": "application/json", **out.headers}
+        return Closed(replace(out, headers=headers), self._access.secrets)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def encode(self, number: int, request: Request) -> Line:
+        if request.url != EMBEDDINGS:
+            raise InvalidRow(
+                f"`url` is {request.url[:100]!r}: rows of Cohere's embed jobs go to {EMBEDDINGS}", code="invalid_url"
+            )
+        fields = fields_of(request.body, self._model)
+        for name, value in fields.items():
+            if name not in _FIELDS and value is not None:
+                raise InvalidRow(f"`{name[:100]}` cannot be asked of Cohere's embed jobs", code="unsupported_parameter")
+        if fields.get("encoding_format") not in (None, "float"):
+            raise InvalidRow(
+                "`encoding_format` must be float: Cohere's embed jobs give numbers", code="unsupported_parameter"
+            )
+        kind = _one_of(fields.get("input_type") or self._input_type, INPUT_TYPES, "input_type")
+        truncate = _one_of(fields.get("truncate") or self._truncate, TRUNCATE, "truncate")
+        data = b'{"id":"' + row_id(number).encode() + b'","text":' + encode(_text_of(fields.get("input"))) + b"}"
+        return Line(data, f"{fields['model']} {kind} {truncate}")
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def find(self, job: RemoteJob) -> RemoteJob | None:
+        jobs = (await self._calls.call("GET", f"{self._base}/embed-jobs")).read(_Jobs).embed_jobs
+        found = [_told(job, each) for each in jobs if each.name == job.tag]
+        if found:
+            found.sort(key=lambda each: _RANKS[each.state])
+            for further in found[:-1]:
+                if further.state == "submitted":
+                    await self.cancel(further)
+            return found[-1]
+        dataset = await self._find_dataset(job.tag)
+        return None if dataset is None else replace(job, input=dataset.id)
+
+    async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
+        query = urlencode({"name": job.tag, "type": "embed-input", "keep_fields": "id"})
+        head = (
+            f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="data"; filename="{job.tag}.jsonl"\r\n'
+            "Content-Type: application/jsonl\r\n\r\n"
+        ).encode()
+        parts = [head, FilePart(upload.path, upload.size_bytes), f"\r\n--{BOUNDARY}--\r\n".encode()]
+        told = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+        out = Out("POST", f"{self._base}/datasets?{query}", headers=told, parts=parts)
+        try:
+            answer = await self._calls.send(out)
+        except Refusal as refusal:
+            raise JobRefused(refusal.message) from None
+        return replace(job, input=answer.read(_Dataset).id)
+
+    async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
+        await self._check_valid(job)
+        model, kind, truncate = upload.group.rsplit(" ", 2)
+        order = {
+            "model": model,
+            "dataset_id": job.input,
+            "input_type": kind,
+            "name": job.tag,
+            "embedding_types": [self._type],
+            "truncate": truncate,
+        }
+        told = {"Content-Type": "application/json"}
+        try:
+            answer = await self._calls.call("POST", f"{self._base}/embed-jobs", encode(order), headers=told)
+        except Refusal as refusal:
+            raise JobRefused(refusal.message) from None
+        id = answer.read(_Job).job_id
+        return replace(job, id=id, state="submitted", remote_state="processing", submitted=time.time())
+
+    async def look(self, job: RemoteJob) -> RemoteJob:
+        return _told(job, await self._ask(job))
+
+    async def cancel(self, job: RemoteJob) -> RemoteJob:
+        try:
+            await self._calls.call("POST", self._job_url(job, "/cancel"), b"")
+        except Refusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+            return await self.look(job)
+        now = await self.look(job)
+        return now if now.state == "ended" else replace(now, state="cancelling")
+
+    async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
+        found = await self._ask(job)
+        if found.status != "complete" or not found.output_dataset_id:
+            raise JobRefused(f"the embed job {job.id} has {found.status}, and gives no results of a part of its rows")
+        parts = (await self._dataset(found.output_dataset_id)).dataset_parts
+        counts = [part.num_rows for part in parts]
+        # Where the texts' ids were not kept their order tells whose a vector is, if none is missing.
+        is_whole = all(type(count) is int for count in counts) and sum(filter(None, counts)) == job.rows
+        order = chain.from_iterable(range(first, first + count) for first, count in job.runs) if is_whole else None
+        for part in parts:
+            async for some in records(self._open.pieces(part.url)):
+                yield [self._read(record, found.model, order) for record in some]
+
+    async def clean_up(self, job: RemoteJob) -> None:
+        if job.input:
+            await self._delete(job.input)
+
+    async def clean_results(self, job: RemoteJob) -> None:
+        output = (await self._ask(job)).output_dataset_id
+        if output:
+            await self._delete(output)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _job_url(self, job: RemoteJob, path: str = "") -> str:
+        return f"{self._base}/embed-jobs/{quote(job.id, safe='')}{path}"
+
+    async def _ask(self, job: RemoteJob) -> _Job:
+        try:
+            return (await self._calls.call("GET", self._job_url(job))).read(_Job)
+        except Refusal as refusal:
+            if refusal.status == 404:
+                raise JobGone(f"Cohere knows no embed job {job.id}: {refusal.message}") from None
+            raise
+
+    async def _dataset(self, id: str) -> _Dataset:
+        answer: Answer = await self._calls.call("GET", f"{self._base}/datasets/{quote(id, safe='')}")
+        return answer.read(_Held).dataset
+
+    async def _delete(self, dataset: str) -> None:
+        try:
+            await self._calls.call("DELETE", f"{self._base}/datasets/{quote(dataset, safe='')}")
+        except Refusal as refusal:
+            if refusal.status != 404:  # it has gone already
+                raise
+
+    async def _find_dataset(self, name: str) -> _Dataset | None:
+        for page in range(PAGES_MAX):
+            query = urlencode({"datasetType": "embed-input", "limit": PAGE, "offset": page * PAGE})
+            datasets = (await self._calls.call("GET", f"{self._base}/datasets?{query}")).read(_Datasets).datasets
+            for each in datasets:
+                if each.name == name:
+                    return each
+            if len(datasets) < PAGE:
+                return None
+        return None  # at worst a dataset is left there that nobody is charged for
+
+    async def _check_valid(self, job: RemoteJob) -> None:
+        """Raises: TryAgain while Cohere is looking through the texts, JobRefused where it does not like them."""
+        dataset = await self._dataset(job.input)
+        status = dataset.validation_status
+        if status == "failed":
+            raise JobRefused(f"the dataset {dataset.id} is not valid: {dataset.validation_error}")
+        if status not in ("validated", "skipped"):
+            text = f"the dataset {dataset.id} is still being read there: {status}"
+            raise TryAgain(text, rest_s=VALIDATION_REST_S, is_unseen=True)
+
+    def _read(self, record: dict[str, Any], model: str, order: Any) -> tuple[int, RowReply]:
+        name = record.get("id")
+        if isinstance(name, str):
+            number = row_number(name)
+        else:
+            number = -1 if order is None else next(order, -1)
+        vector = _vector(record, self._type)
+        if vector is None:
+            error = row_error("bad_response", f"Cohere's result holds no {self._type} vector")
+            return number, RowReply(0, None, error, is_garbled=True)
+        reply = {
+            "object": "list",
+            "data": [{"object": "embedding", "index": 0, "embedding": vector}],
+            "model": model,
+        }
+        return number, RowReply(200, encode(reply))
+
+
+async def _as_it_is(out: Out) -> Closed:
+    return Closed(out)
+
+
+def _told(job: RemoteJob, found: _Job) -> RemoteJob:
+    return replace(
+        job,
+        id=found.job_id,
+        input=found.input_dataset_id or job.input,
+        state=_STATES.get(found.status, "submitted"),
+        remote_state=found.status,
+        completed=job.rows if found.status == "complete" else 0,
+    )
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    raise InvalidRow(
+        "`input` of a row for Cohere's embed jobs is one text: write a row for each of several", code="invalid_row"
+    )
+
+
+def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
+    if value not in known:
+        raise InvalidRow(f"`{name}` is {str(value)[:100]!r}, and not one of {', '.join(known)}", code="invalid_row")
+    return str(value)
+
+
+def _vector(record: dict[str, Any], kind: str) -> list[Any] | None:
+    """`embeddings` by type, or a list of its own in older results."""
+    found = record.get("embeddings", record.get("embedding"))
+    if isinstance(found, dict):
+        found = found.get(kind, found.get(f"{kind}_"))
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
+        found = found[0]
+    return found if isinstance(found, list) and found and not isinstance(found[0], list) else None

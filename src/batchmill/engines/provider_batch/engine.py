@@ -1,0 +1,202 @@
+"""The engine of a provider's batch API: it takes whole leases, and hands each over as one job there or a few."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+
+import batchmill
+from batchmill.engines.clock import SystemClock
+from batchmill.engines.connections import Connections
+from batchmill.engines.provider_batch.collecting import WINDOW
+from batchmill.engines.provider_batch.provider import ProviderApi
+from batchmill.engines.provider_batch.providers import load_provider
+from batchmill.engines.provider_batch.settings import argument, read_settings
+from batchmill.engines.provider_batch.shard import Shard, Tools
+from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.models import addresses, provisions
+from batchmill.ports import Clock, Feed, LeaseFeed, Sink
+from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
+
+IDLE_TIMEOUT_S = 120.0  # a provider may send nothing for so long while it takes in a large file
+LEAVE_S = 30.0  # when the engine cannot go on, the steps in flight may end within so long
+FOLDER = "provider-batch-"  # + the process that uses it
+
+
+class ProviderBatchEngine:
+    """Engine arguments: see `settings.Settings`, `settings.SHARED` and the provider's own `arguments`.
+
+    `home` holds rows that wait and files that are being uploaded; nothing there is needed after a crash.
+    """
+
+    def __init__(
+        self, model: ModelSpec, home: Path, *, clock: Clock | None = None, jitter: Callable[[], float] = random.random
+    ) -> None:
+        if model.python is not None:
+            raise ModelFailed(
+                "the provider_batch engine runs no interpreter: leave `python` out", code="unknown_argument"
+            )
+        self._model, self._home, self._jitter = model, home, jitter
+        self._clock: Clock = clock or SystemClock()
+        self._provider = model.provider or "openai"
+        self._connections = _connect(model)
+        self._api: ProviderApi = load_provider(model, self._connections)
+        self._settings = read_settings(model, self._api.arguments)
+        self._folder: Path | None = None
+        self._shards: dict[asyncio.Task[None], Shard] = {}
+        self._moved = asyncio.Event()  # a shard has begun, ended or failed
+
+    async def start(self) -> None:
+        """Open the pool of connections; the provider itself is not called yet."""
+        self._home.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(sweep, self._home)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=self._home))
+        await self._connections.start()
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        assert self._folder is not None, "start() comes first"
+        slots = asyncio.Semaphore(self._settings.jobs_max)
+        tools = Tools(
+            self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots, self._moved
+        )
+        try:
+            while rows := await self._take(feed):
+                self._sort(rows, tools)
+            while self._shards:
+                await self._wait_for_shards()
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+        except BaseException:
+            await self._leave(LEAVE_S)
+            raise
+
+    def predict(self, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
+        raise InvalidInput(
+            f"{self._model.name} runs as batches of {self._provider}, which answer no live request: send it to a model "
+            "of the engine that calls the same service row by row, or give the model both as `routes`",
+            code="no_live_requests",
+        )
+
+    async def stop(self) -> None:
+        await self._leave()
+        await self._connections.stop()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def stats(self) -> EngineStats:
+        jobs = [following.job for shard in self._shards.values() for following in shard.followings]
+        there = [job for job in jobs if job.state in ("submitted", "cancelling")]
+        rows, done = sum(job.rows for job in there), sum(job.completed + job.failed for job in there)
+        plural = "" if len(there) == 1 else "s"
+        told = [f"{len(there)} job{plural}, {done:,} of {rows:,} rows done there"] if there else []
+        told += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
+        note = f"{self._provider}: {'; '.join(told)}" if told else ""
+        return EngineStats(rows, self._settings.jobs_max * self._api.limits.rows_max, note)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    async def _take(self, feed: Feed) -> list[Row]:
+        """The next rows; while a shard waits for room at the provider, only those that need none."""
+        while True:
+            is_full = self._is_full()
+            if not is_full:
+                rows = await self._race(feed.take(WINDOW), is_full)
+            elif isinstance(feed, LeaseFeed):
+                rows = await self._race(feed.take_noted(WINDOW), is_full)
+            else:
+                rows = []
+            if rows or (rows is not None and not is_full):
+                return rows
+            if rows is not None:
+                await self._wait_for_shards()  # what the feed still holds needs room
+
+    async def _race(self, take: Coroutine[None, None, list[Row]], is_full: bool) -> list[Row] | None:
+        """What a take brings; None where it has not, and there is room now or none any more."""
+        taking = asyncio.create_task(take)
+        try:
+            while not taking.done() and is_full == self._is_full():
+                moving = asyncio.create_task(self._moved.wait())
+                await asyncio.wait({taking, moving}, return_when=asyncio.FIRST_COMPLETED)
+                moving.cancel()
+                self._reap()
+            return taking.result() if taking.done() else None
+        finally:
+            taking.cancel()
+
+    def _is_full(self) -> bool:
+        return any(shard.waits for shard in self._shards.values())
+
+    def _sort(self, rows: list[Row], tools: Tools) -> None:
+        """Rows to the shard of their lease."""
+        lease = rows[0].lease
+        shard = next((each for each in self._shards.values() if each.lease is lease), None)
+        if shard is None:
+            shard = Shard(lease, tools)
+            task = asyncio.create_task(shard.run())
+            self._shards[task] = shard
+            task.add_done_callback(lambda _: self._moved.set())
+        shard.add(rows)
+
+    async def _wait_for_shards(self) -> None:
+        """Until one has ended. Raises: what one raises that concerns all."""
+        await self._moved.wait()
+        self._reap()
+
+    def _reap(self) -> None:
+        self._moved.clear()
+        for task in [task for task in self._shards if task.done()]:
+            del self._shards[task]
+            task.result()
+
+    async def _leave(self, seconds: float = 0.0) -> None:
+        """Have every shard stop where it is, its steps in flight after so long; what was handed over stays there."""
+        for shard in self._shards.values():
+            shard.course.end()
+        if self._shards and seconds:
+            await asyncio.wait(self._shards, timeout=seconds)
+        for task in self._shards:
+            task.cancel()
+        await asyncio.gather(*self._shards, return_exceptions=True)
+        self._shards.clear()
+
+
+def _connect(model: ModelSpec) -> Connections:
+    """Connections of a connector that is not trusted reach only what their owner says; metadata addresses never."""
+    is_tls_checked = True
+    private = None
+    if model.connector is not None:
+        private = addresses.EVERYWHERE if model.connector.is_trusted else provisions.private()
+        config = model.connector.client_config
+        is_tls_checked = config is None or not config.skip_ssl_verification
+    return Connections(
+        model.limits,
+        headers={"User-Agent": f"batchmill/{batchmill.__version__}"},
+        private=private,
+        verify_tls=is_tls_checked,
+        idle_timeout_s=argument(model, "idle_timeout_s", IDLE_TIMEOUT_S, least=0.001),
+    )
+
+
+def sweep(home: Path) -> None:
+    """Remove what workers that were killed have left."""
+    for folder in home.glob(f"{FOLDER}*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True

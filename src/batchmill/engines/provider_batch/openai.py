@@ -1,0 +1,365 @@
+"""OpenAI's Files and Batches, and every server that has them.
+
+Source: OpenAI's API reference, "Files" and "Batches"; the types of the openai package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+from msgspec import Raw, Struct
+from msgspec.structs import replace
+
+from batchmill.engines.connections import Connections, FilePart
+from batchmill.engines.provider_batch import settings
+from batchmill.engines.provider_batch.access import Access
+from batchmill.engines.provider_batch.calls import Answer, Calls, Closed, Out, Refusal
+from batchmill.engines.provider_batch.openai_lines import read_line
+from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, TryAgain, Upload, row_id
+from batchmill.engines.provider_batch.rows import remote_name
+from batchmill.errors import InvalidRow, SubmitUnknown
+from batchmill.types import ModelSpec, RemoteJob, Request, RowError
+from batchmill.wire.forms import EMBEDDINGS, with_model
+from batchmill.wire.json_bytes import encode
+
+EMBEDDING_INPUTS_MAX = 50_000  # of one batch
+PAGE, PAGES_MAX = 100, 100  # batches looked through for a tag
+FILES_PAGE = 10_000
+SKEW_S = 3600.0  # the provider's clock and ours differ by less
+QUEUE_REST_S = 600.0  # until a job is tried again whose tokens the provider's queue had no room for
+OUTPUT_EXPIRES_MIN_S = 3600
+QUEUE_FULL = frozenset({"token_limit_exceeded", "queue_limit_exceeded", "batch_limit_exceeded"})
+JSON = {"Content-Type": "application/json"}
+RESULT_FILES = ("output_file_id", "error_file_id")  # of a batch
+EMPTY_MODEL = b'{"model":""'
+FRAMES_MAX = 1024  # URLs and models whose surroundings are kept
+TAG = "batchmill"  # the name of our entry in a batch's metadata
+
+_STATES = {"cancelling": "cancelling"} | dict.fromkeys(("completed", "failed", "expired", "cancelled"), "ended")
+_RANKS = {"ended": 2, "submitted": 1, "cancelling": 0}
+
+
+class _Head(Struct, gc=False):
+    model: str | None = None
+    stream: bool | None = None
+    input: Raw = Raw(b"null")
+
+
+class _Frame(Struct, frozen=True):
+    """What surrounds a row: the template of its line, for number and body, and its group."""
+
+    line: bytes
+    group: str
+
+
+_head = msgspec.json.Decoder(_Head)
+_inputs = msgspec.json.Decoder(list[Raw])
+
+
+class OpenAIBatches:
+    """Rows of one URL and one model are one batch; it is found again by its metadata, its file by its name."""
+
+    arguments = frozenset({"completion_window", "inputs_max", "output_expires_after_s", "queue_rest_s"})
+
+    def __init__(self, model: ModelSpec, connections: Connections) -> None:
+        inputs_max = settings.count(model, "inputs_max", EMBEDDING_INPUTS_MAX, least=1)
+        self.limits = settings.read_limits(model, inputs_max=inputs_max)
+        self._model = model
+        self._frames: dict[tuple[str, str], _Frame] = {}
+        self._window = settings.text(model, "completion_window", "24h")
+        self._output_expires_s = settings.count(model, "output_expires_after_s", 0, least=OUTPUT_EXPIRES_MIN_S)
+        self._queue_rest_s = settings.argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
+        self._access = self._open(model)
+        self._base = self._access.base_url
+        self._calls = Calls(connections, self._close, renew=self._access.renew)
+
+    @staticmethod
+    def _open(model: ModelSpec) -> Access:
+        return Access(model)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def encode(self, number: int, request: Request) -> Line:
+        url, body = request.url, request.body
+        head = _head.decode(body)
+        if head.stream:
+            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+        model = remote_name(self._model, head.model)
+        if model != head.model:
+            body = _addressed(body, model)
+        frame = self._frames.get((url, model)) or self._make_frame(url, model)
+        inputs = _count_inputs(head.input) if url == EMBEDDINGS else 0
+        return Line(frame.line % (number, body), frame.group, inputs)
+
+    def _make_frame(self, url: str, model: str) -> _Frame:
+        """What the rows of one URL and model have around them. Raises: InvalidRow."""
+        if not url.startswith("/v1/"):
+            raise InvalidRow(f"`url` is {url[:100]!r}, which is no path of OpenAI's API", code="invalid_url")
+        place = encode(self._endpoint(url)).replace(b"%", b"%%")
+        name = row_id(0)[:-1].encode()
+        frame = _Frame(
+            b'{"custom_id":"' + name + b'%d","method":"POST","url":' + place + b',"body":%b}', f"{url} {model}"
+        )
+        if len(self._frames) < FRAMES_MAX:
+            self._frames[url, model] = frame
+        return frame
+
+    def _endpoint(self, url: str) -> str:
+        """A row's URL as the lines of the upload and the batch have it."""
+        return url
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def find(self, job: RemoteJob) -> RemoteJob | None:
+        found = await self._find_batches(job)
+        if found:
+            found.sort(key=lambda each: _RANKS[each.state])
+            for further in found[:-1]:
+                if further.state == "submitted":
+                    await self.cancel(further)
+            return found[-1]
+        file = await self._find_file(job)
+        return None if file is None else replace(job, input=file)
+
+    async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
+        boundary = f"{job.tag}-end-of-part"
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{boundary}\r\n'
+            f'Content-Disposition: form-data; name="file"; filename="{_file_name(job)}"\r\n'
+            "Content-Type: application/jsonl\r\n\r\n"
+        ).encode()
+        parts = [head, FilePart(upload.path, upload.size_bytes), f"\r\n--{boundary}--\r\n".encode()]
+        told = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        answer = await self._ask(self._calls.send(Out("POST", self._url("/files"), headers=told, parts=parts)))
+        return replace(job, input=_text(answer.json(), "id"))
+
+    async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
+        order: dict[str, Any] = {
+            "input_file_id": job.input,
+            "endpoint": self._endpoint(upload.group.partition(" ")[0]),
+            "completion_window": self._window,
+            "metadata": {TAG: job.tag},
+        }
+        if self._output_expires_s:
+            order["output_expires_after"] = {"anchor": "created_at", "seconds": self._output_expires_s}
+        told = JSON | {"Idempotency-Key": job.tag}
+        answer = await self._ask(self._calls.call("POST", self._url("/batches"), encode(order), headers=told))
+        reply = answer.json()
+        return _seen(replace(job, id=_text(reply, "id")), reply)
+
+    async def look(self, job: RemoteJob) -> RemoteJob:
+        return _seen(job, await self._batch(job))
+
+    async def cancel(self, job: RemoteJob) -> RemoteJob:
+        url = self._url(f"/batches/{quote(job.id, safe='')}/cancel")
+        try:
+            answer = await self._calls.call("POST", url, b"", headers=JSON)
+        except Refusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+            return await self.look(job)
+        except TryAgain:  # that is said with status 409 too, which elsewhere means that one may try again
+            seen = await self.look(job)
+            if seen.state == "ended":
+                return seen
+            raise
+        return _seen(job, answer.json())
+
+    async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
+        batch = await self._batch(job)
+        for name in RESULT_FILES:
+            file = batch.get(name)
+            if isinstance(file, str) and file:
+                async for lines in self._lines(file):
+                    yield [read_line(line) for line in lines]
+        errors = _errors_of(batch)
+        if named := _rows_named(job, errors):
+            yield named
+        status = batch.get("status")
+        if status != "completed":
+            codes = {str(each.get("code")) for each in errors}
+            rest = self._queue_rest_s if codes & QUEUE_FULL else None
+            raise JobRefused(f"the batch {job.id} has {status}{_told(errors)}", rest_s=rest)
+
+    async def clean_up(self, job: RemoteJob) -> None:
+        if job.input:
+            await self._delete(job.input)
+
+    async def clean_results(self, job: RemoteJob) -> None:
+        batch = await self._batch(job)
+        for name in RESULT_FILES:
+            file = batch.get(name)
+            if isinstance(file, str) and file:
+                await self._delete(file)
+
+    async def _delete(self, file: str) -> None:
+        try:
+            await self._calls.call("DELETE", self._url(f"/files/{quote(file, safe='')}"))
+        except Refusal as refusal:
+            if refusal.status != 404:  # it has gone already
+                raise
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _url(self, path: str, **query: str | int) -> str:
+        told = {**self._access.query, **query}
+        return self._base + path + (f"?{urlencode(told)}" if told else "")
+
+    async def _close(self, out: Out) -> Closed:
+        headers = {**self._access.headers(), **out.headers}
+        return Closed(replace(out, headers=headers), self._access.secrets)
+
+    @staticmethod
+    async def _ask(call: Awaitable[Answer]) -> Answer:
+        """The answer to a call that hands something over."""
+        try:
+            return await call
+        except Refusal as refusal:
+            raise JobRefused(refusal.message) from None
+
+    async def _lines(self, file: str) -> AsyncIterator[list[bytes]]:
+        try:
+            async for lines in self._calls.lines(self._url(f"/files/{quote(file, safe='')}/content")):
+                yield lines
+        except Refusal as refusal:
+            if refusal.status == 404:
+                raise JobGone(f"the provider has the results {file} no more: {refusal.message}") from None
+            raise
+
+    async def _get(self, url: str) -> dict[str, Any]:
+        return (await self._calls.call("GET", url)).json()
+
+    async def _batch(self, job: RemoteJob) -> dict[str, Any]:
+        try:
+            return await self._get(self._url(f"/batches/{quote(job.id, safe='')}"))
+        except Refusal as refusal:
+            if refusal.status == 404:
+                raise JobGone(f"the provider knows no batch {job.id}: {refusal.message}") from None
+            raise
+
+    async def _find_batches(self, job: RemoteJob) -> list[RemoteJob]:
+        """The batches that carry the job's tag, among those that are no older than it."""
+        found: list[RemoteJob] = []
+        after: dict[str, str] = {}
+        for _ in range(PAGES_MAX):
+            page = await self._get(self._url("/batches", limit=PAGE, **after))
+            batches = [each for each in page.get("data") or [] if isinstance(each, dict)]
+            for each in batches:
+                metadata = each.get("metadata")
+                if isinstance(metadata, dict) and metadata.get(TAG) == job.tag:
+                    file = each.get("input_file_id")
+                    found.append(_seen(replace(job, id=_text(each, "id"), input=str(file or "")), each))
+            # Newest first: what is older than the job cannot be it.
+            is_past = bool(batches) and all(_created(each) < job.created - SKEW_S for each in batches)
+            if not batches or is_past or page.get("has_more") is False:
+                return found
+            after = {"after": _text(batches[-1], "id")}
+        if found:
+            return found
+        raise SubmitUnknown(
+            f"more than {PAGE * PAGES_MAX:,} batches were made since: look for one whose metadata says "
+            f"{TAG} = {job.tag!r}"
+        )
+
+    async def _find_file(self, job: RemoteJob) -> str | None:
+        after: dict[str, str] = {}
+        for _ in range(PAGES_MAX):
+            page = await self._get(self._url("/files", purpose="batch", limit=FILES_PAGE, order="desc", **after))
+            files = [each for each in page.get("data") or [] if isinstance(each, dict)]
+            for each in files:
+                if each.get("filename") == _file_name(job):
+                    return _text(each, "id")
+            is_past = bool(files) and all(_created(each) < job.created - SKEW_S for each in files)
+            if not files or is_past or page.get("has_more") is not True:
+                return None
+            after = {"after": _text(files[-1], "id")}
+        return None  # at worst a file is left there that nobody is charged for
+
+
+def _file_name(job: RemoteJob) -> str:
+    return f"{job.tag}.jsonl"
+
+
+def _seen(job: RemoteJob, batch: dict[str, Any]) -> RemoteJob:
+    """The job as the provider's batch object says it is."""
+    counts = batch.get("request_counts")
+    counts = counts if isinstance(counts, dict) else {}
+    status = str(batch.get("status") or "")
+    return replace(
+        job,
+        state=_STATES.get(status, "submitted"),
+        remote_state=status[:100],
+        completed=_number(counts.get("completed")),
+        failed=_number(counts.get("failed")),
+    )
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 0
+
+
+def _created(item: dict[str, Any]) -> float:
+    """When a batch or file was made; one that does not say so may be as new as any."""
+    value = item.get("created_at")
+    return float(value) if isinstance(value, int | float) else float("inf")
+
+
+def _text(reply: dict[str, Any], name: str) -> str:
+    value = reply.get(name)
+    if not isinstance(value, str) or not value:
+        raise TryAgain(f"the provider's reply has no {name!r}")
+    return value
+
+
+def _addressed(body: bytes, model: str) -> bytes:
+    """The body with the model's name, which it has not, or empty; by splicing where its first member shows that."""
+    named = body.count(b'"model"')
+    if named == 0 and body[1:2] == b'"' and b"\\u" not in body:  # an escaped letter may hide the name
+        return b'{"model":' + encode(model) + b"," + body[1:]
+    if named == 1 and body.startswith(EMPTY_MODEL):
+        return b'{"model":' + encode(model) + body[len(EMPTY_MODEL) :]
+    return with_model(body, model)
+
+
+def _count_inputs(value: Raw) -> int:
+    """How many texts a row of embeddings holds: a list of numbers is one, of tokens."""
+    if not bytes(value).startswith(b"["):
+        return 1
+    items = _inputs.decode(value)
+    return len(items) if items and bytes(items[0]).startswith((b'"', b"[")) else 1
+
+
+def _errors_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    errors = batch.get("errors")
+    data = errors.get("data") if isinstance(errors, dict) else errors
+    return [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
+
+
+def _rows_named(job: RemoteJob, errors: list[dict[str, Any]]) -> list[tuple[int, RowReply]]:
+    """The rows that a refused batch is refused for: its errors count the upload's lines from 1."""
+    named: dict[int, RowReply] = {}
+    for each in errors:
+        line = each.get("line")
+        number = _nth(job.runs, line - 1) if type(line) is int and line > 0 else None
+        if number is not None and number not in named:
+            error = RowError(
+                str(each.get("code") or "invalid_request"), str(each.get("message") or "the row is refused")
+            )
+            named[number] = RowReply(400, None, error)
+    return list(named.items())
+
+
+def _nth(runs: list[tuple[int, int]], n: int) -> int | None:
+    """The n-th number of these runs, from 0."""
+    for first, count in runs:
+        if n < count:
+            return first + n
+        n -= count
+    return None
+
+
+def _told(errors: list[dict[str, Any]]) -> str:
+    """The provider's own words, as far as one can read them."""
+    words = [str(each.get("message") or each.get("code") or "") for each in errors[:3]]
+    return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""

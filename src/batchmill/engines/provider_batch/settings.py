@@ -1,0 +1,128 @@
+"""The arguments of the provider_batch engine, read once: `engine_args` of the model."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from batchmill.engines.provider_batch.provider import BatchLimits
+from batchmill.errors import ModelFailed
+from batchmill.models.providers import PROVIDERS, Provider
+from batchmill.types import Limits, ModelSpec
+
+GRACE_S = 3600.0  # a provider has so long after its window before its job counts as stuck
+
+
+class Settings(Struct, frozen=True):
+    """When the engine does what. Every number can be set as an engine argument of the same name."""
+
+    poll_s: float = 5.0  # between two looks at a job, at first
+    poll_max_s: float = 60.0
+    jobs_max: int = 4  # shards that are at the provider at once
+    tries_max: int = 3  # jobs that a row goes into, before it counts as lost by the provider
+    stuck_after_s: float = 0.0  # without news; 0: the provider's window and an hour
+    cancel_wait_s: float = 800.0  # for a job that was asked to end; its owner waits for 900
+    note_s: float = 30.0  # between two notes that only say how far a job has come
+    keep_files: bool = False  # what was uploaded stays at the provider
+
+
+SHARED = frozenset(Settings.__struct_fields__) | {"rows_max", "bytes_max", "window_s", "idle_timeout_s"}
+
+
+def read_settings(model: ModelSpec, further: frozenset[str]) -> Settings:
+    """The settings of a model; `further` names what its provider reads itself.
+
+    Raises: ModelFailed for an argument nobody knows, or a value that is none.
+    """
+    for name in model.engine_args:
+        if name not in SHARED and name not in further and not name.startswith("header."):
+            known = ", ".join(sorted(SHARED | further))
+            text = f"the provider_batch engine has no argument {name!r} here: it has header.NAME, {known}"
+            raise ModelFailed(text, code="unknown_argument")
+    tries = model.limits.attempts_max if model.limits.attempts_max != Limits().attempts_max else Settings().tries_max
+    defaults = Settings(stuck_after_s=provider_of(model).window_s + GRACE_S, tries_max=tries)
+    numbers: dict[str, float] = {
+        name: argument(model, name, getattr(defaults, name), least=least) for name, least in _LEAST.items()
+    }
+    counts = {name: count(model, name, getattr(defaults, name), least=1) for name in ("jobs_max", "tries_max")}
+    settings = Settings(**numbers, **counts, keep_files=flag(model, "keep_files"))
+    if settings.poll_max_s < settings.poll_s:
+        raise ModelFailed("poll_max_s is less than poll_s", code="invalid_argument")
+    return settings
+
+
+_LEAST = {
+    "poll_s": 0.001,
+    "poll_max_s": 0.001,
+    "stuck_after_s": 0.001,
+    "cancel_wait_s": 0.0,
+    "note_s": 0.0,
+}
+
+
+def provider_of(model: ModelSpec) -> Provider:
+    """What is known of the model's provider. Raises: ModelFailed for one that nobody knows."""
+    name = model.provider or "openai"
+    if name not in PROVIDERS:
+        raise ModelFailed(f"no provider is called {name!r}; there are {', '.join(PROVIDERS)}", code="unknown_provider")
+    return PROVIDERS[name]
+
+
+def read_limits(
+    model: ModelSpec,
+    *,
+    inputs_max: int | None = None,
+    head: bytes = b"",
+    between: bytes = b"\n",
+    tail: bytes = b"\n",
+) -> BatchLimits:
+    """The limits of the model's provider, as far as the model's arguments do not set others. Raises: ModelFailed."""
+    known = provider_of(model)
+    return BatchLimits(
+        rows_max=count(model, "rows_max", known.rows_max, least=1),
+        bytes_max=count(model, "bytes_max", known.bytes_max, least=1),
+        window_s=argument(model, "window_s", known.window_s, least=1),
+        inputs_max=inputs_max,
+        head=head,
+        between=between,
+        tail=tail,
+    )
+
+
+def argument(model: ModelSpec, name: str, default: float, *, least: float) -> float:
+    """A number among the engine's arguments. Raises: ModelFailed for what is none, or less than `least`."""
+    value = model.engine_args.get(name)
+    if value is None:
+        return default
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= least):
+        raise ModelFailed(f"{name} must be a number of at least {least:g}, not {value!r}", code="invalid_argument")
+    return number
+
+
+def count(model: ModelSpec, name: str, default: int, *, least: int) -> int:
+    """As `argument`, of what comes whole."""
+    number = argument(model, name, default, least=least)
+    if number != int(number):
+        raise ModelFailed(f"{name} must be a whole number, not {model.engine_args[name]!r}", code="invalid_argument")
+    return int(number)
+
+
+def flag(model: ModelSpec, name: str, *, default: bool = False) -> bool:
+    """Yes or no among the engine's arguments. Raises: ModelFailed for anything else."""
+    value = model.engine_args.get(name, default)
+    if value in (True, "true"):
+        return True
+    if value in (False, "false", None):
+        return False
+    raise ModelFailed(f"{name} must be true or false, not {value!r}", code="invalid_argument")
+
+
+def text(model: ModelSpec, name: str, default: str) -> str:
+    """A text among the engine's arguments."""
+    value = model.engine_args.get(name)
+    return default if value is None else str(value)

@@ -1,0 +1,337 @@
+"""The rows of one lease on their way through a provider: what was begun is found again, the rest is handed over,
+and what comes back without an answer goes again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.engines.provider_batch.collecting import WINDOW, Collector, Gathered
+from batchmill.engines.provider_batch.course import OVER, Course, Left, is_fatal
+from batchmill.engines.provider_batch.following import Following, Stuck, doubt
+from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi
+from batchmill.engines.provider_batch.settings import Settings
+from batchmill.engines.provider_batch.spool import Draft, Drafts, Spool
+from batchmill.errors import (
+    AuthRefused,
+    BatchmillError,
+    InvalidRow,
+    JobPaused,
+    ModelFailed,
+    RouteFailed,
+    SubmitUnknown,
+)
+from batchmill.ports import Clock, LeaseHandle, Sink
+from batchmill.types import Outcome, RemoteJob, Row, RowError
+
+GATHER_S = 30.0  # a lease that has ended already gives its rows within so long
+NO_KEY = frozenset({"missing_secret", "invalid_secret"})
+FAILED_MAX = 2  # jobs that a provider may end without running a single row of them
+_NOT_READ = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+_note = msgspec.json.Decoder(RemoteJob)
+
+
+class Tools(Struct, frozen=True):
+    """What every shard of an engine works with."""
+
+    api: ProviderApi
+    provider: str
+    settings: Settings
+    sink: Sink
+    clock: Clock
+    jitter: Callable[[], float]
+    folder: Path
+    slots: asyncio.Semaphore  # shards that hand rows over at once
+    moved: asyncio.Event  # set when there is room for further rows, or none any more
+
+
+class Shard:
+    """Made with the first rows of a lease; `run` once."""
+
+    def __init__(self, lease: LeaseHandle, tools: Tools) -> None:
+        self.lease = lease
+        self.rows = 0  # taken in
+        self.waits = False  # for others to end at the provider
+        self.followings: list[Following] = []
+        self._tools = tools
+        self._folder = Path(tempfile.mkdtemp(dir=tools.folder))
+        self._spool = Spool(self._folder)
+        self.course = Course(lease, tools.settings, tools.clock, tools.jitter)
+        self._collector = Collector(tools.api, self._spool, tools.sink, self.course)
+        self._complete = asyncio.Event()
+        self._refused_since: float | None = None  # monotonic: the provider's queue is full
+        self._drafts = count()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take in further rows of the lease."""
+        self._spool.add(rows)
+        self.rows += len(rows)
+        if self.rows >= self.lease.rows:
+            self._complete.set()
+
+    @property
+    def left(self) -> int:
+        """Rows without an outcome."""
+        return len(self._spool)
+
+    async def run(self) -> None:
+        """Bring every row to its outcome, or leave the lease. Raises: AuthRefused, QuotaExhausted."""
+        watching = asyncio.create_task(self.course.watch())
+        try:
+            await self._gather()
+            await self._all([*self._known(), self._begin_fresh()])
+            self._conclude()
+        finally:
+            watching.cancel()
+            self._spool.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _gather(self) -> None:
+        """Wait until every row of the lease is here; if it ends before, the others will not come."""
+        waiting = asyncio.create_task(self._complete.wait())
+        try:
+            while not self._complete.is_set():
+                was_ending = bool(self.course.ending)
+                await self._wait_for(waiting, GATHER_S)
+                if was_ending or self.course.ending:
+                    return
+        finally:
+            waiting.cancel()
+
+    async def _wait_for(self, waiting: asyncio.Task[bool], seconds: float) -> None:
+        """Until it is done, the time is over, or the course turns."""
+        sleeping = asyncio.create_task(self.course.sleep(seconds))
+        await asyncio.wait({waiting, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        sleeping.cancel()
+
+    def _conclude(self) -> None:
+        failure = self.course.failure
+        if failure is not None and is_fatal(failure):
+            raise failure
+        if not self.left:
+            return
+        if self.lease.ending:
+            self.lease.leave()
+        elif isinstance(failure, JobPaused):
+            self.lease.fail(failure)
+        else:
+            assert self.course.ending, "rows without an outcome, and nothing that says why"
+
+    async def _all(self, works: Sequence[Coroutine[None, None, None]]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(self._watched(work))
+
+    async def _watched(self, work: Coroutine[None, None, None]) -> None:
+        """Work for some of the rows; where it fails the rest is brought to its end too."""
+        try:
+            await work
+        except Left:
+            return
+        except JobPaused as error:
+            self.course.fail(error)
+        except ModelFailed as error:
+            is_keyless = error.code in NO_KEY
+            told = f"{self._tools.provider}: {error.message}"
+            self.course.fail(AuthRefused(error.message) if is_keyless else RouteFailed(told))
+        except BatchmillError as error:
+            self.course.fail(RouteFailed(f"{self._tools.provider}: {error.message}"))
+
+    # -- what earlier workers began -----------------------------------------------------------------------------------
+
+    def _known(self) -> list[Coroutine[None, None, None]]:
+        """The jobs that are noted; a row belongs to the newest that holds it."""
+        jobs = sorted(map(_note.decode, self.lease.notes.values()), key=lambda job: (_tries(job), job.created))
+        self._claimed: set[int] = set()
+        works = []
+        for job in reversed(jobs):
+            if job.state == "forgotten":
+                continue
+            mine = {number for number in _numbers(job.runs) if number in self._spool} - self._claimed
+            self._claimed |= mine
+            if mine:
+                works.append(self._go_on(self._follow(job), mine))
+            elif job.state in ("submitted", "cancelling"):
+                works.append(self._follow(job).wind_up())  # every row it holds has its outcome
+        return works
+
+    async def _go_on(self, following: Following, mine: set[int]) -> None:
+        """With a job that an earlier worker noted."""
+        is_sure = following.job.state not in ("intent", "unknown")
+        if is_sure or self.course.ending == OVER or await following.find_again():
+            await self._carry(following, mine)
+            return
+        self.course.check()
+        job = following.job
+        drafts = await self._draft(sorted(mine))
+        if len(drafts) != 1:
+            await following.forget("its rows go in other jobs now")
+            await self._all([self._submit(draft, _tries(job)) for draft in drafts])
+            return
+        if job.input and job.runs != drafts[0].runs:
+            await self.course.persist(lambda: self._tools.api.clean_up(job))
+            following.job = msgspec.structs.replace(job, input="")
+        await following.note(runs=drafts[0].runs, rows=drafts[0].upload.rows)
+        await self._carry(following, _numbers(drafts[0].runs), drafts[0])
+
+    # -- what is handed over ------------------------------------------------------------------------------------------
+
+    async def _begin_fresh(self) -> None:
+        """The rows that no job holds yet, once there is room at the provider."""
+        fresh = [position for position in self._spool.positions() if position not in self._claimed]
+        if not fresh or self.course.ending:
+            return
+        self.waits = True
+        self._tools.moved.set()
+        waiting = asyncio.create_task(self._tools.slots.acquire())
+        try:
+            while not waiting.done():
+                await self._wait_for(waiting, GATHER_S)
+                self.course.check()
+            self._has_room()
+            await self._begin(fresh, 1)
+        finally:
+            self._has_room()
+            if not waiting.cancel() and not waiting.cancelled():
+                self._tools.slots.release()
+
+    def _has_room(self) -> None:
+        self.waits = False
+        self._tools.moved.set()
+
+    async def _begin(self, positions: list[int], tries: int) -> None:
+        """Hand rows over, for the `tries`-th time."""
+        self.course.check()
+        drafts = await self._draft(positions)
+        await self._all([self._submit(draft, tries) for draft in drafts])
+
+    async def _draft(self, positions: list[int]) -> list[Draft]:
+        """The files to upload; rows that the provider cannot take have their outcome then."""
+        api = self._tools.api
+        drafts = Drafts(self._folder, f"{next(self._drafts)}", api.limits)
+        for first in range(0, len(positions), WINDOW):
+            unfit: dict[int, RowError] = {}
+            rows = self._spool.read(positions[first : first + WINDOW])
+            for row in rows:
+                try:
+                    drafts.add(row.position, api.encode(row.position, row.form.request(row)))
+                except _NOT_READ as error:
+                    unfit[row.position] = _unfit(error)
+            self._spool.release(rows)
+            self._fail_rows(unfit)
+            await asyncio.sleep(0)
+        return await asyncio.to_thread(drafts.finish)
+
+    async def _submit(self, draft: Draft, tries: int) -> None:
+        """Note that a job is about to be made, and make it."""
+        self.course.check()
+        job = RemoteJob(
+            f"batchmill-{uuid4().hex[:24]}-{tries}",
+            self._tools.provider,
+            "intent",
+            runs=draft.runs,
+            rows=draft.upload.rows,
+            created=self._tools.clock.now(),
+        )
+        following = self._follow(job)
+        await following.note()
+        await self._carry(following, _numbers(draft.runs), draft)
+
+    async def _carry(self, following: Following, mine: set[int], draft: Draft | None = None) -> None:
+        """One job to its end, and what it leaves over into another."""
+        try:
+            if draft is not None:
+                await following.hand_over(draft.upload)
+                draft.upload.path.unlink(missing_ok=True)
+            await following.until_ended()
+        except Left:
+            if self.course.ending != OVER:
+                raise
+        except Stuck as error:
+            self.course.fail(error)
+        except JobRefused as error:
+            await following.forget(error.message)
+            await self._refused(following, mine, error)
+            return
+        if following.job.state not in ("ended", "collected") and self.course.ending == OVER:
+            await following.wind_up()
+        if following.job.state not in ("ended", "collected"):
+            return
+        try:
+            gathered = await self._collector.collect(following.job, mine)
+        except JobGone as error:
+            if following.job.state != "collected":
+                await following.note(state="unknown", message=error.message)
+                raise SubmitUnknown(doubt(following.job, error.message)) from None
+            gathered = Gathered()  # read once, and deleted: what does not count of it any more must be run again
+        await following.collected(gathered.told() or _message(gathered.refused))
+        if mine and not self.course.ending:
+            await self._again(following, mine, gathered)
+
+    async def _again(self, following: Following, mine: set[int], gathered: Gathered) -> None:
+        """What a job has left over."""
+        refused, tries = gathered.refused, _tries(following.job)
+        if refused is not None and refused.rest_s is not None:
+            await self._refused(following, mine, refused)
+            return
+        most = self._tools.settings.tries_max
+        if tries < (most if gathered.answered else min(most, FAILED_MAX)):
+            await self._begin(sorted(mine), tries + 1)
+        elif refused is not None:
+            raise RouteFailed(f"{self._tools.provider} has left {len(mine):,} rows undone: {refused.message}")
+        elif tries < most:
+            await self._begin(sorted(mine), tries + 1)
+        else:
+            text = f"{self._tools.provider} has not answered this row, in {tries} jobs"
+            self._collector.give_up(mine, gathered, RowError("provider_lost_row", text))
+
+    async def _refused(self, following: Following, mine: set[int], refused: JobRefused) -> None:
+        """The provider does not take these rows, now or at all."""
+        now = self._tools.clock.monotonic()
+        since = self._refused_since = now if self._refused_since is None else self._refused_since
+        if refused.rest_s is None or now - since > self.course.limit_s():
+            raise RouteFailed(f"{self._tools.provider} refuses the job: {refused.message}")
+        await self.course.sleep(refused.rest_s)
+        await self._begin(sorted(mine), _tries(following.job))
+
+    def _follow(self, job: RemoteJob) -> Following:
+        tools = self._tools
+        following = Following(job, tools.api, self.course, lease=self.lease, settings=tools.settings, clock=tools.clock)
+        self.followings.append(following)
+        return following
+
+    def _fail_rows(self, errors: dict[int, RowError]) -> None:
+        """Errors for rows that no job will answer."""
+        positions = list(errors)
+        for first in range(0, len(positions), WINDOW):
+            rows = self._spool.take(positions[first : first + WINDOW])
+            self._tools.sink.put([Outcome(row, error=errors[row.position], status=0) for row in rows])
+
+
+def _tries(job: RemoteJob) -> int:
+    """The how-manieth job it is for its rows: its tag says so."""
+    tail = job.tag.rpartition("-")[2]
+    return int(tail) if tail.isdecimal() and len(tail) < 4 else 1
+
+
+def _numbers(runs: list[tuple[int, int]]) -> set[int]:
+    return {number for first, rows in runs for number in range(first, first + rows)}
+
+
+def _message(refused: JobRefused | None) -> str:
+    return "" if refused is None else refused.message
+
+
+def _unfit(error: Exception) -> RowError:
+    if isinstance(error, InvalidRow):
+        return RowError(error.code, error.message)
+    return RowError("invalid_row", f"the row cannot be read: {error}")

@@ -1,0 +1,185 @@
+"""Rows that wait for a provider: what is small stays in memory, their bytes lie on disk. And the files to upload."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from batchmill.engines.provider_batch.provider import BatchLimits, Line, Upload
+from batchmill.errors import InvalidRow
+from batchmill.types import Row
+
+PIECE_BYTES = 1024 * 1024  # of an upload, gathered before they are written
+SPARSE = 4  # rows are read in one piece if it holds at most so many times what is wanted
+
+
+class Spool:
+    """The rows of one lease, by their position. One that is taken is forgotten."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # nameless: it goes with the process
+        self._index: dict[int, int] = {}  # position -> place in what follows
+        self._rows: list[Row | None] = []
+        self._ends = array("Q", [0])  # where the bytes of each row end
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take rows in: their `raw` is empty from now on."""
+        data = memoryview(b"".join([row.raw for row in rows]))
+        end = self._ends[-1]
+        for row in rows:
+            self._index[row.position] = len(self._rows)
+            self._rows.append(row)
+            end += len(row.raw)
+            self._ends.append(end)
+            row.raw = b""
+        while data:
+            data = data[self._file.write(data) :]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._index
+
+    def positions(self) -> list[int]:
+        """Of the rows that are here, ascending."""
+        return sorted(self._index)
+
+    def read(self, positions: Sequence[int]) -> list[Row]:
+        """These rows, with their bytes; `release` lets go of these."""
+        places = [self._index[position] for position in positions]
+        rows, ends = self._rows, self._ends
+        found: list[Row] = []
+        first, last = ends[min(places, default=0)], ends[max(places, default=-1) + 1]
+        wanted = sum(ends[place + 1] - ends[place] for place in places)
+        whole = self._pread(last - first, first) if last - first <= SPARSE * wanted + PIECE_BYTES else None
+        for place in places:
+            row, start, end = rows[place], ends[place], ends[place + 1]
+            assert row is not None, "a row in the index is here"
+            row.raw = self._pread(end - start, start) if whole is None else whole[start - first : end - first]
+            found.append(row)
+        return found
+
+    def release(self, rows: Iterable[Row]) -> None:
+        """Let go of the bytes of rows that were read and stay here."""
+        for row in rows:
+            row.raw = b""
+
+    def take(self, positions: Sequence[int]) -> list[Row]:
+        """These rows, with their bytes, for good."""
+        found = self.read(positions)
+        for position in positions:
+            self._rows[self._index.pop(position)] = None
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        data = os.pread(self._file.fileno(), size, offset)
+        while len(data) < size:
+            more = os.pread(self._file.fileno(), size - len(data), offset + len(data))
+            if not more:
+                raise OSError(f"the spool of rows is shorter than it was: {len(data)} of {size} bytes")
+            data += more
+        return data
+
+
+class Draft(Struct, frozen=True):
+    """What one job at the provider is to hold."""
+
+    upload: Upload
+    runs: list[tuple[int, int]]
+
+
+class _Open(Struct):
+    """A draft that takes further lines."""
+
+    group: str
+    path: Path
+    size: int
+    rows: int = 0
+    inputs: int = 0
+    runs: list[tuple[int, int]] = []
+    pieces: list[bytes] = field(default_factory=list)
+    piece_bytes: int = 0
+
+
+class Drafts:
+    """Lines in, files out: one for each group, and another where the provider's limits want it."""
+
+    def __init__(self, folder: Path, name: str, limits: BatchLimits) -> None:
+        self._folder, self._name, self._limits = folder, name, limits
+        self._open: dict[str, _Open] = {}
+        self._done: list[_Open] = []
+
+    def add(self, number: int, line: Line) -> None:
+        """Numbers come ascending. Raises: InvalidRow for a line that no job has room for."""
+        limits, size = self._limits, len(line.data) + len(self._limits.between)
+        draft = self._open.get(line.group)
+        if draft is None or not self._has_room(draft, size, line.inputs):
+            self._check(size, line.inputs)
+            if draft is not None:
+                self._finish(draft)
+            draft = self._begin(line.group)
+        draft.pieces.append(line.data if not draft.rows else limits.between + line.data)
+        draft.rows += 1
+        draft.size += size
+        draft.inputs += line.inputs
+        draft.piece_bytes += size
+        runs = draft.runs
+        if runs and runs[-1][0] + runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+        if draft.piece_bytes >= PIECE_BYTES:
+            _write(draft)
+
+    def finish(self) -> list[Draft]:
+        """Every draft, its file written, in the order of their first rows."""
+        for draft in list(self._open.values()):
+            self._finish(draft)
+        done = sorted(self._done, key=lambda draft: draft.runs[0])
+        return [Draft(Upload(each.path, each.group, each.rows, each.path.stat().st_size), each.runs) for each in done]
+
+    def _begin(self, group: str) -> _Open:
+        number = len(self._done) + len(self._open)
+        path = self._folder / f"{self._name}-{number}"
+        draft = _Open(group, path, len(self._limits.head) + len(self._limits.tail), runs=[])
+        draft.pieces.append(self._limits.head)
+        path.write_bytes(b"")
+        self._open[group] = draft
+        return draft
+
+    def _has_room(self, draft: _Open, size: int, inputs: int) -> bool:
+        limits = self._limits
+        if draft.rows >= limits.rows_max or draft.size + size > limits.bytes_max:
+            return False
+        return limits.inputs_max is None or draft.inputs + inputs <= limits.inputs_max
+
+    def _check(self, size: int, inputs: int) -> None:
+        limits = self._limits
+        room = limits.bytes_max - len(limits.head) - len(limits.tail)
+        if size > room:
+            raise InvalidRow(f"the row is {size:,} bytes: the provider takes {room:,} in a batch", code="row_too_large")
+        if limits.inputs_max is not None and inputs > limits.inputs_max:
+            text = f"the row has {inputs:,} inputs: the provider takes {limits.inputs_max:,} in a batch"
+            raise InvalidRow(text, code="row_too_large")
+
+    def _finish(self, draft: _Open) -> None:
+        draft.pieces.append(self._limits.tail)
+        _write(draft)
+        del self._open[draft.group]
+        self._done.append(draft)
+
+
+def _write(draft: _Open) -> None:
+    with draft.path.open("ab") as file:
+        file.writelines(draft.pieces)
+    draft.pieces.clear()
+    draft.piece_bytes = 0

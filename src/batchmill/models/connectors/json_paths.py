@@ -1,0 +1,91 @@
+"""`response_filter`: JSONPath expressions, compiled once. Knows nothing of replies beyond their JSON."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from jsonpath import JSONPath, JSONPathEnvironment
+from jsonpath.exceptions import JSONPathError
+from jsonpath.selectors import NameSelector
+
+from batchmill.errors import InvalidInput
+
+PATH_CHARS_MAX = 1000
+DESCENTS_MAX = 1  # each visits everything below it: more of them multiply
+SEARCHED_BYTES_MAX = 4 * 1024 * 1024  # of a reply that is searched by descent or condition, in the middle of a loop
+
+
+class _Environment(JSONPathEnvironment):
+    def setup_function_extensions(self) -> None:
+        """No functions: the patterns of `match` and `search` could run for ever."""
+
+
+_environment = _Environment()
+
+
+def find(expression: str, document: Any, size_bytes: int) -> tuple[bool, Any]:
+    """Whether there is what an expression selects, and what: one value where it can be one alone, else a list.
+
+    `size_bytes`: of the JSON that the document was.
+
+    Raises: InvalidInput, `invalid_response_filter`.
+    """
+    path, steps = _compiled(expression)
+    if steps is not None:
+        return _walk(document, steps)
+    if size_bytes > SEARCHED_BYTES_MAX and (".." in expression or "?" in expression):
+        raise _invalid(expression, f"replies of more than {SEARCHED_BYTES_MAX} bytes are not searched for .. and ?")
+    try:
+        return True, path.findall(document)
+    except (JSONPathError, RecursionError, ArithmeticError) as error:
+        raise _invalid(expression, str(error)) from None
+
+
+def check(expression: str) -> None:
+    """Raises: InvalidInput, `invalid_response_filter`, for what is no expression."""
+    _compiled(expression)
+
+
+@lru_cache(maxsize=256)
+def _compiled(expression: str) -> tuple[Any, list[str | int] | None]:
+    """The expression, and its names and indexes where it can select one value alone."""
+    if len(expression) > PATH_CHARS_MAX:
+        raise _invalid(expression, f"it is longer than {PATH_CHARS_MAX} characters")
+    if expression.count("..") > DESCENTS_MAX:
+        raise _invalid(expression, f"it has more than {DESCENTS_MAX} recursive descent (..)")
+    if "=~" in expression:
+        raise _invalid(expression, "it holds a pattern (=~), which could run for ever")
+    if "$" in expression[1:] or "^" in expression:
+        raise _invalid(expression, "it goes back to the root from within, which could take for ever")
+    try:
+        path = _environment.compile(expression)
+    except (JSONPathError, RecursionError, ValueError, ArithmeticError) as error:
+        raise _invalid(expression, str(error)) from None
+    return path, _steps(path) if isinstance(path, JSONPath) and path.singular_query() else None
+
+
+def _steps(path: JSONPath) -> list[str | int]:
+    steps: list[str | int] = []
+    for segment in path.segments:
+        (selector,) = segment.selectors
+        steps.append(selector.name if isinstance(selector, NameSelector) else selector.index)
+    return steps
+
+
+def _walk(document: Any, steps: list[str | int]) -> tuple[bool, Any]:
+    for step in steps:
+        if not isinstance(document, dict if isinstance(step, str) else list):
+            return False, None
+        try:
+            document = document[step]
+        except LookupError:
+            return False, None
+    return True, document
+
+
+def _invalid(expression: str, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"response_filter {expression[:100]!r} cannot be read as a JSONPath: {why[:200]}",
+        code="invalid_response_filter",
+    )

@@ -1,0 +1,255 @@
+"""The built-in post-processing of ML Commons: replies become tensors.
+
+What the built-in functions look for is found by plain access; only a `response_filter` goes through JSONPath.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.models.connectors import late
+from batchmill.types.connectors import Action
+from batchmill.wire.json_bytes import encode
+
+FILTER = "response_filter"
+
+# The first whose name stands in a path, as ".int8" does, is the type of what it selects.
+_TYPES = ("FLOAT32", "FLOAT64", "FLOAT16", "UINT8", "INT32", "INT8", "INT64", "BOOLEAN", "STRING")
+
+Tensors = list[dict[str, Any]]
+_MISSING = object()
+
+
+def tensors(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> Tensors:
+    """The `output` of a reply: one tensor for each vector or score, or one map of what came.
+
+    Args: `parameters` are those of the call, the connector's own included; `response_filter` counts.
+
+    Raises: InvalidInput, `unexpected_reply`, for a reply that is not what the function takes;
+    `invalid_response_filter`.
+    """
+    path = parameters.get(FILTER)
+    expression = path if isinstance(path, str) and path.strip() else None
+    function = None if action.post_process_function is None else POST_PROCESS[action.post_process_function]
+    if function is None:
+        return [_response(_selected(reply, expression))]
+    document = _decoded(reply)
+    if expression is None:
+        return function.process(_at(document, function.steps), _type_in(function.path))
+    is_there, found = late.load("find")(expression, document, len(reply))
+    if not is_there:
+        raise _unexpected(f"there is nothing at {expression[:100]!r}")
+    return function.process(found, _type_in(expression))
+
+
+def output_json(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> bytes:
+    """The same list as JSON. Vectors of a built-in function stay the bytes they came as, digit for digit.
+
+    Raises: as `tensors`.
+    """
+    name = action.post_process_function
+    reader = None if name is None or parameters.get(FILTER) else _VECTORS.get(name)
+    if reader is not None:
+        try:
+            written = _vectors_json(reader(reply), POST_PROCESS[name or ""].path)
+        except msgspec.MsgspecError:
+            written = None  # whatever is wrong with it is told below
+        if written is not None:
+            return written
+    return encode(tensors(action, reply, parameters))
+
+
+def result_json(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> bytes:
+    """What a row gets: `{"output": [tensors]}` of a function; else what the filter selects, as it is.
+
+    Raises: as `tensors`.
+    """
+    if action.post_process_function is not None:
+        return b'{"output":%b}' % output_json(action, reply, parameters)
+    path = parameters.get(FILTER)
+    return encode(_selected(reply, path if isinstance(path, str) and path.strip() else None))
+
+
+def _decoded(reply: bytes) -> Any:
+    try:
+        return msgspec.json.decode(reply)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise _unexpected("the reply is no JSON") from None
+
+
+def _selected(reply: bytes, expression: str | None) -> Any:
+    """A reply, or what a filter selects of it; the whole where it selects nothing. Text is text."""
+    try:
+        document = msgspec.json.decode(reply)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return reply.decode(errors="replace")
+    if expression is None:
+        return document
+    is_there, found = late.load("find")(expression, document, len(reply))
+    return found if is_there else document
+
+
+def _response(value: Any) -> dict[str, Any]:
+    return {"name": "response", "dataAsMap": value if isinstance(value, dict) else {"response": value}}
+
+
+def _at(document: Any, steps: tuple[str, ...]) -> Any:
+    """What a fixed path leads to; "*" stands for each entry of a list."""
+    for index, step in enumerate(steps):
+        if step == "*":
+            if not isinstance(document, list):
+                raise _unexpected("Post process function input is not a List.")
+            return [_at(each, steps[index + 1 :]) for each in document]
+        document = document.get(step, _MISSING) if isinstance(document, dict) else _MISSING
+        if document is _MISSING:
+            raise _unexpected(f"the reply has no member {step!r} where one is expected")
+    return document
+
+
+def _type_in(path: str) -> str:
+    lower = path.lower()
+    return next((each for each in _TYPES if f".{each.lower()}" in lower), "FLOAT32")
+
+
+def _unexpected(message: str) -> InvalidInput:
+    return InvalidInput(message, code="unexpected_reply")
+
+
+def _vector(values: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(values, list):
+        raise _unexpected("The embedding should be a non-empty List containing List of Float values.")
+    if not values or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
+        raise _unexpected("The embedding should be a non-empty List containing Float values.")
+    return {"name": "sentence_embedding", "data_type": kind, "shape": [len(values)], "data": values}
+
+
+def _embeddings(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, list):
+        raise _unexpected("Post process function input is not a List.")
+    return [_vector(each, kind) for each in found]
+
+
+def _embedding(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, list):
+        raise _unexpected("Post process function input is not a List.")
+    return [_vector(found, kind)]
+
+
+def _scores(member: str) -> Callable[[Any, str], Tensors]:
+    """Scores in the order of the documents they belong to."""
+
+    def process(found: Any, kind: str) -> Tensors:
+        if not isinstance(found, list):
+            raise _unexpected("Post process function input is not a List.")
+        scores: dict[int, float] = {}
+        for each in found:
+            if not isinstance(each, dict):
+                raise _unexpected("Post process function input is not a List of Map.")
+            index, score = each.get("index"), each.get(member)
+            if type(index) is not int or type(score) not in (int, float):
+                raise _unexpected(f"The rerank result should contain index and {member}.")
+            scores[index] = score
+        if sorted(scores) != list(range(len(found))):
+            raise _unexpected("the rerank result does not have each index once")
+        ordered = [float(scores[index]) for index in range(len(found))]
+        return [{"name": "similarity", "data_type": "FLOAT32", "shape": [1], "data": [score]} for score in ordered]
+
+    return process
+
+
+def _job_arn(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, dict):
+        raise _unexpected("Post process function input is not a Map.")
+    arn = found.get("jobArn")
+    if not isinstance(arn, str):
+        raise _unexpected("job arn is missing.")
+    return [_response({**found, "processedJobArn": arn.replace("/", "%2F")})]
+
+
+def _passthrough(found: Any, kind: str) -> Tensors:
+    """The output of another ML Commons, not wrapped once more."""
+    if not isinstance(found, dict | list):
+        raise _unexpected("Post process function input must be a Map or List")
+    results = found.get("inference_results") if isinstance(found, dict) else None
+    if not isinstance(results, list):
+        return [_response(found)]
+    outputs = [result.get("output") for result in results if isinstance(result, dict)]
+    return [tensor for output in outputs if isinstance(output, list) for tensor in output if isinstance(tensor, dict)]
+
+
+class _Function(Struct, frozen=True):
+    path: str  # as ML Commons writes it
+    process: Callable[[Any, str], Tensors]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return tuple(self.path.replace("[*]", ".*").split(".")[1:])
+
+
+_FUNCTIONS = {
+    "openai.embedding": _Function("$.data[*].embedding", _embeddings),
+    "cohere.embedding": _Function("$.embeddings", _embeddings),
+    "cohere_v2.embedding.float": _Function("$.embeddings.float", _embeddings),
+    "cohere_v2.embedding.int8": _Function("$.embeddings.int8", _embeddings),
+    "cohere_v2.embedding.uint8": _Function("$.embeddings.uint8", _embeddings),
+    "cohere_v2.embedding.binary": _Function("$.embeddings.binary", _embeddings),
+    "cohere_v2.embedding.ubinary": _Function("$.embeddings.ubinary", _embeddings),
+    "default.embedding": _Function("$[*]", _embeddings),
+    "bedrock.embedding": _Function("$.embedding", _embedding),
+    "bedrock_v2.embedding.float": _Function("$.embeddingsByType.float", _embedding),
+    "bedrock_v2.embedding.binary": _Function("$.embeddingsByType.binary", _embedding),
+    "bedrock.nova.embedding": _Function("$.embeddings[*].embedding", _embeddings),
+    "bedrock.batch_job_arn": _Function("$", _job_arn),
+    "cohere.rerank": _Function("$.results", _scores("relevance_score")),
+    "default.rerank": _Function("$[*]", _scores("relevance_score")),
+    "bedrock.rerank": _Function("$.results", _scores("relevanceScore")),
+    "mlcommons.passthrough": _Function("$", _passthrough),
+}
+POST_PROCESS: dict[str, _Function] = {f"connector.post_process.{name}": each for name, each in _FUNCTIONS.items()}
+
+
+class _Item(Struct, gc=False):
+    embedding: Raw
+
+
+class _Data(Struct, gc=False):
+    data: list[_Item]
+
+
+class _Embeddings(Struct, gc=False):
+    embeddings: list[Raw]
+
+
+_data = msgspec.json.Decoder(_Data)
+_item = msgspec.json.Decoder(_Item)
+_embeddings_of = msgspec.json.Decoder(_Embeddings)
+_list = msgspec.json.Decoder(list[Raw])
+
+# Function -> the vectors in a reply, still as their bytes.
+_VECTORS: dict[str, Callable[[bytes], list[Raw]]] = {
+    "connector.post_process.openai.embedding": lambda reply: [each.embedding for each in _data.decode(reply).data],
+    "connector.post_process.cohere.embedding": lambda reply: _embeddings_of.decode(reply).embeddings,
+    "connector.post_process.default.embedding": _list.decode,
+    "connector.post_process.bedrock.embedding": lambda reply: [_item.decode(reply).embedding],
+}
+_OF_NUMBERS = b"0123456789.,eE+- \t\r\n"
+
+
+def _vectors_json(vectors: list[Raw], path: str) -> bytes | None:
+    """None: they are something else than lists of numbers."""
+    parts = []
+    kind = _type_in(path).encode()
+    for vector in vectors:
+        data = bytes(vector)
+        if data.translate(None, _OF_NUMBERS) != b"[]" or not any(each in data for each in b"0123456789"):
+            return None
+        parts.append(
+            b'{"name":"sentence_embedding","data_type":"%s","shape":[%d],"data":%s}'
+            % (kind, data.count(b",") + 1, data)
+        )
+    return b"[%s]" % b",".join(parts)

@@ -1,0 +1,36 @@
+"""What is known of the batch APIs of providers: how many rows one job of theirs takes, and how long it may last.
+
+Sources: OpenAI's, Azure OpenAI's, Anthropic's, Cohere's, SageMaker's and Bedrock's documentation. Limits that differ
+between accounts can be set as engine arguments.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+DAY_S = 86_400.0
+MB, MIB = 1_000_000, 1024 * 1024
+
+
+class Provider(Struct, frozen=True):
+    """One batch API. Bytes are those of what is uploaded for one job."""
+
+    name: str
+    rows_max: int
+    bytes_max: int
+    window_s: float = DAY_S  # within which the provider means to be done
+    base_url: str | None = None  # None: it must be given, or follows from a region
+    key: str | None = None  # where its key lies if nothing is said
+
+
+PROVIDERS = {
+    each.name: each
+    for each in (
+        Provider("openai", 50_000, 200 * MB, base_url="https://api.openai.com/v1", key="env:OPENAI_API_KEY"),
+        Provider("azure", 100_000, 200 * MB, key="env:AZURE_OPENAI_API_KEY"),
+        Provider("anthropic", 100_000, 256 * MB, base_url="https://api.anthropic.com", key="env:ANTHROPIC_API_KEY"),
+        Provider("cohere", 100_000, 512 * MIB, base_url="https://api.cohere.com", key="env:COHERE_API_KEY"),
+        Provider("sagemaker", 100_000, 1024 * MIB),
+        Provider("bedrock", 50_000, 1024 * MIB),
+    )
+}

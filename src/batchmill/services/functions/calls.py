@@ -1,0 +1,281 @@
+"""Calls of deployed functions: which version is meant, whether the caller may, who gets a copy, and how it went.
+
+Knows no dialect and reads no bodies: they go to the worker as they came, and its answers come back ready to be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError, LedgerBroken, Unavailable, UnknownName
+from batchmill.jobs.live import LivePath
+from batchmill.ports import Clock
+from batchmill.services.catalogue import Catalogue
+from batchmill.services.live_calls import LiveCall
+from batchmill.types import Caller, CallStats, Interface, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.messages import Answer
+from batchmill.wire.raised import Raised
+
+if TYPE_CHECKING:
+    from batchmill.services.functions.versions import ModelVersion, ModelVersions
+
+log = logging.getLogger("batchmill.server")
+
+COPIES_MAX = 256  # of calls that mirrors have and have not answered; further ones get none
+SHOWN_CHARS = 256
+ANSWERED = 200
+OK, FAILED, DROPPED = "ok", "failed", "dropped"
+
+Cancel = Callable[[], None]
+
+
+class Target(Struct, frozen=True):
+    """The version that a call goes to; `mirrors` get copies."""
+
+    name: str
+    branch: str
+    number: int
+    model: ModelSpec
+    mirrors: tuple[ModelSpec, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return str(self.number)
+
+    @property
+    def interface(self) -> Interface:
+        assert self.model.function is not None, "only deployed functions are versions"
+        return self.model.function.interface
+
+
+class FunctionCalls:
+    def __init__(self, live: LivePath, versions: ModelVersions, catalogue: Catalogue, clock: Clock) -> None:
+        self._live, self._versions, self._catalogue, self._clock = live, versions, catalogue, clock
+        self._listeners: list[Callable[[LiveCall], None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unloaded: set[tuple[str, str, int]] = set()  # versions that are not called until somebody loads them
+        self.copied: Counter[tuple[str, str]] = Counter()  # (name of a mirror, what became of a copy)
+
+    def listen(self, listener: Callable[[LiveCall], None]) -> None:
+        """Tell `listener` of every call that ends; it must be quick and must not raise."""
+        self._listeners.append(listener)
+
+    # -- which ---------------------------------------------------------------------------------------------------------
+
+    def find(self, caller: Caller, name: str, branch: str | None = None, version: str = "latest") -> Target:
+        """The version that a call means now: of an alias with weights, each time another.
+
+        Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
+        """
+        if not self._catalogue.may(caller, name):
+            raise self._unknown(caller, name)
+        try:
+            chosen = self._versions.choose(name, branch, version)
+        except UnknownName:
+            if name in self._versions.names():
+                raise  # with the versions that there are
+            raise self._unknown(caller, name) from None
+        found = chosen.version
+        assert found.spec is not None, "a version that can be chosen is ready"
+        mirrors = tuple([each.spec for each in chosen.mirrors if each.spec is not None]) if chosen.mirrors else ()
+        return Target(found.name, found.branch, found.number, found.spec, mirrors)
+
+    def targets(self, caller: Caller) -> list[Target]:
+        """Every version that is ready and that the caller may use."""
+        ready = [each for each in self._versions.all() if self._catalogue.may(caller, each.name)]
+        return [Target(each.name, each.branch, each.number, each.spec) for each in ready if each.spec is not None]
+
+    def _unknown(self, caller: Caller, name: str) -> UnknownName:
+        own = {target.name for target in self.targets(caller)}
+        near = difflib.get_close_matches(name[:SHOWN_CHARS], own, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return UnknownName(
+            f"the model {name[:SHOWN_CHARS]!r} does not exist or you do not have access to it{hint}",
+            code="model_not_found",
+        )
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self, caller: Caller, target: Target, form: str, body: bytes, *, head: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Answer:  # fmt: skip
+        """The answer to a body, in the body's form. Cancelling it ends the call.
+
+        Raises: what the form says is wrong with the body (InvalidInput), ModelFailed for what the function raised or
+        did, Unavailable, and what `ports.Live.ask` raises.
+        """
+        self._require_loaded(target)
+        began = self._clock.monotonic()
+        code: str | None = "abandoned"
+        self._copy(target, form, body, head)
+        try:
+            answer = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s)
+            code = None
+        except BatchmillError as error:
+            code = error.code
+            raise
+        finally:
+            self._tell(caller, target, form, code, began)
+        return answer
+
+    def ask_now(
+        self, caller: Caller, target: Target, form: str, body: bytes, head: bytes, hear: Callable[[Answer], None]
+    ) -> Cancel | None:
+        """Begin a call without waiting; what is returned ends it early. None: it would have to wait, so `ask`.
+
+        `hear` gets the answer, its `raised` included: once, later, and never once the call was ended early.
+        """
+        if self._unloaded and not self.is_ready(target):
+            return None
+        began = self._clock.monotonic()
+
+        def told(answer: Answer) -> None:
+            self._tell(caller, target, form, None if answer.raised is None else answer.raised.code, began)
+            try:
+                hear(answer)
+            except Exception as error:  # the edge: a door's own bug must not end the worker that answered
+                log.error("an answer of %s could not be handed on", target.name, exc_info=error)
+                hear(Answer(answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))))
+
+        cancel = self._live.ask_now(target.model, form, body, head=head, hear=told)
+        if cancel is None:
+            return None
+        if target.mirrors:
+            self._copy(target, form, body, head)
+        return lambda: self._give_up(cancel, (caller, target, form, "abandoned", began))
+
+    def _give_up(self, cancel: Cancel, told: tuple[Caller, Target, str, str, float]) -> None:
+        cancel()
+        self._tell(*told)
+
+    async def stream(
+        self, caller: Caller, target: Target, form: str, body: bytes, head: bytes = b""
+    ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
+        """An answer event by event, as server-sent events. Close the iterator to end it early. Raises as `ask`."""
+        self._require_loaded(target)
+        began = self._clock.monotonic()
+        request = LiveRequest(f"/{form}", body, stream=True, form=form, head=head)
+        for mirror in target.mirrors:
+            self._spawn_copy(mirror, self._drain(mirror, request))
+        pieces = self._live.predict(target.model, request)
+        try:
+            first = await anext(pieces, None)
+            if not isinstance(first, LiveHead):
+                raise LedgerBroken(f"an answer of {target.name!r} began without its head", code="internal_error")
+        except BaseException as error:
+            await pieces.aclose()
+            code = error.code if isinstance(error, BatchmillError) else "abandoned"
+            self._tell(caller, target, form, code, began)
+            raise
+        return first, self._body(pieces, (caller, target, form), began)
+
+    async def _body(
+        self, pieces: AsyncGenerator[LiveHead | bytes], told: tuple[Caller, Target, str], began: float
+    ) -> AsyncGenerator[bytes]:
+        code: str | None = "abandoned"
+        try:
+            async for piece in pieces:
+                assert isinstance(piece, bytes), "an answer has one head"
+                yield piece
+            code = None
+        except BatchmillError as error:
+            code = error.code
+            raise
+        finally:
+            await pieces.aclose()
+            self._tell(*told, code, began)
+
+    def _tell(self, caller: Caller, target: Target, form: str, code: str | None, began: float) -> None:
+        if not self._listeners:
+            return
+        status = ANSWERED if code is None else 0
+        call = LiveCall(target.name, f"/{form}", status, self._clock.monotonic() - began, caller.project, error=code)
+        for listener in self._listeners:
+            listener(call)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def _copy(self, target: Target, form: str, body: bytes, head: bytes) -> None:
+        """Whatever becomes of it, the call itself hears nothing of it."""
+        for mirror in target.mirrors:
+            self._spawn_copy(mirror, self._ask_copy(mirror, form, body, head))
+
+    def _spawn_copy(self, mirror: ModelSpec, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= COPIES_MAX:
+            self.copied[mirror.name, DROPPED] += 1
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask_copy(self, mirror: ModelSpec, form: str, body: bytes, head: bytes) -> None:
+        try:
+            await self._live.ask(mirror, form, body, head=head)
+        except BatchmillError:
+            self.copied[mirror.name, FAILED] += 1
+        else:
+            self.copied[mirror.name, OK] += 1
+
+    async def _drain(self, mirror: ModelSpec, request: LiveRequest) -> None:
+        try:
+            async with contextlib.aclosing(self._live.predict(mirror, request)) as pieces:
+                async for _ in pieces:
+                    pass
+        except BatchmillError:
+            self.copied[mirror.name, FAILED] += 1
+        else:
+            self.copied[mirror.name, OK] += 1
+
+    async def close(self) -> None:
+        """Nobody waits for copies that are still on their way."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def stats(self, name: str, version: str, branch: str = "main") -> CallStats:
+        """What became of the calls of a version, and of its rows in jobs, since the server began."""
+        specs = [each.spec for each in self._versions.get(name) if _is(each, branch, version)]
+        return self._live.stats(specs[0]) if specs and specs[0] is not None else CallStats()
+
+    def is_ready(self, target: Target) -> bool:
+        """It may be called: nobody has unloaded it. Its first call may wait for a worker to start."""
+        return (target.name, target.branch, target.number) not in self._unloaded
+
+    def _require_loaded(self, target: Target) -> None:
+        if self._unloaded and not self.is_ready(target):
+            raise Unavailable(
+                f"{target.name} version {target.version} was unloaded: load it, or deploy a new version",
+                code="model_unloaded",
+            )
+
+    async def load(self, target: Target) -> None:
+        """Have a worker ready, and keep it so until `unload`. Raises: ModelFailed, Unavailable."""
+        await self._live.load(target.model)
+        self._unloaded.discard((target.name, target.branch, target.number))
+
+    async def unload(self, target: Target) -> None:
+        """Call it no more until it is loaded: its workers end once they have answered. Rows of jobs still run."""
+        self._unloaded.add((target.name, target.branch, target.number))
+        self._live.unload(target.model)
+
+    async def replace(self, old: ModelSpec, new: ModelSpec) -> None:
+        """Returns once a worker of `new` is up, if `old` has one. Raises: ModelFailed, and nothing has changed."""
+        if self._live.is_ready(old):
+            await self._live.warm(new)
+
+
+def _is(version: ModelVersion, branch: str, number: str) -> bool:
+    return version.branch == branch and str(version.number) == number

@@ -1,0 +1,239 @@
+"""Where versions of functions are made: a staging folder, an environment, a trial, and the folder that keeps them.
+
+Everything lies below `DATA_DIR/models`: `versions/NAME/BRANCH/NUMBER` has the code and what was printed while it was
+made. A staging folder is of no use after the process that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.config import LIMITS_MAX, WORKERS_MAX
+from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
+from batchmill.models.environments import Environments
+from batchmill.models.secrets import NAME
+from batchmill.services.functions.names import folder_of
+from batchmill.services.functions.records import FAILED
+from batchmill.types import FunctionSpec, Interface, Limits, ModelSpec
+from batchmill.wire import bundles
+from batchmill.wire.deploys import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
+
+SENT = "deploy-"  # how folders begin in which a command leaves an archive for whoever owns the data directory
+LOG, ORDER, TRIAL = "deploy.log", "deploy.json", "trial"
+LOG_BYTES_MAX = 256 * 1024  # of what is shown
+BATCH_SIZE_MAX = 100_000
+BATCH_WINDOW_S_MAX = 60.0
+GPUS_MAX = 64
+VARIABLES_MAX = 1000
+PEOPLES = {"source", "name", "branch", "examples", "has_samples"}  # fields that do not change what is called, or how
+
+
+class Staged(Struct, frozen=True):
+    """An archive that was unpacked: nothing refers to it yet."""
+
+    folder: Path
+    order: DeployOrder
+    digest: str
+
+
+class Trial(Protocol):
+    """Starts a version in a process of its own, calls it with its examples, and ends it."""
+
+    async def __call__(self, spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
+        """What the function takes and returns. Raises: ModelFailed, with its traceback."""
+
+
+class Workshop:
+    def __init__(self, data_dir: Path, trial: Trial) -> None:
+        self._data_dir = data_dir
+        self._folder = data_dir / "models" / "versions"
+        self._staging = data_dir / "models" / "staging"
+        self._environments = Environments(data_dir / "environments")
+        self._trial = trial
+
+    def folder(self, version: ModelVersion) -> Path:
+        return self._folder / version.name / folder_of(version.branch) / str(version.number)
+
+    def incoming(self) -> Path:
+        """An empty file, in the folder that a start of ours empties."""
+        self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, path = tempfile.mkstemp(dir=self._staging, suffix=".tar.gz")
+        os.close(handle)
+        return Path(path)
+
+    async def stage(self, bundle: Path) -> Staged:
+        """Unpack an archive. Raises: InvalidInput for what it holds or orders."""
+        self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = Path(tempfile.mkdtemp(dir=self._staging))
+        try:
+            return await asyncio.to_thread(_stage, bundle, folder)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+
+    async def build(self, staged: Staged, version: ModelVersion) -> ModelSpec:
+        """The version's folder, environment and interface, the function having been called with its examples.
+
+        Raises: ModelFailed (`deploy_failed`), with the traceback or what pip said.
+        """
+        home = self.folder(version)
+        await asyncio.to_thread(_settle, staged, home)
+        order = staged.order
+        try:
+            python = await self._environments.python(order.python, order.requirements, home / LOG)
+            spec = spec_of(order, version, folder=home / bundles.CODE, digest=staged.digest, python=python)
+            interface = await self._trial(spec, home / TRIAL, order)
+        except ModelFailed as error:
+            raise ModelFailed(error.message, code="deploy_failed") from None
+        finally:
+            await asyncio.to_thread(_gather_log, home)
+        assert spec.function is not None
+        return replace(spec, function=replace(spec.function, interface=interface))
+
+    async def copy(self, found: ModelVersion, version: ModelVersion) -> ModelSpec:
+        """The same code under another number; it has been tried already."""
+        home = self.folder(version)
+        await asyncio.to_thread(shutil.copytree, self.folder(found), home)
+        assert found.spec is not None and found.spec.function is not None, "only what is ready is copied"
+        told = f"{version.branch}/{version.number}"
+        function = replace(found.spec.function, version=told, folder=str(home / bundles.CODE))
+        return replace(found.spec, function=function)
+
+    def log(self, version: ModelVersion) -> str:
+        """The end of what was printed while a version was made, and why it failed."""
+        told = f"{version.error}\n" if version.error else ""
+        try:
+            with (self.folder(version) / LOG).open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - LOG_BYTES_MAX))
+                return file.read().decode(errors="replace") + told
+        except FileNotFoundError:
+            return told
+
+    def discard_code(self, version: ModelVersion) -> None:
+        """A version that failed keeps only what was printed."""
+        shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
+
+    def discard(self, version: ModelVersion) -> None:
+        shutil.rmtree(self.folder(version), ignore_errors=True)
+
+    def sweep(self, keep: Collection[ModelVersion]) -> None:
+        """Remove what an owner that died left behind. No other process writes here."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        for sent in self._data_dir.glob(f"{SENT}*"):  # by commands that were killed
+            shutil.rmtree(sent, ignore_errors=True)
+        self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
+        known = {self.folder(version): version for version in keep}
+        for folder in self._folder.glob("*/*/*"):
+            if folder not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif known[folder].state == FAILED:
+                _gather_log(folder)
+                self.discard_code(known[folder])
+
+
+def _stage(bundle: Path, folder: Path) -> Staged:
+    code = folder / bundles.CODE
+    code.mkdir()
+    try:
+        with bundle.open("rb") as file:
+            order = bundles.read(file, code)
+    except OSError as error:
+        raise InvalidInput(f"the bundle cannot be unpacked: {error.strerror}", code="invalid_bundle") from None
+    check(order, code)
+    told = {name: value for name, value in msgspec.to_builtins(order).items() if name not in PEOPLES}
+    data = msgspec.json.encode([bundles.digest(code), told], order="deterministic")
+    return Staged(folder, order, hashlib.sha256(data).hexdigest())
+
+
+def _settle(staged: Staged, home: Path) -> None:
+    """Give the code the folder in which it stays."""
+    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    shutil.rmtree(home, ignore_errors=True)  # of a number that was taken and never written down
+    home.mkdir(mode=0o700)
+    (home / ORDER).write_bytes(msgspec.json.encode(staged.order))
+    (staged.folder / bundles.CODE).rename(home / bundles.CODE)
+
+
+def _gather_log(home: Path) -> None:
+    """What the trial printed, behind what pip did."""
+    with (home / LOG).open("ab") as out:
+        for path in sorted((home / TRIAL).glob("*.log")):
+            out.write(path.read_bytes()[-LOG_BYTES_MAX:])
+    shutil.rmtree(home / TRIAL, ignore_errors=True)
+
+
+def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: str, python: str | None) -> ModelSpec:
+    """The model that an order describes, its interface not known yet."""
+    limits = Limits(memory_bytes=order.memory_bytes)
+    if order.timeout_s is not None:
+        limits = replace(limits, attempt_timeout_s=order.timeout_s)
+    function = FunctionSpec(
+        version=f"{version.branch}/{version.number}",
+        folder=str(folder),
+        digest=digest,
+        batch_size=order.batch_size,
+        batch_window_s=order.batch_window_s,
+        frame_columns=order.frame_columns,
+        is_idempotent=order.is_idempotent,
+        environment=order.environment,
+        secrets=order.secrets,
+        gpus=order.gpus,
+        received_shapes=order.received_shapes,
+    )
+    return ModelSpec(
+        name=order.name, engine="function_process", source=order.target, python=python, workers=order.workers,
+        limits=limits, function=function,
+    )  # fmt: skip
+
+
+def check(order: DeployOrder, code: Path) -> None:
+    """Raises: InvalidInput for an order that no function could be called by."""
+    file, colon, attribute = order.target.partition(":")
+    if not colon or not attribute or not (code / bundles.check_place(file)).is_file():
+        raise InvalidInput(f"{order.target!r} is not in the code: it is given as FILE.py:NAME", code="unknown_function")
+    ranges = (
+        ("workers", order.workers, 1, WORKERS_MAX),
+        ("gpus", order.gpus, 0, GPUS_MAX),
+        ("batch_size", order.batch_size, 0, BATCH_SIZE_MAX),
+        ("batch_window_s", order.batch_window_s, 0, BATCH_WINDOW_S_MAX),
+        ("memory_bytes", order.memory_bytes, 1, LIMITS_MAX["memory_bytes"]),
+        ("timeout_s", order.timeout_s, 1e-3, LIMITS_MAX["attempt_timeout_s"]),
+        ("examples", len(order.examples), 0, EXAMPLES_MAX),
+        ("variables", len(order.environment) + len(order.secrets), 0, VARIABLES_MAX),
+        ("requirements", len(order.requirements or ""), 0, REQUIREMENTS_CHARS_MAX),
+    )
+    for name, value, least, most in ranges:
+        if value is not None and not least <= value <= most:
+            raise InvalidInput(f"{name} must be {least:g} to {most:,}, not {value}", code="invalid_order")
+    _check_variables(order)
+
+
+def _check_variables(order: DeployOrder) -> None:
+    for name, value in (*order.environment.items(), *order.secrets.items()):
+        if not name.isidentifier() or not name.isascii() or "\0" in value:
+            raise InvalidInput(f"{name[:80]!r} is no name of an environment variable", code="invalid_variable")
+    for name, reference in order.secrets.items():
+        kind, _, place = reference.partition(":")
+        is_kept = kind == "secret" and NAME.fullmatch(place)  # those of connectors are theirs alone
+        if not is_kept and (kind not in ("env", "file") or not place):
+            raise InvalidInput(  # the text may be the secret itself: it is not repeated
+                f'the secret {name} is "env:NAME", "file:PATH" or "secret:NAME", never itself', code="invalid_secret"
+            )
+        if name in order.environment:
+            raise InvalidInput(f"{name} is a variable and a secret: leave one out", code="invalid_variable")
+
+
+def problem_of(error: BatchmillError) -> str:
+    """The last line of a traceback: what people see first."""
+    return error.message.rstrip().rpartition("\n")[2]

@@ -1,0 +1,199 @@
+"""Calls whose answers are sent to a URL of the caller's. A promise is in the database before anybody hears of it.
+
+A call that has not begun when this process dies is made by the next one. One that had begun is made again only for a
+function that is declared idempotent; otherwise its answer is an error that says so. An answer is sent until it is
+taken, or about three days have passed: at least once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
+from batchmill.ports import Clock
+from batchmill.services.courier import Answer as Heard
+from batchmill.services.courier import Courier
+from batchmill.services.functions import late_records as records
+from batchmill.services.functions.late_records import LateCall, Order
+from batchmill.services.outbox import DELAYS_S, GONE, delay_s
+from batchmill.store.database import Database
+from batchmill.types import Caller, Scope
+from batchmill.wire.messages import Answer
+
+if TYPE_CHECKING:
+    from batchmill.services.functions.calls import FunctionCalls, Target
+
+__all__ = ["LateCall", "LateReplies", "Order"]
+
+BODY_BYTES_MAX = 32 * 1024 * 1024
+IN_HAND_MAX = 16  # calls that are made, or answers that are sent, at once
+LOOK_S = 1.0
+DRAIN_S = 10.0  # calls that are being made may end in so long when the server stops
+RETRY_S, RETRY_MAX_S = 5.0, 600.0  # a function that cannot be called now is called later
+
+log = logging.getLogger("batchmill.server")
+
+Write = Callable[[LateCall, Answer | BatchmillError], Awaitable[bytes]]
+
+
+class LateReplies:
+    """`open` it once every door has said, with `speak`, how its answers are written."""
+
+    def __init__(self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier) -> None:
+        self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
+        self._writers: dict[str, Write] = {}
+        self._in_hand: dict[str, asyncio.Task[None]] = {}
+        self._calling: set[str] = set()
+        self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    def speak(self, door: str, write: Write) -> None:
+        """`write` makes the body that is sent, of an answer or of an error."""
+        self._writers[door] = write
+
+    async def promise(self, caller: Caller, target: Target, body: bytes, order: Order) -> str:
+        """Write down a call; the id under which its answer will be sent.
+
+        Raises: InvalidInput (`url_not_allowed`), TooLarge, Unavailable when too many wait, StorageFull.
+        """
+        self._courier.check(order.url)
+        if len(body) > BODY_BYTES_MAX:
+            raise TooLarge(
+                f"a call that is answered later may have {BODY_BYTES_MAX:,} bytes, not {len(body):,}",
+                code="request_too_large",
+            )
+        call = LateCall(
+            secrets.token_hex(16), caller.project, caller.key, target.name, target.branch, target.number, order, body,
+            created=self._clock.now(),
+        )  # fmt: skip
+        await self._database.write(records.insert, call)
+        self._wake.set()
+        return call.id
+
+    async def count_waiting(self) -> int:
+        """Calls that are still to be made, or answers to be taken."""
+        return await self._database.read(records.count)
+
+    def open(self) -> None:
+        self._running = asyncio.create_task(self._run())
+
+    async def close(self, *, at_once: bool) -> None:
+        """Calls that are being made may end, in a while; answers are sent again by the next process."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        tasks = dict(self._in_hand)
+        for call_id, task in tasks.items():
+            if call_id not in self._calling:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=0 if at_once else DRAIN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except BatchmillError as error:  # a full disk, above all
+                log.warning("late replies wait: %s", error.message)
+            except Exception as error:  # the edge of this task: it must not end with one call
+                log.error("late replies wait", exc_info=error)
+            await self._rest()
+
+    async def _turn(self) -> None:
+        """Begin with what is due."""
+        room = IN_HAND_MAX - len(self._in_hand)
+        if room <= 0:
+            return
+        for call_id in await self._database.read(records.due, self._clock.now(), list(self._in_hand), room):
+            task = asyncio.create_task(self._go_on(call_id))
+            self._in_hand[call_id] = task
+            task.add_done_callback(lambda _, call_id=call_id: self._let_go(call_id))
+
+    def _let_go(self, call_id: str) -> None:
+        del self._in_hand[call_id]
+        self._wake.set()
+
+    async def _rest(self) -> None:
+        waits = {asyncio.ensure_future(self._clock.sleep(LOOK_S)), asyncio.ensure_future(self._wake.wait())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+            await asyncio.wait(waits)
+        self._wake.clear()
+
+    # -- one call ------------------------------------------------------------------------------------------------------
+
+    async def _go_on(self, call_id: str) -> None:
+        try:
+            call = await self._database.read(records.find, call_id)
+            if call is None:
+                return
+            if call.reply is None:
+                await self._answer(call)
+            else:
+                await self._send(call, call.reply)
+        except BatchmillError as error:  # what is written down stays so, and is gone on with
+            log.warning("the late reply %s waits: %s", call_id, error.message)
+            await self._clock.sleep(RETRY_S)
+        except Exception as error:  # the edge of one call
+            log.error("the late reply %s waits", call_id, exc_info=error)
+            await self._clock.sleep(RETRY_S)
+
+    async def _answer(self, call: LateCall) -> None:
+        self._calling.add(call.id)
+        try:
+            try:
+                answered: Answer | BatchmillError = await self._ask(call)
+            except Unavailable as error:
+                if call.attempts < len(DELAYS_S):
+                    return await self._put_off(call, error)
+                answered = error
+            except BatchmillError as error:
+                answered = error
+            reply = await self._writers[call.order.door](call, answered)
+            await self._database.write(records.answer, call.id, reply, self._clock.now())
+        finally:
+            self._calling.discard(call.id)
+
+    async def _ask(self, call: LateCall) -> Answer:
+        caller = Caller(call.project, Scope.SUBMIT, call.key)
+        target = self._functions.find(caller, call.name, call.branch, str(call.number))
+        function = target.model.function
+        if call.begun is not None and not (function is not None and function.is_idempotent):
+            raise ModelFailed(
+                "the server ended while the function ran, and it is not declared idempotent: it is not called again",
+                code="worker_crashed",
+            )
+        await self._database.write(records.begin, call.id, self._clock.now())
+        return await self._functions.ask(caller, target, call.order.form, call.body)
+
+    async def _put_off(self, call: LateCall, error: Unavailable) -> None:
+        """It was not called: that is done later."""
+        log.info("the late call %s waits: %s", call.id, error.message)
+        await self._database.write(records.begin, call.id, None)
+        due = self._clock.now() + min(RETRY_S * 2**call.attempts, RETRY_MAX_S)
+        await self._database.write(records.put_off, call.id, call.attempts + 1, due)
+
+    async def _send(self, call: LateCall, reply: bytes) -> None:
+        order = call.order
+        heard = await self._courier.deliver(order.url, call.id, reply, (), headers={order.header: call.id})
+        attempts = call.attempts + 1
+        if not heard.failure or (heard.is_late and order.ignores_timeout):
+            await self._database.write(records.forget, call.id)
+        elif attempts > len(DELAYS_S) or heard.status == GONE:
+            log.warning("the late reply %s is given up: %s", call.id, heard.failure)
+            await self._database.write(records.forget, call.id)
+        else:
+            await self._database.write(records.put_off, call.id, attempts, self._next(call.id, attempts, heard))
+
+    def _next(self, call_id: str, attempts: int, heard: Heard) -> float:
+        return self._clock.now() + delay_s(call_id, attempts, heard.rest_s)

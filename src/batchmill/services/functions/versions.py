@@ -1,0 +1,334 @@
+"""Versions of deployed functions: made, checked, published, moved between and removed, by the process that owns them.
+
+A version never changes once it is ready. What a name means now is the business of `model_book`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from batchmill.errors import BatchmillError, Conflict, InvalidInput
+from batchmill.ports import Clock
+from batchmill.services.functions import records
+from batchmill.services.functions.book import Chosen, ModelBook
+from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions.names import LATEST, MAIN, check_alias, check_branch, check_name
+from batchmill.services.functions.records import FAILED, READY, REMOVED
+from batchmill.store.database import Database
+from batchmill.types import ModelSpec
+from batchmill.wire.deploys import Backend, Deployed, ModelVersion, Route
+
+__all__ = ["Chosen", "ModelVersion", "ModelVersions"]
+
+log = logging.getLogger("batchmill.models")
+
+BACKENDS_MAX = 100
+WEIGHT_MAX = 1e6
+
+Warm = Callable[[ModelSpec, ModelSpec], Awaitable[None]]
+
+
+async def _stays_cold(old: ModelSpec, new: ModelSpec) -> None:
+    """Where nothing runs, nothing has to be running before the newest version counts."""
+
+
+class ModelVersions:
+    """
+    Args:
+        taken: names that the configuration has.
+
+    `warm` is called with the version that was `latest` and the one that is to be: it returns once workers of the new
+    one are up, if the old one has some. Raises: ModelFailed, and then the old one stays. Whoever runs workers sets it.
+    """
+
+    def __init__(
+        self, database: Database, clock: Clock, *, workshop: Workshop,
+        taken: frozenset[str] = frozenset(), chance: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        self._database, self._clock, self._workshop, self._taken = database, clock, workshop, taken
+        self._chance = chance or random.Random()
+        self._book = ModelBook((), (), self._chance)
+        self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
+        self.warm: Warm = _stays_cold
+
+    async def load(self) -> None:
+        """Read what there is. What an earlier owner left half made goes, and its version has failed."""
+        await self._database.write(records.end_interrupted, self._clock.now())
+        versions, routes = await self._database.read(records.read_all)
+        revision = self._book.revision
+        self._book = ModelBook(versions, routes, self._chance)
+        self._book.revision = revision + 1
+        keep = [each for each in versions if each.state in (READY, FAILED)]
+        await asyncio.to_thread(self._workshop.sweep, keep)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """Rises with every change."""
+        return self._book.revision
+
+    def choose(self, name: str, branch: str | None = None, version: str = LATEST) -> Chosen:
+        """As `ModelBook.choose`."""
+        return self._book.choose(name, branch, version)
+
+    def get(self, name: str) -> list[ModelVersion]:
+        """Every version of a function, by branch and number; failed and removed ones too."""
+        return self._book.get(name)
+
+    def all(self) -> list[ModelVersion]:
+        """Every version that is ready."""
+        return self._book.all()
+
+    def names(self) -> list[str]:
+        """Functions of which a version is ready."""
+        return self._book.names()
+
+    def routes(self, name: str) -> list[Route]:
+        """What its branches' `latest` and its aliases stand for."""
+        return self._book.routes(name)
+
+    def show(self, name: str) -> tuple[list[ModelVersion], list[Route]]:
+        """Its versions and routes. Raises: UnknownName for a function of which nothing is left."""
+        if all(each.state == REMOVED for each in self.get(name)):
+            raise self._book.unknown(name, None, LATEST)
+        return self.get(name), self.routes(name)
+
+    async def log(self, name: str, branch: str | None = None, version: str = LATEST) -> str:
+        """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
+        tried = [each for each in self.get(name) if each.branch == (branch or MAIN)]
+        if version == LATEST and tried:
+            found = tried[-1]
+        elif version.isdigit():
+            match = [each for each in tried if each.number == int(version)]
+            if not match:
+                raise self._book.unknown(name, branch, version)
+            found = match[0]
+        else:
+            found = self.choose(name, branch, version).version
+        return await asyncio.to_thread(self._workshop.log, found)
+
+    # -- deploying ----------------------------------------------------------------------------------------------------
+
+    def incoming(self) -> Path:
+        """An empty file for an archive that is on its way here; whoever asked for it removes it."""
+        return self._workshop.incoming()
+
+    async def deploy(self, bundle: Path, *, check: Callable[[str], None] | None = None) -> Deployed:
+        """Make a version of what lies in an archive of `wire.bundles`, check it, and let it be its branch's latest.
+
+        `check` raises where whoever sent it may not use the name.
+
+        Raises: InvalidInput for an order or archive that is wrong; ModelFailed (`deploy_failed`) with the traceback
+        where the code does not work: the version is then written down as failed, and the one before stays.
+        """
+        staged = await self._workshop.stage(bundle)
+        try:
+            order = staged.order
+            check_name(order.name, self._taken)
+            check_branch(order.branch)
+            if check is not None:
+                check(order.name)
+            async with self._alone(order.name):
+                latest = self._latest(order.name, order.branch)
+                if latest is not None and _digest(latest) == staged.digest:
+                    return Deployed(latest, is_new=False)
+                version = await self._database.write(
+                    records.begin, order.name, order.branch, order.source, self._clock.now()
+                )
+                self._book.put(version)
+                try:
+                    spec = await self._workshop.build(staged, version)
+                    return Deployed(await self._publish(version, spec, latest), is_new=True)
+                except BaseException as error:
+                    await asyncio.shield(self._failed(version, error))
+                    raise
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
+
+    async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
+        """Where the old version has workers, the new one's are up before the first call goes there."""
+        if old is not None and old.spec is not None:
+            await self.warm(old.spec, spec)
+        now = self._clock.now()
+        ready = replace(version, state=READY, finished=now, spec=spec)
+        route = Route(version.name, version.branch, [Backend(version.branch, version.number)], [], now)
+        await self._database.write(records.publish, ready, route)
+        self._book.put(ready)
+        self._book.put_route(route)
+        return ready
+
+    async def _failed(self, version: ModelVersion, error: BaseException) -> None:
+        told = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
+        failed = replace(version, state=FAILED, finished=self._clock.now(), error=told)
+        self._book.put(failed)
+        await self._database.write(records.fail, failed)
+        await asyncio.to_thread(self._workshop.discard_code, version)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[None]:
+        """One change of a function after another."""
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _known(self, name: str) -> AsyncIterator[None]:
+        """As `_alone`, for a function that there is. Raises: UnknownName."""
+        if not self.get(name):
+            raise self._book.unknown(name, None, LATEST)
+        async with self._alone(name):
+            yield
+
+    def _latest(self, name: str, branch: str) -> ModelVersion | None:
+        route = self._book.route(name, branch)
+        return None if route is None else self._book.ready(name, branch, route.backends[0].number)
+
+    # -- what names stand for -----------------------------------------------------------------------------------------
+
+    async def rollback(self, name: str, branch: str | None = None, number: int | None = None) -> ModelVersion:
+        """Let an earlier version be its branch's latest; without a number, the ready one before the present one.
+
+        Raises: UnknownName; InvalidInput where there is none before.
+        """
+        branch = branch or MAIN
+        async with self._known(name):
+            present = self._latest(name, branch)
+            if present is None:
+                raise self._book.unknown(name, branch, LATEST)
+            if number is None:
+                before = [
+                    each.number for each in self.get(name)
+                    if each.branch == branch and each.state == READY and each.number < present.number
+                ]  # fmt: skip
+                if not before:
+                    raise InvalidInput(
+                        f"{present.reference} is the first that is there: nothing to go back to", code="no_version"
+                    )
+                number = before[-1]
+            wanted = self._book.ready(name, branch, number)
+            await self._move(wanted, present, Backend(branch, number))
+            return wanted
+
+    async def merge(self, name: str, source: str, into: str = MAIN) -> ModelVersion:
+        """Make the latest of one branch a new version of another: the same code and environment under a new number."""
+        return await self._again(name, source, check_branch(into), "merged")
+
+    async def restart(self, name: str, branch: str | None = None) -> ModelVersion:
+        """Make the latest again under a new number: its workers begin afresh before the first call goes there."""
+        return await self._again(name, branch or MAIN, branch or MAIN, "restarted")
+
+    async def _again(self, name: str, source: str, into: str, how: str) -> ModelVersion:
+        async with self._known(name):
+            found, latest = self._latest(name, source), self._latest(name, into)
+            if found is None:
+                raise self._book.unknown(name, source, LATEST)
+            told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
+            version = await self._database.write(records.begin, name, into, told, self._clock.now())
+            self._book.put(version)
+            try:
+                return await self._publish(version, await self._workshop.copy(found, version), latest)
+            except BaseException as error:
+                await asyncio.shield(self._failed(version, error))
+                raise
+
+    async def _move(self, wanted: ModelVersion, present: ModelVersion, backend: Backend) -> None:
+        assert wanted.spec is not None and present.spec is not None, "both are ready"
+        if wanted != present:
+            await self.warm(present.spec, wanted.spec)
+        await self._route(Route(wanted.name, wanted.branch, [backend], [], self._clock.now()))
+
+    async def _route(self, route: Route) -> Route:
+        await self._database.write(records.set_route, route)
+        self._book.put_route(route)
+        return route
+
+    async def set_alias(
+        self, name: str, alias: str, backends: list[Backend], mirrors: list[Backend] | None = None
+    ) -> Route:
+        """Let an alias stand for versions, by weight; `mirrors` get copies of its calls. Raises: UnknownName."""
+        check_alias(alias)
+        mirrors = mirrors or []
+        if not 0 < len(backends) <= BACKENDS_MAX or len(mirrors) > BACKENDS_MAX:
+            raise InvalidInput(f"an alias stands for 1 to {BACKENDS_MAX} versions", code="invalid_alias")
+        for backend in (*backends, *mirrors):
+            if not 0 < backend.weight <= WEIGHT_MAX:
+                raise InvalidInput(
+                    f"a weight is more than 0 and at most {WEIGHT_MAX:,.0f}, not {backend.weight}",
+                    code="invalid_weight",
+                )
+        async with self._known(name):
+            for backend in (*backends, *mirrors):
+                self._book.ready(name, backend.branch, backend.number)
+            return await self._route(Route(name, f"@{alias}", backends, mirrors, self._clock.now()))
+
+    # -- removing -----------------------------------------------------------------------------------------------------
+
+    async def remove(self, name: str, branch: str | None = None, version: str | None = None) -> list[ModelVersion]:
+        """Remove a version, a branch, or with neither said all of a function; returns the versions removed.
+
+        Raises: UnknownName; Conflict for a version that an alias or an unfinished job uses, or a branch's latest.
+        """
+        async with self._known(name):
+            gone, dropped = self._doomed(name, branch, version)
+            used = await self._database.read(records.folders_in_use)
+            for each in gone:
+                if each.spec is not None and each.spec.function is not None and each.spec.function.folder in used:
+                    raise Conflict(
+                        f"{each.reference} is used by a job that has not ended: cancel it, or wait",
+                        code="version_in_use",
+                    )
+            await self._database.write(records.remove, gone, [], dropped)
+            removed = [replace(each, state=REMOVED) for each in gone]
+            for route in dropped:
+                self._book.drop_route(route)
+            for each in removed:
+                self._book.put(each)
+                await asyncio.to_thread(self._workshop.discard, each)
+            return removed
+
+    async def remove_alias(self, name: str, alias: str) -> None:
+        """Raises: UnknownName."""
+        async with self._known(name):
+            route = self._book.route(name, f"@{alias}")
+            if route is None:
+                raise self._book.unknown(name, None, alias)
+            await self._database.write(records.remove, [], [], [route])
+            self._book.drop_route(route)
+
+    def _doomed(self, name: str, branch: str | None, version: str | None) -> tuple[list[ModelVersion], list[Route]]:
+        """What goes, and the routes that go with it."""
+        found = [each for each in self.get(name) if each.state in (READY, FAILED)]
+        if version is not None:
+            place = (branch or MAIN, version)
+            found = [each for each in found if (each.branch, str(each.number)) == place]
+        elif branch is not None:
+            found = [each for each in found if each.branch == branch]
+        if not found:
+            raise self._book.unknown(name, branch, version or LATEST)
+        places = {(each.branch, each.number) for each in found}
+        rest = [each for each in self.get(name) if each.state == READY and (each.branch, each.number) not in places]
+        dropped = []
+        for route in self.routes(name):
+            if not any((each.branch, each.number) in places for each in (*route.backends, *route.mirrors)):
+                continue
+            stays = any(each.branch == route.label for each in rest) or (route.label.startswith("@") and rest)
+            if stays:
+                what = f"the alias {route.label[1:]!r}" if route.label.startswith("@") else f"latest of {route.label}"
+                raise Conflict(
+                    f"{name}: {what} stands for it: let it stand for another version first", code="version_in_use"
+                )
+            dropped.append(route)
+        return found, dropped
+
+
+def _digest(version: ModelVersion) -> str:
+    assert version.spec is not None and version.spec.function is not None, "it is ready"
+    return version.spec.function.digest

@@ -1,0 +1,138 @@
+"""Model groups: a name for the versions of one model. Of the access control that OpenSearch has, there is none here:
+what belongs to a project is seen by that project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from batchmill.errors import Conflict, InvalidInput, UnknownName
+from batchmill.ports import Clock
+from batchmill.services.remote import model_records as records
+from batchmill.services.remote.changes import Changes
+from batchmill.services.remote.ids import new_id
+from batchmill.services.remote.model_records import ModelGroup
+from batchmill.store.database import Database
+from batchmill.types import Caller
+
+__all__ = ["ModelGroup", "ModelGroups"]
+
+NAME_CHARS_MAX = 256
+TEXT_CHARS_MAX = 10_000
+SHOWN_CHARS = 80
+ACCESS_MODES = ("public", "private")  # without roles both mean the same: the project's own
+
+
+class ModelGroups:
+    """Raises, everywhere: UnknownName (`group_not_found`) for a group of another project, or of none."""
+
+    def __init__(self, database: Database, clock: Clock, changes: Changes) -> None:
+        self._database, self._clock, self._changes = database, clock, changes
+        self._groups: dict[str, ModelGroup] = {}
+
+    async def load(self) -> None:
+        """Read what there is."""
+        self._groups = {each.id: each for each in await self._database.read(records.read_groups)}
+
+    def get(self, caller: Caller, group_id: str) -> ModelGroup:
+        found = self._groups.get(group_id)
+        if found is None or found.project != caller.project:
+            raise UnknownName(f"Failed to find model group with ID: {group_id[:SHOWN_CHARS]}", code="group_not_found")
+        return found
+
+    def named(self, caller: Caller, name: str) -> ModelGroup | None:
+        """The group of this name, if the caller's project has one."""
+        return next((each for each in self.all(caller) if each.name == name), None)
+
+    def all(self, caller: Caller) -> list[ModelGroup]:
+        """Those of the caller's project, in the order of their making."""
+        return [each for each in self._groups.values() if each.project == caller.project]
+
+    async def register(self, caller: Caller, fields: Mapping[str, Any]) -> ModelGroup:
+        """Raises: InvalidInput for a name that is taken, or for what has no meaning here."""
+        name, details = _name(fields), _details(fields, {})
+        if name is None:
+            raise InvalidInput("Model group name is null", code="missing_name")
+        return await self._changes.make(self._register(caller, name, details))
+
+    async def _register(self, caller: Caller, name: str, details: dict[str, Any]) -> ModelGroup:
+        self._refuse_taken(caller, name)
+        group = self.new(caller, name, details)
+        await self._database.write(records.insert_group, group)
+        self.put(group)
+        return group
+
+    def new(self, caller: Caller, name: str, details: Mapping[str, Any] | None = None) -> ModelGroup:
+        """A group that is not kept yet."""
+        now = self._clock.now()
+        return ModelGroup(new_id(), caller.project, name, 0, {"access": "public", **(details or {})}, 1, now, now)
+
+    def put(self, group: ModelGroup) -> None:
+        """Know a group as it was written down."""
+        self._groups[group.id] = group
+
+    async def update(self, caller: Caller, group_id: str, fields: Mapping[str, Any]) -> ModelGroup:
+        """Change what is said and keep the rest."""
+        name, details = _name(fields), _details(fields, self.get(caller, group_id).details)
+        return await self._changes.make(self._update(caller, group_id, name, details))
+
+    async def _update(self, caller: Caller, group_id: str, name: str | None, details: dict[str, Any]) -> ModelGroup:
+        old = self.get(caller, group_id)
+        if name is not None and name != old.name:
+            self._refuse_taken(caller, name)
+        changed = {"details": details, "revision": old.revision + 1, "changed": self._clock.now()}
+        group = replace(old, name=name or old.name, **changed)
+        await self._database.write(records.update_group, group)
+        self.put(group)
+        return group
+
+    async def delete(self, caller: Caller, group_id: str) -> ModelGroup:
+        """Raises: Conflict while it holds models."""
+        group = self.get(caller, group_id)
+        return await self._changes.make(self._delete(group))
+
+    async def _delete(self, group: ModelGroup) -> ModelGroup:
+        if not await self._database.write(records.delete_group, group.id):
+            raise Conflict("Cannot delete the model group when it has associated model versions", code="group_in_use")
+        self._groups.pop(group.id, None)
+        return group
+
+    def _refuse_taken(self, caller: Caller, name: str) -> None:
+        if (taken := self.named(caller, name)) is not None:
+            raise InvalidInput(
+                f"The name you provided is already being used by a model group with ID: {taken.id}.",
+                code="group_name_taken",
+            )
+
+
+def _name(fields: Mapping[str, Any]) -> str | None:
+    name = fields.get("name")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not 0 < len(name.strip()) <= NAME_CHARS_MAX or not name.isprintable():
+        raise InvalidInput(f"a model group's name is 1 to {NAME_CHARS_MAX} printable characters", code="invalid_name")
+    return name
+
+
+def _details(fields: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a group besides its name. Raises: InvalidInput for what has no meaning here."""
+    mode = fields.get("access_mode", fields.get("model_access_mode"))
+    if fields.get("backend_roles") or fields.get("add_all_backend_roles") is True:
+        raise InvalidInput(
+            "You cannot specify model access control parameters because the Security plugin or model access control "
+            "is disabled on your cluster.",
+            code="no_access_control",
+        )
+    if mode is not None and mode not in ACCESS_MODES:
+        raise InvalidInput(
+            f"access_mode must be one of {', '.join(ACCESS_MODES)}: a group belongs to its project, and there are no "
+            f"roles; {str(mode)[:SHOWN_CHARS]!r} is not",
+            code="no_access_control",
+        )
+    description = fields.get("description")
+    if description is not None and (not isinstance(description, str) or len(description) > TEXT_CHARS_MAX):
+        raise InvalidInput(f"a description is a text of at most {TEXT_CHARS_MAX:,} characters", code="invalid_text")
+    said = {"access": mode, "description": description}
+    return {**old, **{name: value for name, value in said.items() if value is not None}}

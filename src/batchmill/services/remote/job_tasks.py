@@ -1,0 +1,163 @@
+"""Tasks whose rows are a dataset: batchmill runs them as a job, and the task tells how that job stands.
+
+The task's id lies in the job's `origin`: a task of which a kill left no more than a beginning finds its job again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from batchmill import faults
+from batchmill.errors import BatchmillError, UnknownName
+from batchmill.services.job_desk import JobDesk, ResultIds
+from batchmill.services.remote import task_records as records
+from batchmill.services.remote.states import state_of_job
+from batchmill.services.remote.task_records import BATCH_PREDICTION, FAILED, RUNNING, TaskRecord
+from batchmill.states import JobState
+from batchmill.store.database import Database
+from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, RemoteJob, Scope
+
+DOOR = "ml_commons"
+REMOTE_JOBS_MAX = 100  # of a job, in the document of its task
+WORDS = {
+    JobState.VALIDATING: "validating",
+    JobState.PLANNING: "validating",
+    JobState.QUEUED: "in_progress",
+    JobState.RUNNING: "in_progress",
+    JobState.PAUSED: "paused",
+    JobState.FINALIZING: "finalizing",
+    JobState.CANCELLING: "cancelling",
+    JobState.COMPLETED: "completed",
+    JobState.CANCELLED: "cancelled",
+    JobState.EXPIRED: "expired",
+    JobState.FAILED: "failed",
+}
+
+
+class JobTasks:
+    def __init__(self, database: Database, desk: JobDesk) -> None:
+        self._database, self._desk = database, desk
+
+    async def known(self, caller: Caller, once: Once) -> TaskRecord | None:
+        """The task that an order is already."""
+        job = await self._desk.ordered(once)
+        return None if job is None else await self._of_job(caller, job)
+
+    async def submit(self, caller: Caller, task: TaskRecord, order: JobOrder, tasks_max: int) -> TaskRecord:
+        """Start the job of a task; the task that the same order is already, if there is one.
+
+        Raises: RateLimited for too many of a project, and what `JobDesk.submit` raises.
+        """
+        await self._database.write(records.insert_batch, task, tasks_max)
+        try:
+            told = replace(order, origin={**(order.origin or {}), "door": DOOR, "task": task.id})
+            submitted = await self._desk.submit(caller, told)
+        except BatchmillError:
+            await self._database.write(records.delete, task.id)
+            raise
+        faults.point("after_task_job")
+        if submitted.how == "repeated":  # two came at once
+            await self._database.write(records.delete, task.id)
+            return await self._of_job(caller, submitted.id)
+        return await self._begun(task, submitted.id)
+
+    async def _begun(self, task: TaskRecord, job: str) -> TaskRecord:
+        begun = await self.look(replace(task, job=job, state=RUNNING, due=task.created))
+        await self._database.write(records.update, begun)
+        return begun
+
+    async def _of_job(self, caller: Caller, job: str) -> TaskRecord:
+        """The task of a job that an order is already."""
+        task = await self._database.read(records.by_job, job)
+        if task is not None:
+            return task
+        view = await self._desk.show(caller, job)  # its task has not been written whole yet, or was deleted
+        origin = view.origin or {}
+        task = TaskRecord(
+            origin["task"], caller.project, origin["model"], BATCH_PREDICTION, RUNNING, view.created, view.created,
+            has_dataset=True,
+        )  # fmt: skip
+        await self._database.write(records.ensure, task)
+        return await self._begun(task, job)
+
+    async def find_again(self, task: TaskRecord) -> None:
+        """A kill came between the task and its job: the job is there, or nothing was begun."""
+        caller, after = _reader(task.project), None
+        while found := await self._desk.list(caller, JobQuery(origin=DOOR, after=after, limit=100)):
+            for view in found:
+                if (view.origin or {}).get("task") == task.id:
+                    await self._begun(task, view.id)
+                    return
+            after = found[-1].id
+        await self._database.write(records.delete, task.id)
+
+    async def look(self, task: TaskRecord) -> TaskRecord:
+        """The task as its job stands now."""
+        assert task.job is not None, "its rows run as a job"
+        try:
+            caller = _reader(task.project)
+            view, results = await self._desk.show_with_results(caller, task.job)
+            remote = await self._desk.remote(caller, task.job)
+        except UnknownName:
+            return replace(task, state=FAILED, error=f"its job {task.job} is not there any more")
+        state = JobState(view.state)
+        error = f"{view.reason or 'failed'}: {view.message}" if state in (JobState.FAILED, JobState.PAUSED) else ""
+        said = document(view, results, remote)
+        return replace(task, state=state_of_job(state, view.rows_failed), remote_job=said, error=error)
+
+    async def cancel(self, caller: Caller, job: str) -> None:
+        """End the job early; finished rows are kept. Raises: InvalidTransition for one that has ended."""
+        await self._desk.cancel(caller, job)
+
+
+def document(view: JobView, results: ResultIds, remote: list[RemoteJob]) -> dict[str, Any]:
+    """A job as the `remote_job` of its task, in the words of OpenAI's batch object where it has them."""
+    origin = view.origin or {}
+    return {
+        "id": view.id,
+        "object": "batchmill.job",
+        "status": WORDS[JobState(view.state)],
+        "route": origin.get("route"),
+        "input_file_id": origin.get("input_file_id"),
+        "output_file_id": results.output,
+        "error_file_id": results.errors,
+        "request_counts": {"total": view.rows, "completed": view.rows_ok, "failed": view.rows_failed},
+        "created_at": int(view.created),
+        "in_progress_at": _seconds(view.started),
+        "finalizing_at": _seconds(view.finalizing),
+        "cancelling_at": _seconds(view.cancelling),
+        "ended_at": _seconds(view.finished),
+        "expires_at": _seconds(view.deadline),
+        "reason": view.reason,
+        "message": view.message or None,
+        "notes": view.notes,
+        "cost": view.cost,
+        "errors": view.errors,
+        "jobs": [_shown(each) for each in remote[:REMOTE_JOBS_MAX]],
+        "jobs_total": len(remote),
+    }
+
+
+def _shown(remote: RemoteJob) -> dict[str, Any]:
+    """A job at a provider."""
+    return {
+        "id": remote.id or None,
+        "provider": remote.provider,
+        "tag": remote.tag,
+        "state": remote.state,
+        "status": remote.remote_state or None,
+        "input": remote.input or None,
+        "request_counts": {"total": remote.rows, "completed": remote.completed, "failed": remote.failed},
+        "message": remote.message or None,
+    }
+
+
+def _seconds(time: float | None) -> int | None:
+    return None if time is None else int(time)
+
+
+def _reader(project: str) -> Caller:
+    """Who looks after tasks, in the name of whoever asked for them."""
+    return Caller(project, Scope.READ)

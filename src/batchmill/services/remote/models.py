@@ -1,0 +1,352 @@
+"""Models that are a connector: registered in groups, deployed, undeployed and deleted by the process that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from batchmill.config import MODEL_NAME
+from batchmill.errors import Forbidden, InvalidInput, UnknownName
+from batchmill.ports import Clock
+from batchmill.services.remote import model_records as records
+from batchmill.services.remote.connectors import ConnectorService
+from batchmill.services.remote.groups import ModelGroups
+from batchmill.services.remote.ids import new_id
+from batchmill.services.remote.model_fields import details_of, name_of, refuse_strangers, require_remote
+from batchmill.services.remote.model_rates import ModelRates, per_minute
+from batchmill.services.remote.model_records import (
+    DEPLOYED,
+    REGISTERED,
+    UNDEPLOYED,
+    ModelDetails,
+    ModelGroup,
+    RemoteModel,
+)
+from batchmill.services.remote.specs import AUTO, has_route, spec_of
+from batchmill.store.database import Database
+from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
+from batchmill.types.connectors import PREDICT
+
+__all__ = ["ModelDetails", "RemoteModel", "RemoteModels"]
+
+SHOWN_CHARS = 80
+
+
+class RemoteModels:
+    """Raises, everywhere: UnknownName (`model_not_found`) for a model of another project, or of none.
+
+    Args:
+        auto_deploy: a call of a model deploys it, unless the model says otherwise.
+    """
+
+    def __init__(
+        self, database: Database, connectors: ConnectorService, groups: ModelGroups, clock: Clock, *,
+        auto_deploy: bool = True,
+    ) -> None:  # fmt: skip
+        self._database, self._connectors, self._groups, self._clock = database, connectors, groups, clock
+        self._auto_deploy = auto_deploy
+        self._models: dict[str, RemoteModel] = {}
+        self._rates = ModelRates(clock)
+        self._revision = 0
+        self._named: dict[tuple[str | None, str], RemoteModel] = {}
+        self._callable: dict[str, list[RemoteModel]] = {}
+        self._named_at = self._callable_at = -1  # the revision at which they were
+
+    async def load(self) -> None:
+        """Read what there is; connectors and groups have been."""
+        self._models = {each.id: each for each in await self._database.read(records.read_all)}
+        self._revision += 1
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """Rises with every change, of connectors too."""
+        return self._revision + self._connectors.revision
+
+    def get(self, caller: Caller, model_id: str) -> RemoteModel:
+        found = self._models.get(model_id)
+        if found is None or found.project != caller.project:
+            raise UnknownName(
+                f"Failed to find model with the provided model id: {model_id[:SHOWN_CHARS]}", code="model_not_found"
+            )
+        return found
+
+    def all(self, caller: Caller) -> list[RemoteModel]:
+        """Those of the caller's project, in the order of their making."""
+        return [each for each in self._models.values() if each.project == caller.project]
+
+    def every(self) -> list[RemoteModel]:
+        """Those of all projects, for whoever runs the machine."""
+        return list(self._models.values())
+
+    def connector(self, model: RemoteModel) -> Connector:
+        """What a model calls through. Raises: UnknownName where that is gone."""
+        if model.own is not None:
+            return model.own
+        assert model.connector is not None, "it has one or the other"
+        return self._connectors.get(_owner(model), model.connector).connector
+
+    def spec(self, model_id: str, *, route: str = AUTO) -> ModelSpec:
+        """The model as a job has it, with its connector as it is now.
+
+        Args:
+            route: "batch" or "online" for one way alone; "auto" for whichever there are.
+
+        Raises: InvalidInput (`no_route`) where that way does not exist.
+        """
+        found = self._models.get(model_id)
+        if found is None:
+            raise UnknownName(
+                f"Failed to find model with the provided model id: {model_id[:SHOWN_CHARS]}", code="model_not_found"
+            )
+        limits = Limits(requests_per_minute=per_minute(found.details.rate_limiter))
+        alias = found.name if MODEL_NAME.fullmatch(found.name) else None
+        return spec_of(model_id, self.connector(found), alias=alias, limits=limits, route=route)
+
+    def find(self, name: str, project: str | None = None) -> RemoteModel | None:
+        """The model with this id, or the newest version of the one group whose models are called so. Callable ones.
+
+        Args:
+            project: whose; None: anybody's.
+        """
+        if self._named_at != self.revision:
+            self._named, self._named_at = self._by_name(), self.revision
+        found = self._models.get(name) or self._named.get((project, name))
+        is_theirs = found is not None and project in (None, found.project)
+        return found if found is not None and is_theirs and self.is_callable(found) else None
+
+    def _by_name(self) -> dict[tuple[str | None, str], RemoteModel]:
+        """What a name means to a project, and to whoever sees all: nothing where two groups have such models."""
+        newest: dict[tuple[str | None, str], RemoteModel] = {}
+        doubtful = set()
+        for model in self._models.values():
+            if not (MODEL_NAME.fullmatch(model.name) and self.is_callable(model)):
+                continue
+            for key in ((model.project, model.name), (None, model.name)):
+                other = newest.setdefault(key, model)
+                if other.group != model.group:
+                    doubtful.add(key)
+                elif other.version < model.version:
+                    newest[key] = model
+        return {key: model for key, model in newest.items() if key not in doubtful}
+
+    def callable(self, project: str) -> list[RemoteModel]:
+        """Those of a project that rows can be sent to, in the order of their making."""
+        if self._callable_at != self.revision:
+            self._callable, self._callable_at = {}, self.revision
+        if project not in self._callable:
+            ours = [each for each in self._models.values() if each.project == project and self.is_callable(each)]
+            self._callable[project] = [each for each in ours if has_route(self.connector(each))]
+        return self._callable[project]
+
+    def for_job(self, model: RemoteModel) -> ModelSpec:
+        """The model as a job has it whose rows may name it by its id, and by its name where that means it."""
+        names = [model.id]
+        if self.find(model.name, model.project) == model:
+            names.append(model.name)
+        return replace(self.spec(model.id), allowed=names)
+
+    def is_callable(self, model: RemoteModel) -> bool:
+        """It is enabled, and deployed or will be when it is called."""
+        told = model.details.is_auto_deploy
+        may_deploy = self._auto_deploy if told is None else told
+        return model.details.is_enabled and (model.is_deployed or may_deploy)
+
+    def admit(self, model: RemoteModel) -> None:
+        """Count a call of it. Raises: RateLimited where its `rate_limiter` says that it is one too many."""
+        self._rates.admit(model.id, model.details.rate_limiter)
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    async def register(
+        self, caller: Caller, fields: Mapping[str, Any], *, deploy: bool = False, is_trusted: bool = False
+    ) -> RemoteModel:
+        """Make a model of the fields that ML Commons has for a remote one: a connector's id, or a connector.
+
+        Raises: InvalidInput with ML Commons' words; UnknownName for the connector, or the group.
+        """
+        name = name_of(fields)
+        refuse_strangers(fields)
+        require_remote(fields)
+        details = details_of(fields, ModelDetails())
+        model_id = new_id()
+        own, plain = self._connector_of(caller, fields, model_id, is_trusted=is_trusted)
+        now = self._clock.now()
+        model = RemoteModel(
+            model_id, caller.project, name, "", 0, None if own is not None else str(fields["connector_id"]), own,
+            DEPLOYED if deploy else REGISTERED, replace(details, deployed=now) if deploy else details, 1, now, now,
+        )  # fmt: skip
+        if deploy:
+            _refuse_disabled(model)
+        return await self._connectors.changes.make(self._register(caller, model, fields.get("model_group_id"), plain))
+
+    def _connector_of(
+        self, caller: Caller, fields: Mapping[str, Any], model_id: str, *, is_trusted: bool
+    ) -> tuple[Connector | None, dict[str, str]]:
+        """The connector that only this model is to have; None: it names one that there is."""
+        if (connector_id := fields.get("connector_id")) is not None:
+            self._connectors.get(caller, str(connector_id))
+            return None, {}
+        content = fields.get("connector")
+        if not isinstance(content, Mapping):
+            raise InvalidInput(
+                "You must provide connector content when creating a remote model without connector id!",
+                code="missing_connector",
+            )
+        own, plain = self._connectors.read(content, model_id, is_trusted=is_trusted)
+        if own.action(PREDICT) is None:
+            raise InvalidInput(
+                "Connector endpoint is required when creating a remote model without connector id!",
+                code="missing_action",
+            )
+        return own, plain
+
+    async def _register(
+        self, caller: Caller, model: RemoteModel, group_id: Any, plain: Mapping[str, str]
+    ) -> RemoteModel:
+        if model.connector is not None:
+            self._connectors.get(caller, model.connector)  # it may have been deleted since
+        group = self._group_for(caller, model.name, group_id)
+        model = replace(model, group=group.id, version=group.latest)
+        await self._connectors.store(lambda db: records.insert(db, model, group), plain=plain, new=model.own)
+        self._groups.put(group)
+        return self._put(model)
+
+    def _group_for(self, caller: Caller, name: str, group_id: Any) -> ModelGroup:
+        """The group that a model joins, with one version more: the one that is named, of its name, or a new one."""
+        if group_id is None:
+            found = self._groups.named(caller, name) or self._groups.new(caller, name)
+        else:
+            try:
+                found = self._groups.get(caller, str(group_id))
+            except UnknownName:
+                raise UnknownName("Model group not found", code="group_not_found") from None
+        return records.next_version(found, self._clock.now())
+
+    async def update(self, caller: Caller, model_id: str, fields: Mapping[str, Any]) -> RemoteModel:
+        """Change what is said and keep the rest. Raises: InvalidInput; UnknownName for the connector, or the group."""
+        self.get(caller, model_id)
+        refuse_strangers(fields)
+        return await self._connectors.changes.make(self._update(caller, model_id, dict(fields)))
+
+    async def _update(self, caller: Caller, model_id: str, fields: dict[str, Any]) -> RemoteModel:
+        old = self.get(caller, model_id)
+        new = replace(
+            old,
+            name=name_of(fields) if "name" in fields else old.name,
+            details=details_of(fields, old.details),
+            revision=old.revision + 1,
+            changed=self._clock.now(),
+        )
+        plain: dict[str, str] = {}
+        if "connector_id" in fields:
+            new = replace(new, connector=self._other_connector(caller, old, str(fields["connector_id"])))
+        if "connector" in fields:
+            own, plain = self._own_changed(old, fields["connector"])
+            new = replace(new, own=own)
+        group = None
+        if fields.get("model_group_id") not in (None, old.group):
+            group = self._group_for(caller, new.name, fields["model_group_id"])
+            new = replace(new, group=group.id, version=group.latest)
+        await self._connectors.store(lambda db: records.update(db, new, group), plain=plain, new=new.own, old=old.own)
+        if group is not None:
+            self._groups.put(group)
+        self._rates.forget(model_id)
+        return self._put(new)
+
+    def _other_connector(self, caller: Caller, model: RemoteModel, connector_id: str) -> str:
+        if model.own is not None:
+            raise InvalidInput(
+                "This remote does not have a connector_id field, maybe it uses an internal connector.",
+                code="own_connector",
+            )
+        return self._connectors.get(caller, connector_id).id
+
+    def _own_changed(self, model: RemoteModel, content: Any) -> tuple[Connector, dict[str, str]]:
+        if model.own is None or not isinstance(content, Mapping):
+            raise InvalidInput(
+                "This remote does not have an internal connector to update: change the connector itself, or name "
+                "another with connector_id",
+                code="no_own_connector",
+            )
+        return self._connectors.reread(model.own, content)
+
+    async def deploy(self, caller: Caller, model_id: str) -> RemoteModel:
+        """Let it be called. Raises: Forbidden where it is disabled."""
+        _refuse_disabled(self.get(caller, model_id))
+        return await self._connectors.changes.make(self._move(caller, model_id, DEPLOYED))
+
+    async def undeploy(self, caller: Caller, model_id: str) -> RemoteModel:
+        """Let it be called no more, unless a call deploys it again. Jobs that have begun go on."""
+        self.get(caller, model_id)
+        return await self._connectors.changes.make(self._move(caller, model_id, UNDEPLOYED))
+
+    async def _move(self, caller: Caller, model_id: str, state: str) -> RemoteModel:
+        model = self.get(caller, model_id)
+        if model.state == state:
+            return model
+        self.connector(model)
+        now = self._clock.now()
+        seen = {"deployed": now} if state == DEPLOYED else {"undeployed": now}
+        new = replace(
+            model, state=state, details=replace(model.details, **seen), revision=model.revision + 1, changed=now
+        )
+        await self._database.write(records.update, new)
+        return self._put(new)
+
+    async def ready(self, caller: Caller, model_id: str) -> RemoteModel:
+        """The model, deployed where it was not and may be by a call.
+
+        Raises: Forbidden where it is disabled; InvalidInput (`not_deployed`) where somebody must deploy it first.
+        """
+        model = self.get(caller, model_id)
+        _refuse_disabled(model)
+        if model.is_deployed:
+            return model
+        if model.details.is_auto_deploy is False:
+            raise InvalidInput(
+                "Auto deployment disabled for this model, please deploy model first Model ID: " + model_id,
+                code="not_deployed",
+            )
+        if not self._auto_deploy and model.details.is_auto_deploy is None:
+            raise InvalidInput(
+                f"Model not ready yet. Please run this first: POST /_plugins/_ml/models/{model_id}/_deploy",
+                code="not_deployed",
+            )
+        return await self.deploy(caller, model_id)
+
+    async def delete(self, caller: Caller, model_id: str) -> RemoteModel:
+        """Raises: InvalidInput while it is deployed; Conflict while a job needs the connector that only it has."""
+        self.get(caller, model_id)
+        return await self._connectors.changes.make(self._delete(caller, model_id))
+
+    async def _delete(self, caller: Caller, model_id: str) -> RemoteModel:
+        model = self.get(caller, model_id)
+        if model.is_deployed:
+            raise InvalidInput(
+                "Model cannot be deleted in deploying or deployed state. Try undeploy model first then delete",
+                code="model_deployed",
+            )
+        await self._connectors.store(lambda db: records.delete(db, model), old=model.own)
+        del self._models[model_id]
+        self._revision += 1
+        self._rates.forget(model_id)
+        return model
+
+    def _put(self, model: RemoteModel) -> RemoteModel:
+        self._models[model.id] = model
+        self._revision += 1
+        return model
+
+
+def _refuse_disabled(model: RemoteModel) -> None:
+    if not model.details.is_enabled:
+        raise Forbidden("Model is disabled.")
+
+
+def _owner(model: RemoteModel) -> Caller:
+    """Whoever looks for what belongs to the model's own project."""
+    return Caller(model.project, Scope.READ)

@@ -1,0 +1,151 @@
+"""Secrets at rest: envelopes. Each has a data key of its own; a key of the key file wraps that.
+
+AES-256-GCM; what a secret belongs to is authenticated with it, so that one cannot be put in another's place. The key
+file lies outside the database, and may lie outside the data directory. See `key_ring` for its form.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from msgspec import Struct
+
+from batchmill.errors import InvalidConfig
+from batchmill.services.secrets import key_ring
+from batchmill.services.secrets.key_ring import KEY_BYTES, KEY_ID_BYTES, Ring
+
+NONCE_BYTES = 12
+TAG_BYTES = 16
+_DIRECT = b"\x01"  # sealed by the key of the file itself: what older batchmills wrote
+_ENVELOPE = b"\x02"
+_WRAPPED_BYTES = KEY_BYTES + TAG_BYTES
+
+
+class _Envelope(Struct, frozen=True):
+    """A sealed secret taken apart: version, id of the key, nonce and data key, nonce and text."""
+
+    key_id: bytes
+    wrap_nonce: bytes
+    wrapped: bytes
+    rest: bytes  # its nonce and text
+
+    @classmethod
+    def read(cls, sealed: bytes) -> _Envelope:
+        """Raises: InvalidTag for what is too short."""
+        at = 1 + KEY_ID_BYTES
+        middle = at + NONCE_BYTES
+        end = middle + _WRAPPED_BYTES
+        if sealed[:1] != _ENVELOPE or len(sealed) < end + NONCE_BYTES + TAG_BYTES:
+            raise InvalidTag
+        return cls(sealed[1:at], sealed[at:middle], sealed[middle:end], sealed[end:])
+
+    def write(self) -> bytes:
+        return _ENVELOPE + self.key_id + self.wrap_nonce + self.wrapped + self.rest
+
+
+class SecretBox:
+    """Raises, everywhere: InvalidConfig when the key file cannot be used.
+
+    There is one for each process that owns a data directory: a key that `begin_rotation` makes is known to all who
+    seal. Whoever seals hands the bytes to the database in the same step, so that a rotation misses none.
+
+    Concurrency: `seal`, `open` and `rewrap` from any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the key file; it is made with the first secret."""
+        self.path = path
+        self._ring: Ring | None = None
+
+    def seal(self, plain: bytes, owner: str) -> bytes:
+        """Encrypt what belongs to `owner`."""
+        ring = self._load(makes=True)
+        data_key, nonce = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(NONCE_BYTES)
+        text = AESGCM(data_key).encrypt(nonce, plain, _ENVELOPE + owner.encode())
+        return _wrap(ring, data_key, owner, nonce + text)
+
+    def open(self, sealed: bytes, owner: str) -> bytes:
+        """What was sealed for `owner`. Raises: InvalidConfig (`secret_unreadable`): the key or the owner is another."""
+        ring = self._load()
+        try:
+            if sealed[:1] == _DIRECT:
+                return _open_direct(ring, sealed, owner)
+            envelope = _Envelope.read(sealed)
+            data_key = _unwrap(ring, envelope, owner)
+            nonce, text = envelope.rest[:NONCE_BYTES], envelope.rest[NONCE_BYTES:]
+            return AESGCM(data_key).decrypt(nonce, text, _ENVELOPE + owner.encode())
+        except InvalidTag:
+            raise InvalidConfig(
+                f"the secret of {owner} cannot be read with {self.path}: put back the file that it was written with, "
+                "or give it a new secret",
+                code="secret_unreadable",
+            ) from None
+
+    def is_current(self, sealed: bytes) -> bool:
+        """It needs none of the older keys."""
+        return sealed[:1] == _ENVELOPE and sealed[1 : 1 + KEY_ID_BYTES] == self._load().current.id
+
+    def rewrap(self, sealed: bytes, owner: str) -> bytes:
+        """The same secret under the current key. The text itself is not encrypted anew. Raises: as `open`."""
+        plain = self.open(sealed, owner)  # also proves that it is his and whole
+        if sealed[:1] == _DIRECT:
+            return self.seal(plain, owner)
+        envelope, ring = _Envelope.read(sealed), self._load()
+        return _wrap(ring, _unwrap(ring, envelope, owner), owner, envelope.rest)
+
+    # -- rotation -----------------------------------------------------------------------------------------------------
+
+    @property
+    def exists(self) -> bool:
+        """There is a key file."""
+        return self._ring is not None or self.path.exists()
+
+    def begin_rotation(self) -> None:
+        """Have a new current key, written durably first; what older ones sealed can still be opened."""
+        ring = self._load(makes=True)
+        fresh = Ring((key_ring.new_key(), *ring.keys))
+        key_ring.write(self.path, fresh)
+        self._ring = fresh
+
+    def end_rotation(self) -> int:
+        """Forget all keys but the current one; how many. Whatever counts has been rewrapped, and that is durable."""
+        ring = self._load()
+        kept = Ring(ring.keys[:1])
+        key_ring.write(self.path, kept)
+        self._ring = kept
+        return len(ring.keys) - 1
+
+    def _load(self, *, makes: bool = False) -> Ring:
+        if self._ring is None:
+            if makes and not self.path.exists():
+                key_ring.write(self.path, Ring((key_ring.new_key(),)))
+            self._ring = key_ring.read(self.path)
+        return self._ring
+
+
+def _wrap(ring: Ring, data_key: bytes, owner: str, rest: bytes) -> bytes:
+    current, nonce = ring.current, secrets.token_bytes(NONCE_BYTES)
+    wrapped = AESGCM(current.key).encrypt(nonce, data_key, _ENVELOPE + current.id + owner.encode())
+    return _Envelope(current.id, nonce, wrapped, rest).write()
+
+
+def _unwrap(ring: Ring, envelope: _Envelope, owner: str) -> bytes:
+    """The data key. Raises: InvalidTag."""
+    key = ring.find(envelope.key_id)
+    if key is None:
+        raise InvalidTag
+    return AESGCM(key.key).decrypt(envelope.wrap_nonce, envelope.wrapped, _ENVELOPE + key.id + owner.encode())
+
+
+def _open_direct(ring: Ring, sealed: bytes, owner: str) -> bytes:
+    """What carries no key's id: the oldest key is tried first. Raises: InvalidTag."""
+    nonce, text = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
+    for key in reversed(ring.keys):
+        try:
+            return AESGCM(key.key).decrypt(nonce, text, _DIRECT + owner.encode())
+        except InvalidTag:
+            continue
+    raise InvalidTag

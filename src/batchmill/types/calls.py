@@ -1,0 +1,90 @@
+"""Calls that somebody waits for, and what engines count."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class LiveRequest(Struct, frozen=True):
+    """A call that somebody waits for; it goes ahead of every row."""
+
+    url: str  # "/v1/chat/completions"
+    body: bytes  # the JSON object as it came
+    stream: bool = False  # answer in pieces, as server-sent events
+    form: str = "arguments"  # how a function reads `body`: a name of wire.call_forms
+    head: bytes = b""  # what that form needs beside the body
+
+
+class Ask(Struct, frozen=True, gc=False):
+    """A call of a deployed function that somebody waits for: one row or many in one body, answered in one piece."""
+
+    id: int
+    form: str  # a name of wire.call_forms: arguments, rows, tensors
+    body: bytes
+    head: bytes = b""  # what the form needs beside the body
+    timeout_s: float | None = None  # from now on; None: the model's own limit
+
+
+class BatchTimes(Struct, frozen=True, gc=False):
+    """Calls of user code with this many rows in each, and what they took, summed."""
+
+    batch_size: int
+    executions: int
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+class CallStats(Struct, frozen=True):
+    """What became of the calls of one function. Sums; `rows` counts rows, of live requests and of jobs."""
+
+    rows: int = 0
+    executions: int = 0
+    succeeded: int = 0  # requests; the rows of jobs count as one each
+    succeeded_ns: int = 0  # from their arrival at the worker to their answer
+    failed: int = 0
+    failed_ns: int = 0
+    queue_ns: int = 0  # that requests waited before their rows were called
+    batches: list[BatchTimes] = []  # by size
+    last_at: float = 0.0  # seconds since the epoch
+
+    def __add__(self, other: CallStats) -> CallStats:
+        sizes = {each.batch_size: each for each in self.batches}
+        for each in other.batches:
+            had = sizes.get(each.batch_size, BatchTimes(each.batch_size, 0))
+            sizes[each.batch_size] = BatchTimes(
+                each.batch_size,
+                had.executions + each.executions,
+                had.input_ns + each.input_ns,
+                had.infer_ns + each.infer_ns,
+                had.output_ns + each.output_ns,
+            )
+        return CallStats(
+            self.rows + other.rows,
+            self.executions + other.executions,
+            self.succeeded + other.succeeded,
+            self.succeeded_ns + other.succeeded_ns,
+            self.failed + other.failed,
+            self.failed_ns + other.failed_ns,
+            self.queue_ns + other.queue_ns,
+            [sizes[size] for size in sorted(sizes)],
+            max(self.last_at, other.last_at),
+        )
+
+
+class LiveHead(Struct, frozen=True):
+    """How the answer to a live request begins; its body follows in pieces of bytes."""
+
+    status: int
+    content_type: str = "application/json"
+
+
+class EngineStats(Struct, frozen=True):
+    """What an engine is doing now, for people who look."""
+
+    in_flight: int = 0  # rows
+    in_flight_limit: int = 0
+    note: str = ""  # why it waits, if it does: "starting vLLM", "the service asked for 12 s of rest"
+    live: int = 0  # live requests in flight
+    kv_usage: float = 0.0  # 0..1, of an LLM's cache
+    cached_share: float | None = None  # 0..1, prompt tokens that were found in the cache; None: not known

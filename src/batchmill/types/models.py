@@ -1,0 +1,149 @@
+"""Models: names that rows can be sent to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from batchmill.types.connectors import Connector
+from batchmill.types.rows import Usage
+
+
+class Price(Struct, frozen=True, forbid_unknown_fields=True):
+    """USD per million tokens. `cached` is the price of an input token that was cached; None: as `input`."""
+
+    input: float = 0.0
+    cached: float | None = None
+    output: float = 0.0
+
+    def cost(self, usage: Usage) -> float:
+        """USD for `usage`."""
+        cached = self.input if self.cached is None else self.cached
+        fresh = usage.input_tokens - usage.cached_tokens
+        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a service or a worker may be asked for. None: no limit of ours."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    in_flight_max: int | None = None  # rows sent and not yet answered, per worker
+    attempts_max: int = 5  # calls for one row, the first included; throttled ones do not count
+    connect_timeout_s: float = 5.0
+    attempt_timeout_s: float = 600.0  # one call, from the first byte sent to the last received
+    memory_bytes: int | None = None  # address space of one worker
+
+
+class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """One input or output of a typed function."""
+
+    name: str
+    datatype: str | None = None  # of the Open Inference Protocol, or STRING: BYTES that are UTF-8; None: any JSON value
+    shape: list[int] = field(default_factory=lambda: [1])  # [1]: one value, not a list; -1: any length
+    required: bool = True
+    example: Any = None  # JSON; None: there is none
+    is_array: bool = False  # the function takes (returns) a numpy array
+
+
+class Interface(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a function takes and returns, as its code or its schema says it."""
+
+    inputs: list[Tensor] = []  # in the order of the function's own parameters
+    outputs: list[Tensor] | None = None  # None: whatever it returns
+    calls: str = "row"  # row: called for each; list: for many, a list for each parameter; frame: for many, a data frame
+    takes: str = "arguments"  # arguments: by name or position; dict: one dict (Inferless); rows: a list of dicts
+    has_schema: bool = False  # inputs are checked against it; otherwise types are what the hints say, and a hint
+    takes_more: bool = False  # further arguments by any name
+    is_async: bool = False
+    streams: bool = False  # it is a generator, or sends its events itself
+    batch_size: int = 0  # rows that go together in one call, as it was started; 0: not known
+    batch_window_s: float = 0.0  # how long an idle worker waits for them
+    summary: str = ""  # the first line of its docstring
+
+
+class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of a function as it was deployed: its code, and how it is called in a process of its own."""
+
+    version: str  # "main/3"
+    folder: str  # absolute: holds its code, and nothing writes there any more; `source` is relative to it
+    digest: str  # sha256 of the code and of the environment
+    interface: Interface = Interface()
+    batch_size: int = 0  # rows of live requests and jobs that go together in one call; 0: as the function is marked
+    batch_window_s: float = 0.0  # how long an idle worker waits for a batch to fill
+    frame_columns: list[str] = []  # of a data-frame function
+    is_idempotent: bool = False  # a call whose worker died may be made again
+    environment: dict[str, str] = {}  # variables
+    secrets: dict[str, str] = {}  # variable -> "env:NAME", "file:PATH" or "secret:NAME"
+    gpus: int = 0  # of each worker
+    received_shapes: bool = False  # a tensor of one element is a single value, whatever the schema says (Inferless)
+
+    @property
+    def number(self) -> str:
+        """Which version of its branch it is: "3"."""
+        return self.version.rpartition("/")[2]
+
+
+class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A name that rows can be sent to, as the job saw it when it was submitted."""
+
+    name: str
+    engine: str  # a name of the engine table; "routes": whichever of `routes` a job is given
+    source: str  # what the engine loads: FILE.py:NAME, a model directory or id, a remote model name
+    adapters: dict[str, str] = {}  # name -> path or id
+    base_url: str | None = None
+    api_key: str | None = None  # "env:NAME", "file:PATH" or "secret:NAME"; a secret itself never lies in a spec
+    engine_args: dict[str, str | int | float | bool | None] = {}  # flags of the engine, as its command line has them
+    python: str | None = None  # interpreter of the environment the engine lives in; None: found
+    workers: int = 1  # processes (function), replicas (llm)
+    price: Price | None = None
+    limits: Limits = Limits()
+    allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
+    function: FunctionSpec | None = None  # of the engine function_process
+    connector: Connector | None = None  # of the engine connector, and of provider_batch where it calls through one
+    alias: str | None = None  # a further name that means this model and not one of its service's
+    provider: str | None = None  # of the engine provider_batch: openai, azure, anthropic, cohere, sagemaker, bedrock
+    routes: list[ModelSpec] = []  # ways to the same model; of "routes", or those left to a chosen one
+
+    @property
+    def is_function(self) -> bool:
+        """It calls Python code, of this installation or of a deployed version: not a language model."""
+        return self.engine in ("function", "function_process")
+
+    @property
+    def takes_columns(self) -> bool:
+        """Rows are arguments or parameters of its own: functions and connectors. Otherwise they are requests."""
+        if self.engine == "routes":
+            return all(route.takes_columns for route in self.routes)
+        return self.is_function or self.engine == "connector"
+
+    @property
+    def keeps_order(self) -> bool:
+        """Nothing is gained by running rows of one prompt prefix after one another."""
+        return self.takes_columns or self.engine in ("provider_batch", "routes")
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Its rows go to a provider's batch API: they run on there while no worker of ours does."""
+        return self.engine == "provider_batch"
+
+    def live(self) -> ModelSpec:
+        """The way that live requests take: itself, or the first of its routes that answers them."""
+        ways = [replace(each, name=self.name, allowed=self.allowed) for each in self.routes if each.answers_live]
+        return ways[0] if self.engine == "routes" and ways else self
+
+    @property
+    def answers_live(self) -> bool:
+        """Somebody may wait for its answer: it is no batch API."""
+        return self.engine != "provider_batch" and (self.engine != "routes" or any(r.answers_live for r in self.routes))
+
+    def targets(self) -> dict[str, str | None]:
+        """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
+        if self.allowed is not None:  # of what was deployed or registered: NAME, NAME@3, NAME@prod, an id
+            return {name: name if name in self.adapters else None for name in self.allowed}
+        names: dict[str, str | None] = {self.name: None, self.source: None}
+        if self.alias is not None:
+            names[self.alias] = None
+        return names | {adapter: adapter for adapter in self.adapters}

@@ -1,0 +1,176 @@
+"""Killed while a provider has its rows, a job ends with every row once, none billed twice, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchmill.faults import PROVIDER_POINTS
+
+ROWS, ROWS_MAX = 240, 60  # of the job, and of one batch
+PROVIDER = Path(__file__).parent.parent / "fakes" / "batch_provider.py"
+CONFIG = """
+[models.far]
+engine = "openai-batch"
+source = "gpt"
+base_url = "{url}"
+api_key = "env:FAR_KEY"
+engine_args = {{ poll_s = 0.02, poll_max_s = 0.05, rows_max = {rows_max}, jobs_max = 2, cancel_wait_s = 10 }}
+"""
+
+
+class Provider:
+    """The fake provider, a process of its own that nothing kills."""
+
+    def __init__(self, looks: int) -> None:
+        command = [sys.executable, str(PROVIDER), "--looks", str(looks)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+
+    def state(self) -> dict:
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + "/_fake/state") as reply:
+            return json.load(reply)
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture(params=[3])
+def provider(request) -> Iterator[Provider]:
+    made = Provider(request.param)
+    yield made
+    made.end()
+
+
+class Command:
+    """`batchmill run` of one job, as often as it takes."""
+
+    def __init__(self, folder: Path, provider: Provider) -> None:
+        self.folder = folder
+        (folder / "batchmill.toml").write_text(CONFIG.format(url=provider.url, rows_max=ROWS_MAX))
+        rows = [
+            {
+                "custom_id": f"c{n}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": "far", "messages": [{"role": "user", "content": f"text {n}"}]},
+            }
+            for n in range(ROWS)
+        ]
+        (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def start(self, *words: str, fault: str = "") -> subprocess.Popen[str]:
+        words = words or ("run", "in.jsonl", "--model", "far", "-o", "out.jsonl")
+        environment = {**os.environ, "BATCHMILL_FAULT": fault, "FAR_KEY": "k", "no_proxy": "127.0.0.1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "batchmill", "--data-dir", str(self.folder / "data"), *words],
+            cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, *words: str, fault: str = "") -> tuple[int, str]:
+        process = self.start(*words, fault=fault)
+        told = process.communicate(timeout=120)
+        return process.returncode, "".join(told)
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers there are."""
+        found = []
+        for path in (self.folder / "data" / "workers").glob("*.pid"):
+            text = path.read_text()
+            if text:
+                found.append(int(text.split()[0]))
+        return found
+
+    def results(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def command(tmp_path, provider) -> Command:
+    return Command(tmp_path, provider)
+
+
+def check(command: Command, provider: Provider) -> None:
+    lines = command.results()
+    assert [line["custom_id"] for line in lines] == [f"c{n}" for n in range(ROWS)]
+    assert all(line["error"] is None for line in lines)
+    state = provider.state()
+    assert state["billed"] == {f"text {n}": 1 for n in range(ROWS)}
+    assert state["running"] == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("point", PROVIDER_POINTS)
+def test_killed_at_a_point(point, count, command, provider, tmp_path):
+    """Whoever dies between two steps of handing rows over, nothing is paid for twice or left behind."""
+    code, told = command.run(fault=f"{point}:{count}:{tmp_path / 'fired'}")
+    assert (tmp_path / "fired").exists(), told
+    if code:
+        code, told = command.run()
+    assert code == 0, told
+    check(command, provider)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moment(seed, command, provider):
+    """However often the owner and its workers are killed, and whenever, every row is billed and answered once."""
+    chance = random.Random(seed)
+    for _ in range(4):
+        process = command.start()
+        kill_later(process, command, chance)
+        process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+    code, told = command.run()
+    assert code == 0, told
+    check(command, provider)
+
+
+def kill_later(process: subprocess.Popen[str], command: Command, chance: random.Random) -> None:
+    """SIGKILL for the owner, or one of its workers, some time after the provider has come into it."""
+    victim, after_s = chance.choice(["owner", "worker"]), chance.uniform(0.4, 1.6)
+    sprung = threading.Event()
+    sprung.wait(after_s)
+    if process.poll() is None:
+        for pid in [process.pid] if victim == "owner" else command.workers():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@pytest.mark.parametrize("provider", [100_000], indirect=True)
+def test_killed_while_it_is_cancelled(command, provider):
+    """A job that is killed while its batches are being ended leaves none behind once somebody comes back to it."""
+    process = command.start()
+    waiting = threading.Event()
+    while len(provider.state()["running"]) < 2:
+        assert process.poll() is None
+        waiting.wait(0.05)
+    (job,) = [path.name for path in (command.folder / "data" / "jobs").glob("job_*")]
+    cancelling = command.start("cancel", job)
+    while all(batch["status"] not in ("cancelling", "cancelled") for batch in provider.state()["batches"]):
+        waiting.wait(0.01)
+    for pid in (process.pid, *command.workers()):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    cancelling.communicate(timeout=120)  # it becomes the owner, and brings the job to its end
+    code, told = command.run("show", job, "--json")
+    view = json.loads(told.splitlines()[-1])["job"]
+    assert (code, view["state"]) == (0, "cancelled"), told
+    state = provider.state()
+    assert state["running"] == [] and set(state["billed"].values()) <= {1}
+    assert view["rows_ok"] == len(state["billed"])

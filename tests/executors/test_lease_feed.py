@@ -1,0 +1,85 @@
+"""The feed of an engine that holds whole leases: what was begun already can be taken by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sealing import seal
+from batchmill.executors.feed import GrantFeed
+from batchmill.executors.held import Held, OpenJob
+from batchmill.executors.recorder import NO_USAGE, empty_rows
+from batchmill.ports import LeaseFeed
+from batchmill.store.segments import SegmentFile, SegmentHead
+from batchmill.types import DatasetSpec, Lease
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.messages import Grant
+
+ROWS = 40
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[OpenJob]:
+    source = tmp_path / "in.jsonl"
+    lines = [{"custom_id": f"r{n}", "url": "/v1/embeddings", "body": {"input": "x"}} for n in range(ROWS)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for folder in ("dataset", "segments"):
+        (tmp_path / folder).mkdir()
+    seal(SealOrder(DatasetSpec([str(source)])), tmp_path / "dataset", lambda _: None)
+    segment = SegmentFile(tmp_path / "segments", SegmentHead("job_1", "same", "w1"))
+    rows = SealedRows(tmp_path / "dataset")
+    yield OpenJob("job_1", OpenAIForm(), rows, segment)
+    segment.close()
+    rows.close()
+
+
+@pytest.fixture
+async def feed(tmp_path: Path) -> GrantFeed:
+    wants, changed, broken = list[str](), list[object](), list[OSError]()
+    return GrantFeed(
+        want=wants.append,
+        changed=lambda *it: changed.append(it),
+        broken=broken.append,
+        suspect=tmp_path / "suspect",
+    )
+
+
+def give(feed: GrantFeed, job: OpenJob, grant: Grant) -> None:
+    held = Held(
+        lease=grant.lease, job=msgspec.structs.replace(job, id=grant.lease.job), seq=0, base=0, key="k", undone=grant.n,
+        careful=False, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[],
+        unsent=[],
+    )  # fmt: skip
+    feed.grant(held, grant)
+
+
+async def test_what_is_begun_comes_by_itself(job: OpenJob, feed: GrantFeed) -> None:
+    """Rows of a lease that is noted, or of one that is to end, are given while those of others stay."""
+    assert isinstance(feed, LeaseFeed)
+    give(feed, job, Grant(Lease("plain", 0, 0, 1), 0, 0, 10))
+    give(feed, job, Grant(Lease("noted", 0, 0, 1), 0, 0, 10, row=10, notes={"tag": b"{}"}))
+    give(feed, job, Grant(Lease("over", 0, 0, 1), 0, 0, 10, row=20, is_over=True))
+    taken = [row.number for _ in range(4) for row in await feed.take_noted(5)]
+    assert sorted(taken) == list(range(10, 30))
+    waiting = asyncio.create_task(feed.take_noted(5))
+    plain = [row.number for _ in range(2) for row in await feed.take(5)]
+    assert plain == list(range(10)) and not waiting.done()
+    give(feed, job, Grant(Lease("later", 0, 0, 1), 0, 0, 3, row=30, is_over=True))
+    assert [row.number for row in await waiting] == [30, 31, 32]
+
+
+async def test_nothing_begun_at_the_end(job: OpenJob, feed: GrantFeed) -> None:
+    """At the feed's end whoever waits for what is begun hears that there is none; the rest is still there."""
+    give(feed, job, Grant(Lease("plain", 0, 0, 1), 0, 0, 10))
+    waiting = asyncio.create_task(feed.take_noted(5))
+    await asyncio.sleep(0)
+    feed.end()
+    assert await waiting == []
+    assert len(await feed.take(20)) == 10

@@ -1,0 +1,32 @@
+"""Job services on a folder: the fixture `folder` of a test's module says which."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from batchmill.engines.clock import SystemClock
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.service import JobService
+from batchmill.ports import Clock
+
+
+@pytest.fixture
+async def opened(folder: Path) -> AsyncIterator[Callable[..., Awaitable[JobService]]]:
+    """Opens the service of `folder / "data"`, as an owner does; those that are open at the end are closed."""
+    services = []
+
+    async def open_service(*, serving: bool = False, clock: Clock = SystemClock()) -> JobService:
+        data_dir = folder / "data"
+        data_dir.mkdir(exist_ok=True)
+        executor = LocalExecutor(data_dir / "workers")
+        executor.sweep()
+        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, clock)
+        await service.recover(resume_doors=serving)
+        services.append(service)
+        return service
+
+    yield open_service
+    for service in services:
+        await service.close(at_once=True)

@@ -1,0 +1,366 @@
+"""Models that are a connector: registered, deployed, found by their names, and what a job gets of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from remote_room import KEY, THEM, US, RemoteRoom, connector_fields
+
+from batchmill.errors import Conflict, Forbidden, InvalidInput, RateLimited, UnknownName
+from batchmill.models.connectors.reading import read_connector
+from batchmill.services.catalogue import Catalogue
+from batchmill.services.remote import model_records as remote_model_records
+from batchmill.services.remote.connector_records import ConnectorRecord
+from batchmill.services.remote.model_records import RemoteModel
+from batchmill.services.remote.specs import provider_of, spec_of
+from batchmill.types import Caller, Connector, Scope
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[RemoteRoom]:
+    room = RemoteRoom(tmp_path)
+    await room.again()
+    yield room
+    await room.close()
+
+
+@pytest.fixture
+async def made(room: RemoteRoom) -> ConnectorRecord:
+    return await room.remote.connectors.create(US, connector_fields())
+
+
+async def register(room: RemoteRoom, made: ConnectorRecord, name: str = "embed", **fields: Any) -> RemoteModel:
+    room.clock.at += 1.0  # so that there is an order in which they were made
+    told = {"name": name, "function_name": "remote", "connector_id": made.id}
+    return await room.remote.models.register(US, told | fields)
+
+
+# -- registering ------------------------------------------------------------------------------------------------------
+
+
+async def test_versions_of_a_name_are_one_group(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """The first model of a name makes a group of it, and the next is its next version; all outlive the process."""
+    first, second = await register(room, made), await register(room, made, description="better")
+    assert first.group == second.group
+    assert (first.version, second.version, first.state) == (1, 2, "REGISTERED")
+    groups = room.remote.groups.all(US)
+    assert [(each.name, each.latest) for each in groups] == [("embed", 2)]
+    remote = await room.again()
+    assert remote.models.all(US) == [first, second]
+    assert remote.groups.all(US) == groups
+
+
+async def test_a_group_may_be_named(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A model joins the group that is named; of an unknown one, or another project's, nothing is registered."""
+    group = await room.remote.groups.register(US, {"name": "ours", "access_mode": "private"})
+    theirs = await room.remote.groups.register(THEM, {"name": "ours"})
+    assert (await register(room, made, model_group_id=group.id)).group == group.id
+    for unknown in (theirs.id, "x"):
+        with pytest.raises(UnknownName, match="Model group not found"):
+            await register(room, made, model_group_id=unknown)
+    assert len(room.remote.models.all(US)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": None}, "model name is null"),
+        ({"function_name": None}, "model format is null"),
+        ({"function_name": "TEXT_EMBEDDING"}, "function_name must be remote"),
+        ({"connector_id": None}, "You must provide connector content when creating a remote model without connector"),
+        ({"guardrails": {"type": "local_regex"}}, "guardrails is not supported here"),
+        ({"interface": {"input": "{}"}}, "interface is not supported here"),
+        ({"backend_roles": ["x"]}, "You cannot specify model access control parameters"),
+        ({"is_enabled": "yes"}, "is_enabled is true or false"),
+        ({"rate_limiter": {"limit": "4", "unit": "FORTNIGHTS"}}, "rate_limiter.unit must be one of"),
+        ({"rate_limiter": {"limit": "-4", "unit": "MINUTES"}}, "rate_limiter.limit must be more than 0"),
+        ({"deploy_setting": {"is_auto_deploy_enabled": 1}}, "is_auto_deploy_enabled is true or false"),
+    ],
+)
+async def test_what_is_refused(room: RemoteRoom, made: ConnectorRecord, fields: dict[str, Any], words: str) -> None:
+    """What ML Commons refuses is refused in its words; what would do nothing here is refused by name."""
+    with pytest.raises(InvalidInput, match=words):
+        await register(room, made, **fields)
+    assert room.remote.models.all(US) == []
+    assert room.remote.groups.all(US) == []
+
+
+async def test_unknown_connector(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A model names a connector of its own project."""
+    told = {"name": "m", "function_name": "remote", "connector_id": made.id}
+    with pytest.raises(UnknownName, match="Failed to find connector with the provided connector id"):
+        await room.remote.models.register(THEM, told)
+
+
+async def test_a_connector_of_its_own(room: RemoteRoom) -> None:
+    """An inline connector is the model's alone: its credentials are kept, change and go with it."""
+    told = {"name": "m", "function_name": "REMOTE", "connector": connector_fields()}
+    model = await room.remote.models.register(US, told)
+    assert await room.secrets() == [f"connector/{model.id}/openAI_key"]
+    assert room.remote.connectors.all(US) == []
+    changed = await room.remote.models.update(US, model.id, {"connector": {"parameters": {"model": "other"}}})
+    assert room.remote.models.connector(changed).parameters["model"] == "other"
+    with pytest.raises(InvalidInput, match="This remote does not have a connector_id field"):
+        await room.remote.models.update(US, model.id, {"connector_id": "x"})
+    await room.remote.models.update(US, model.id, {"connector": {"credential": {"openAI_key": "n" * 20}}})
+    assert await room.vault.reveal(f"connector/{model.id}/openAI_key") == "n" * 20
+    await room.remote.models.delete(US, model.id)
+    assert await room.secrets() == []
+
+
+async def test_an_inline_connector_needs_predict(room: RemoteRoom) -> None:
+    """ML Commons takes an inline connector with a predict action only, and where it may lead is checked too."""
+    fields = connector_fields()
+    del fields["actions"][0]
+    with pytest.raises(InvalidInput, match="Connector endpoint is required when creating a remote model"):
+        await room.remote.models.register(US, {"name": "m", "function_name": "remote", "connector": fields})
+    fields = connector_fields()
+    fields["actions"][0]["url"] = "https://10.0.0.1/v1/embeddings"
+    with pytest.raises(InvalidInput, match="its address is private"):
+        await room.remote.models.register(US, {"name": "m", "function_name": "remote", "connector": fields})
+
+
+# -- the life of a model ----------------------------------------------------------------------------------------------
+
+
+async def test_states(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A model is deployed and undeployed any number of times, and deleted only when it is not deployed."""
+    models, model = room.remote.models, await register(room, made)
+    assert (await models.deploy(US, model.id)).state == "DEPLOYED"
+    assert (await models.deploy(US, model.id)).revision == 2
+    with pytest.raises(InvalidInput, match="Model cannot be deleted in deploying or deployed state"):
+        await models.delete(US, model.id)
+    assert (await models.undeploy(US, model.id)).state == "UNDEPLOYED"
+    await models.delete(US, model.id)
+    with pytest.raises(UnknownName, match=f"Failed to find model with the provided model id: {model.id}"):
+        models.get(US, model.id)
+
+
+async def test_a_call_deploys(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A call deploys a model that is not, unless the model says otherwise."""
+    models = room.remote.models
+    model, stubborn = (
+        await register(room, made),
+        await register(room, made, deploy_setting={"is_auto_deploy_enabled": False}),
+    )
+    assert (await models.ready(US, model.id)).is_deployed
+    with pytest.raises(InvalidInput, match=f"deploy model first Model ID: {stubborn.id}"):
+        await models.ready(US, stubborn.id)
+    assert models.callable("default") == [models.get(US, model.id)]
+
+
+async def test_auto_deploy_can_be_off(tmp_path: Path) -> None:
+    """Where the configuration wants it so, somebody must deploy a model first."""
+    room = RemoteRoom(tmp_path, model_auto_deploy=False)
+    remote = await room.again()
+    made = await remote.connectors.create(US, connector_fields())
+    model = await register(room, made)
+    with pytest.raises(InvalidInput, match=f"Please run this first: POST /_plugins/_ml/models/{model.id}/_deploy"):
+        await remote.models.ready(US, model.id)
+    await room.close()
+
+
+async def test_disabled(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A disabled model answers nobody and is offered to nobody, until it is enabled."""
+    models, model = room.remote.models, await register(room, made, is_enabled=False)
+    for refused in (models.ready, models.deploy):
+        with pytest.raises(Forbidden, match="Model is disabled"):
+            await refused(US, model.id)
+    assert models.find(model.id) is None
+    await models.update(US, model.id, {"is_enabled": True})
+    assert (await models.ready(US, model.id)).is_deployed
+
+
+async def test_update(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A model takes another connector, name, group or limit; what is not said stays."""
+    models, model = room.remote.models, await register(room, made, description="old")
+    other = await room.remote.connectors.create(US, connector_fields(name="Other"))
+    group = await room.remote.groups.register(US, {"name": "ours"})
+    changed = await models.update(
+        US, model.id, {"name": "new", "connector_id": other.id, "model_group_id": group.id, "rate_limiter": {}}
+    )
+    assert (changed.name, changed.connector, changed.group, changed.version) == ("new", other.id, group.id, 1)
+    assert changed.details.description == "old"
+    assert (await room.again()).models.get(US, model.id) == changed
+    assert room.remote.groups.get(US, group.id).latest == 1
+
+
+async def test_rate_limiter(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """So many calls of a model are answered in a unit of time, and not one more; jobs keep to it too."""
+    model = await register(room, made, rate_limiter={"limit": "2", "unit": "MINUTES"})
+    assert room.remote.models.spec(model.id).limits.requests_per_minute == 2
+    for _ in range(2):
+        room.remote.models.admit(model)
+    with pytest.raises(RateLimited, match="Request is throttled at model level"):
+        room.remote.models.admit(model)
+    await room.clock.sleep(30)
+    room.remote.models.admit(model)
+
+
+async def test_models_are_bounded(room: RemoteRoom, made: ConnectorRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for so many models, and not for one more; what was refused left no version behind."""
+    monkeypatch.setattr(remote_model_records, "MODELS_MAX", 1)
+    await register(room, made)
+    with pytest.raises(InvalidInput, match="the most that there can be"):
+        await register(room, made)
+    assert room.remote.groups.all(US)[0].latest == 1
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+async def test_groups(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A group has a name of its own within its project, changes, and goes when it is empty."""
+    groups = room.remote.groups
+    with pytest.raises(InvalidInput, match="Model group name is null"):
+        await groups.register(US, {})
+    with pytest.raises(InvalidInput, match="access_mode must be one of"):
+        await groups.register(US, {"name": "g", "access_mode": "restricted"})
+    group = await groups.register(US, {"name": "g", "add_all_backend_roles": False, "description": "d"})
+    with pytest.raises(InvalidInput, match=f"already being used by a model group with ID: {group.id}"):
+        await groups.register(US, {"name": "g"})
+    changed = await groups.update(US, group.id, {"name": "h"})
+    assert (changed.name, changed.details["description"], changed.revision) == ("h", "d", 2)
+    model = await register(room, made, model_group_id=group.id)
+    with pytest.raises(Conflict, match="Cannot delete the model group when it has associated model versions"):
+        await groups.delete(US, group.id)
+    with pytest.raises(UnknownName, match=f"Failed to find model group with ID: {group.id}"):
+        groups.get(THEM, group.id)
+    await room.remote.models.delete(US, model.id)
+    await groups.delete(US, group.id)
+    assert groups.all(US) == []
+
+
+# -- what a job gets --------------------------------------------------------------------------------------------------
+
+
+def connector(**changes: Any) -> Connector:
+    return read_connector(connector_fields(**changes), id="c", is_trusted=True)[0]
+
+
+def at_batches(url: str, **parameters: str) -> Connector:
+    found = connector(parameters=parameters)
+    return replace(found, actions=[replace(found.actions[1], url=url)])
+
+
+@pytest.mark.parametrize(
+    ("url", "provider"),
+    [
+        ("https://api.openai.com/v1/batches", "openai"),
+        ("https://API.openai.com/v1/batches", "openai"),
+        ("https://me.openai.azure.com/openai/v1/batches", "azure"),
+        ("https://api.anthropic.com/v1/messages/batches", "anthropic"),
+        ("https://api.cohere.com/v1/embed-jobs", "cohere"),
+        ("https://api.cohere.ai/v1/embed-jobs", "cohere"),
+        ("https://api.sagemaker.us-east-1.amazonaws.com/CreateTransformJob", "sagemaker"),
+        ("https://bedrock.us-east-1.amazonaws.com/model-invocation-job", "bedrock"),
+        ("https://bedrock-fips.us-gov-west-1.amazonaws.com/model-invocation-job", "bedrock"),
+        ("https://bedrock-runtime.us-east-1.amazonaws.com/x", None),
+        ("https://api.openai.com.example.com/v1/batches", None),
+        ("https://example.com/openai/v1/batches", None),
+    ],
+)
+def test_providers_are_known_by_their_hosts(url: str, provider: str | None) -> None:
+    """A batch API is known by the whole host, not by a word somewhere in its URL."""
+    assert provider_of(at_batches(url)) == provider
+
+
+def test_a_provider_may_be_named() -> None:
+    """A connector may say whose API it speaks, wherever it is; a name nobody knows is refused."""
+    assert provider_of(at_batches("https://mill.example.com/v1/batches", provider="openai")) == "openai"
+    with pytest.raises(InvalidInput, match="names the provider 'opnai'"):
+        provider_of(at_batches("https://mill.example.com/v1/batches", provider="opnai"))
+
+
+def test_two_ways() -> None:
+    """With both actions a model has two routes, the batch API first; either can be asked for alone."""
+    spec = spec_of("id", connector())
+    assert (spec.engine, [route.engine for route in spec.routes]) == ("routes", ["provider_batch", "connector"])
+    assert (spec.routes[0].provider, spec.routes[0].source) == ("openai", "text-embedding-ada-002")
+    assert spec.live().engine == "connector"
+    assert spec_of("id", connector(), route="batch").engine == "provider_batch"
+    assert spec_of("id", connector(), route="online").engine == "connector"
+
+
+@pytest.mark.parametrize(
+    ("found", "route", "words"),
+    [
+        (at_batches("https://mill.example.com/v1/batches"), "auto", 'the parameter "provider": "openai"'),
+        (at_batches("https://mill.example.com/v1/batches"), "batch", 'the parameter "provider": "openai"'),
+        (at_batches("https://api.openai.com/v1/batches"), "online", "has no predict action"),
+    ],
+)
+def test_no_way(found: Connector, route: str, words: str) -> None:
+    """Where rows cannot go is told with what to change."""
+    with pytest.raises(InvalidInput, match=words):
+        spec_of("id", found, route=route)
+
+
+async def test_a_job_keeps_its_connector(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A spec has the connector by value and its credentials by name, and never the credential itself."""
+    model = await register(room, made)
+    spec = room.remote.models.spec(model.id, route="online")
+    await room.remote.connectors.update(US, made.id, {"parameters": {"model": "other"}})
+    assert spec.connector is not None
+    assert spec.connector.parameters["model"] == "text-embedding-ada-002"
+    assert room.remote.models.spec(model.id, route="online").source == "other"
+    assert KEY not in repr(spec)
+
+
+# -- the catalogue ----------------------------------------------------------------------------------------------------
+
+
+def caller(project: str = "default", *models: str) -> Caller:
+    return Caller(project, Scope.SUBMIT, "k", frozenset(models) or None)
+
+
+async def test_the_catalogue_offers_them(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """A project's models are found by id, and by name where that means one thing; keys may name fewer."""
+    old, model = await register(room, made), await register(room, made)
+    catalogue = Catalogue(room.config, room.folder)
+    catalogue.attach(None, room.remote.models)
+    assert [each.name for each in catalogue.names(caller())] == [old.id, model.id, "embed"]
+    assert catalogue.find(caller(), model.id).model.allowed == [model.id, "embed"]
+    assert catalogue.find(caller(), old.id).model.allowed == [old.id]
+    assert catalogue.find(caller(), "embed").model.name == model.id
+    assert "embed" in catalogue.find(caller(), "embed").model.live().targets()
+    assert catalogue.for_job(caller(), "embed").name == model.id
+    assert [each.name for each in catalogue.specs(caller("default", "embed"))] == [old.id, model.id]
+    assert [each.name for each in catalogue.specs(caller("default", model.id))] == [model.id]
+    assert catalogue.serves("/v1/anything", caller())
+    for nobody in (caller("other"), caller("default", "something")):
+        assert catalogue.names(nobody) == []
+        assert not catalogue.may(nobody, model.id) or nobody.models is None
+        with pytest.raises(UnknownName, match="does not exist or you do not have access to it"):
+            catalogue.find(nobody, model.id)
+
+
+async def test_a_name_of_two_groups_means_nothing(room: RemoteRoom, made: ConnectorRecord) -> None:
+    """Where models of two groups have one name only their ids are names, and only callable ones count."""
+    await register(room, made)
+    group = await room.remote.groups.register(US, {"name": "ours"})
+    other = await register(room, made, model_group_id=group.id)
+    assert room.remote.models.find("embed") is None
+    await room.remote.models.update(US, other.id, {"is_enabled": False})
+    found = room.remote.models.find("embed", "default")
+    assert found is not None
+    assert found.version == 1
+    assert room.remote.models.find("embed", "other") is None
+
+
+async def test_a_model_without_a_way_is_not_offered(room: RemoteRoom) -> None:
+    """A model through which no row can go is registered, and not offered for jobs: the others are."""
+    fields = connector_fields()
+    fields["actions"] = [{**fields["actions"][1], "url": "https://mill.example.com/v1/batches"}]
+    made = await room.remote.connectors.create(US, fields)
+    model = await register(room, made)
+    assert room.remote.models.callable("default") == []
+    catalogue = Catalogue(room.config, room.folder)
+    catalogue.attach(None, room.remote.models)
+    assert catalogue.specs(caller()) == []
+    with pytest.raises(InvalidInput, match="whose batch API nobody knows"):
+        catalogue.find(caller(), model.id)
