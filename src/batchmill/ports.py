@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from batchmill.errors import JobPaused
 from batchmill.types import (
+    AdapterSet,
     Amendment,
     Ask,
     CallStats,
@@ -61,6 +62,7 @@ class LeaseHandle(Protocol):
     key: str  # of the job and generation: the same whenever a row of it is tried again
     rows: int  # that were granted under it: an engine that has taken so many has all of them
     notes: Mapping[str, bytes]  # what was noted for this shard, by earlier workers too
+    adapters: AdapterSet  # those that rows of its job may use
 
     async def note(self, key: str, data: bytes) -> None:
         """Return once the note is durable, and what was put before counts; empty `data` takes it back.

@@ -14,7 +14,7 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import JobPaused
 from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows, SegmentFile
-from batchmill.types import Lease, RowError, SegmentRef, Usage
+from batchmill.types import AdapterSet, Lease, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted
 
@@ -30,6 +30,7 @@ class OpenJob(Struct, eq=False):
     rows: SealedRows
     segment: SegmentFile
     revoked: bool = False
+    adapters: AdapterSet = AdapterSet()
     ending: str = ""  # how its leases are to be let go, once it is revoked
 
 
@@ -79,6 +80,10 @@ class Held(Struct, eq=False):
     ending: str = ""
     is_left: bool = False  # no more outcomes of it come
     waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def adapters(self) -> AdapterSet:
+        return self.job.adapters
 
     @property
     def notes(self) -> Mapping[str, bytes]:

@@ -187,7 +187,9 @@ class Worker:
             return
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
-        self._jobs[message.job] = OpenJob(message.job, message.form, SealedRows(Path(message.dataset)), segment)
+        self._jobs[message.job] = OpenJob(
+            message.job, message.form, SealedRows(Path(message.dataset)), segment, adapters=message.adapters
+        )
 
     def _grant(self, grant: Grant) -> None:
         lease = grant.lease

@@ -285,7 +285,7 @@ class Dispatcher:
                 if not run.has_ready(claim.model):
                     break
                 worker.wants.discard(job_id)
-                self._open(run, worker)
+                self._open(run, worker, claim.model)
                 matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
 
@@ -322,12 +322,15 @@ class Dispatcher:
         return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
 
     @staticmethod
-    def _open(run: JobRun, worker: PoolWorker) -> None:
+    def _open(run: JobRun, worker: PoolWorker, model: int) -> None:
         spec = run.spec
         if spec.id not in worker.opened:
             worker.opened.add(spec.id)
             files = run.files
-            worker.handle.send(Open(spec.id, spec.identity, spec.form, str(files.dataset), str(files.segments)))
+            adapters = spec.models[model].adapter_set()
+            worker.handle.send(
+                Open(spec.id, spec.identity, spec.form, str(files.dataset), str(files.segments), adapters)
+            )
 
     # -- claims -------------------------------------------------------------------------------------------------------
 

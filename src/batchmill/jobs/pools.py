@@ -84,8 +84,7 @@ class Pools:
 
         `code` has the digests of functions by model name; they are read where it has none.
         """
-        # Whichever of its names a job's rows may use, and whatever other ways there are.
-        everybodys = msgspec.structs.replace(model, allowed=None, routes=[])
+        everybodys = _everybodys(model)
         digest = (code or {}).get(model.name, "")
         if not digest and model.engine == "function":
             digest = self._codes.of(model.source)
@@ -146,10 +145,9 @@ class Pools:
 
     def _start(self, key: str, model: ModelSpec, after: asyncio.Task[None] | None) -> Pool:
         home = self._data_dir / "workers" / key[:16]
-        everybodys = msgspec.structs.replace(model, allowed=None, routes=[])
         pool = Pool(
-            key, everybodys, home, executor=self._executor, listener=self._listener, clock=self._clock, after=after,
-            provisions=self._provisions,
+            key, _everybodys(model), home, executor=self._executor, listener=self._listener, clock=self._clock,
+            after=after, provisions=self._provisions,
         )  # fmt: skip
         pool.sums = self.sums(key)
         self._pools[key] = pool
@@ -268,6 +266,17 @@ class Pools:
                 pool.kill()
         if self.endings:
             await asyncio.wait(set(self.endings.values()))
+
+
+def _everybodys(model: ModelSpec) -> ModelSpec:
+    """A model whichever of its names a job's rows may use, and whatever other ways there are.
+
+    An engine that has room for adapters is told with each job which ones there are.
+    """
+    model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[])
+    if model.engine == "llm" and model.adapter_rank:
+        return msgspec.structs.replace(model, adapters={}, adapter_names={}, bad_adapters={})
+    return model
 
 
 async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -58,7 +58,7 @@ class LiveCalls:
         what `ports.Live.predict` raises.
         """
         served, stream = self._asked_for(caller, url, body)
-        return await self.ask(caller, served, LiveRequest(url, body, stream, _form_of(served.model, url, body)))
+        return await self.ask(caller, served, request_of(served, url, body, stream=stream))
 
     async def ask(self, caller: Caller, served: Served, request: LiveRequest) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """As `predict`, of a model that has been found already, in a form that its engine knows."""
@@ -111,6 +111,15 @@ class LiveCalls:
         ended = msgspec.structs.replace(call, seconds=self._clock.monotonic() - began)
         for listener in self._listeners:
             listener(ended)
+
+
+def request_of(served: Served, url: str, body: bytes, *, stream: bool) -> LiveRequest:
+    """A body in OpenAI's form as its model is given it."""
+    form, adapter = _form_of(served.model, url, body), served.adapter
+    if adapter is None:
+        return LiveRequest(url, body, stream, form)
+    own = served.model.adapter_names.get(adapter, adapter)
+    return LiveRequest(url, body, stream, form, adapter=own, adapter_place=served.model.adapters.get(own, ""))
 
 
 def _form_of(model: ModelSpec, url: str, body: bytes) -> str:

@@ -13,6 +13,8 @@ class LiveRequest(Struct, frozen=True):
     stream: bool = False  # answer in pieces, as server-sent events
     form: str = "arguments"  # how a function reads `body`: a name of wire.call_forms
     head: bytes = b""  # what that form needs beside the body
+    adapter: str | None = None  # the own name of the adapter that `body` asks for, and
+    adapter_place: str = ""  # where it lies
 
 
 class Ask(Struct, frozen=True, gc=False):
@@ -79,6 +81,18 @@ class LiveHead(Struct, frozen=True):
     content_type: str = "application/json"
 
 
+class AdapterStats(Struct, frozen=True):
+    """What became of the rows and live requests of one adapter in one engine, since it started. Sums."""
+
+    name: str  # its own name; "other" sums those beyond the first 100
+    rows: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    hits: int = 0  # rows that found it in the engine
+    loads: int = 0  # times it was put there
+    busy_s: float = 0.0  # while at least one row of it was in flight
+
+
 class EngineStats(Struct, frozen=True):
     """What an engine is doing now, for people who look."""
 
@@ -88,3 +102,5 @@ class EngineStats(Struct, frozen=True):
     live: int = 0  # live requests in flight
     kv_usage: float = 0.0  # 0..1, of an LLM's cache
     cached_share: float | None = None  # 0..1, prompt tokens that were found in the cache; None: not known
+    adapters: list[AdapterStats] = []
+    adapters_loaded: int = 0

@@ -92,6 +92,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
     policy: Policy = Policy()
     output: str | None = None  # absolute
+    together: bool = False  # OpenAI rows that failed stand among the others, in the order of the input
     output_format: str = "jsonl"  # of results that stay with the job: jsonl, csv, parquet, jsonl.gz, csv.zst …
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused

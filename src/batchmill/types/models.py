@@ -35,6 +35,31 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     connect_timeout_s: float = 5.0
     attempt_timeout_s: float = 600.0  # one call, from the first byte sent to the last received
     memory_bytes: int | None = None  # address space of one worker
+    adapters_max: int | None = None  # adapters that an engine of an LLM holds at once
+
+
+class Needs(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one replica of a model takes of the machine. 0: nothing that counts."""
+
+    memory_bytes: int = 0
+    gpus: int = 0
+
+
+class Scaling(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many replicas a model has at a time, and how long they stay when nobody uses them."""
+
+    replicas_min: int = 0  # that stay whether anybody uses them or not; 0: none, once it has been idle
+    replicas_max: int = 1
+    cooldown_s: float | None = None  # an idle replica goes after so long; None: server.idle_unload_s
+    scale_up_requests: int | None = None  # another replica starts above so many requests a replica; None: 128
+
+
+class AdapterSet(Struct, frozen=True):
+    """The adapters that rows of one model may use. An adapter's own name is "NAME/VERSION", or as it is configured."""
+
+    places: dict[str, str] = {}  # own name -> directory or id
+    names: dict[str, str] = {}  # what rows may call it besides -> own name: "NAME" means its newest version
+    bad: dict[str, str] = {}  # own name -> why it cannot be used: its rows fail with that
 
 
 class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,12 +117,19 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     engine: str  # a name of the engine table; "routes": whichever of `routes` a job is given
     source: str  # what the engine loads: FILE.py:NAME, a model directory or id, a remote model name
-    adapters: dict[str, str] = {}  # name -> path or id
+    adapters: dict[str, str] = {}  # own name -> path or id
+    adapter_names: dict[str, str] = {}  # as AdapterSet.names
+    bad_adapters: dict[str, str] = {}  # as AdapterSet.bad
+    adapter_patterns: list[str] = []  # ids of a model hub that rows may name: they are registered when a job comes
+    adapter_rank: int = 0  # the largest rank of adapters that its engine has room for; 0: it takes none
     base_url: str | None = None
     api_key: str | None = None  # "env:NAME", "file:PATH" or "secret:NAME"; a secret itself never lies in a spec
     engine_args: dict[str, str | int | float | bool | None] = {}  # flags of the engine, as its command line has them
     python: str | None = None  # interpreter of the environment the engine lives in; None: found
     workers: int = 1  # processes (function), replicas (llm)
+    needs: Needs = Needs()
+    scaling: Scaling | None = None  # None: as many replicas as `workers` says, kept as the server says
+    secrets: dict[str, str] = {}  # variable of the engine's environment -> "env:NAME", "file:PATH" or "secret:NAME"
     price: Price | None = None
     limits: Limits = Limits()
     allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
@@ -141,9 +173,14 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     def targets(self) -> dict[str, str | None]:
         """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""
+        own = self.adapter_names
         if self.allowed is not None:  # of what was deployed or registered: NAME, NAME@3, NAME@prod, an id
-            return {name: name if name in self.adapters else None for name in self.allowed}
+            named = {name: own.get(name, name) for name in self.allowed}
+            return {name: adapter if adapter in self.adapters else None for name, adapter in named.items()}
         names: dict[str, str | None] = {self.name: None, self.source: None}
         if self.alias is not None:
             names[self.alias] = None
-        return names | {adapter: adapter for adapter in self.adapters}
+        return names | {adapter: adapter for adapter in self.adapters} | own
+
+    def adapter_set(self) -> AdapterSet:
+        return AdapterSet(self.adapters, self.adapter_names, self.bad_adapters)

@@ -8,7 +8,18 @@ from array import array
 import msgspec
 from msgspec import Struct
 
-from batchmill.types import Ask, CallStats, Commit, EngineStats, Lease, LiveHead, LiveRequest, ModelSpec, Provision
+from batchmill.types import (
+    AdapterSet,
+    Ask,
+    CallStats,
+    Commit,
+    EngineStats,
+    Lease,
+    LiveHead,
+    LiveRequest,
+    ModelSpec,
+    Provision,
+)
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
@@ -25,6 +36,7 @@ class Start(Struct, frozen=True, tag="start"):
     home: str  # folder for logs and whatever the engine leaves
     replica: int = 0  # which of the model's workers this is: engines that share devices tell them apart by it
     provision: Provision = Provision()
+    gpus: list[str] | None = None  # the devices that are this worker's own; None: nobody deals them
 
 
 class Open(Struct, frozen=True, tag="open"):
@@ -35,6 +47,7 @@ class Open(Struct, frozen=True, tag="open"):
     form: OpenAIForm | TableForm
     dataset: str  # folder of the sealed dataset
     segments: str  # folder to write outcomes to
+    adapters: AdapterSet = AdapterSet()
 
 
 class Grant(Struct, frozen=True, tag="grant"):

@@ -1,0 +1,38 @@
+"""Engines of a model as people see them: how many there are, what they do, and what has become of them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class EngineState(StrEnum):
+    """Of all replicas of a model together."""
+
+    STOPPED = "stopped"  # there is none: it starts when somebody asks
+    WAITING = "waiting"  # one is wanted, and the machine has no room for it
+    STARTING = "starting"
+    READY = "ready"  # one at least answers
+    FAILED = "failed"  # it could not be started, or died too often
+    STOPPING = "stopping"
+
+
+class EngineEvent(Struct, frozen=True):
+    """Something that became of the replicas of a model."""
+
+    at: float  # seconds since the epoch
+    kind: str  # waiting, starting, ready, failed, restarted, scaled, stopping, stopped
+    message: str = ""  # for people; of a failure the engine's last lines
+    replica: int | None = None
+
+
+class EngineView(Struct, frozen=True):
+    """The replicas of a model now, and what became of them lately, the oldest event first."""
+
+    state: str = EngineState.STOPPED
+    replicas: int = 0  # that run or start
+    ready: int = 0
+    wanted: int = 0
+    message: str = ""  # why it waits or has failed
+    events: list[EngineEvent] = []
