@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -277,6 +277,39 @@ class Provisions(Protocol):
 
     async def of(self, model: ModelSpec) -> Provision:
         """For a worker of this model. Raises: ModelFailed, naming the secret that is missing."""
+
+
+class FetchedAdapter(Protocol):
+    """An adapter that was registered because rows name it."""
+
+    @property
+    def own_name(self) -> str:
+        """ "NAME/VERSION"."""
+
+    @property
+    def state(self) -> str:
+        """ "ready" or "failed"."""
+
+    @property
+    def message(self) -> str:
+        """Why it could not be had."""
+
+    @property
+    def folder(self) -> str:
+        """Where it lies."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """Who registers and fetches adapters."""
+
+    async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
+        """Have these ids of a model hub registered for the model `base`, and fetched: each is ready or failed.
+
+        Cancelling it leaves what was begun to itself.
+        """
 
 
 class Executor(Protocol):

@@ -24,6 +24,7 @@ from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form,
 from batchmill.wire.job_spec import JobSpec
 
 UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
+APART = b'{"type":"openai","id_prefix":"batch_req_"}'  # a job's form in its identity, since before there was another
 PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 
 
@@ -116,7 +117,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
                 "batch rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
                 code="prompt_without_table",
             )
-        return OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
+        return OpenAIForm(id_prefix=_id_prefix(job_id), together=order.together)
     calls = [model.name for model in order.models if not model.takes_columns]
     if order.prompt is None:
         if given:
@@ -142,12 +143,17 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
     return TableForm(prompt=order.prompt, system=order.system, url=url, params=order.params)
 
 
+def _id_prefix(job_id: str) -> str:
+    return f"batch_req_{job_id.removeprefix('job_')}_"
+
+
 def identity(order: JobOrder, form: Form) -> str:
     """sha256 of what a job computes and where to; not of its input and code, nor of workers, limits and prices."""
+    told: Form | msgspec.Raw = form
     if isinstance(form, OpenAIForm):
-        form = OpenAIForm()
+        told = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
     what = {
-        "form": form,
+        "form": told,
         "format": order.dataset.format,
         "models": [_computed(model) for model in order.models],
         "dedupe": order.policy.dedupe,
@@ -171,7 +177,7 @@ def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:
     """The same description as another job's: when an order turns out to be that job."""
     form = spec.form
     if isinstance(form, OpenAIForm):
-        form = OpenAIForm(id_prefix=f"batch_req_{job_id.removeprefix('job_')}_")
+        form = msgspec.structs.replace(form, id_prefix=_id_prefix(job_id))
     return msgspec.structs.replace(spec, id=job_id, form=form)
 
 

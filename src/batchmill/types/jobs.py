@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.types.datasets import DatasetSpec, Problem
-from batchmill.types.models import ModelSpec
+from batchmill.types.models import ModelSpec, Price
 from batchmill.types.rows import Usage
 
 
@@ -52,6 +52,7 @@ class JobView(Struct, frozen=True):
     rows_rejected: int = 0  # of rows_failed: refused by validation
     usage: Usage = Usage()
     cost: float | None = None  # USD; None: no price is known
+    prices: dict[str, Price] = {}  # of the models that rows go to, by name, where they have one
     errors: dict[str, int] = {}  # code -> rows
     error_samples: dict[str, str] = {}  # code -> one message
     # only while it runs

@@ -18,6 +18,24 @@ class Price(Struct, frozen=True, forbid_unknown_fields=True):
     cached: float | None = None
     output: float = 0.0
 
+    @classmethod
+    def of(cls, told: Price | float | None) -> Price | None:
+        """A price as people write it: one number is that of every token, input, cached or output."""
+        return cls(input=told, output=told) if isinstance(told, int | float) else told
+
+    @property
+    def is_one(self) -> bool:
+        """Every token costs the same."""
+        return self.input == self.output and self.cached in (None, self.input)
+
+    @property
+    def in_words(self) -> str:
+        """ "0.5", or "1 in, 0.25 cached, 2 out"."""
+        if self.is_one:
+            return f"{self.input:g}"
+        cached = "" if self.cached is None else f", {self.cached:g} cached"
+        return f"{self.input:g} in{cached}, {self.output:g} out"
+
     def cost(self, usage: Usage) -> float:
         """USD for `usage`."""
         cached = self.input if self.cached is None else self.cached

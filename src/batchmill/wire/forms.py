@@ -69,8 +69,11 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
     """`custom_id`, `method`, `url`, `body` in; the Batch API's output and error lines out."""
 
     id_prefix: str = "batch_req_"  # + the row's number: unique and the same each time the file is written
+    together: bool = False  # the error lines stand among the others
 
-    errors_apart: ClassVar[bool] = True
+    @property
+    def errors_apart(self) -> bool:
+        return not self.together
 
     def request(self, row: Row) -> Request:
         line = _line.decode(row.raw)
