@@ -49,7 +49,9 @@ PLUGINS = {
 HEAVY = {
     "aiohttp",
     "botocore",
+    "huggingface_hub",
     "numpy",
+    "obstore",
     "pyarrow",
     "rich",
     "sqlalchemy",
@@ -81,6 +83,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.jobs.offload_child._main": "what serves them, once the child is bound to its parent",
     "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
+    "batchmill.models.adapters.late.load": "what fetches adapters, which needs huggingface_hub or obstore",
     "batchmill.models.connectors.late.load": "signatures, which need botocore, and JSONPath filters",
     "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
     "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",

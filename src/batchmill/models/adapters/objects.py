@@ -1,0 +1,59 @@
+"""An adapter in an object store, below s3://, gs:// or az://. Needs obstore, which reads credentials and endpoints from
+the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY …)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, Unavailable
+from batchmill.models.adapters.fetching import KEPT, check_listing, check_size, write_file
+
+LISTED_MAX = 1000  # files below the prefix that are looked at
+TIMEOUT_S = 1800  # for one file
+CONNECT_S = 10
+RETRY_S = 60
+
+
+def download(source: str, place: Path) -> None:
+    """The files below `source` into `place`. Raises: InvalidInput, AuthRefused, TooLarge, Unavailable."""
+    try:
+        store = from_url(
+            source.rstrip("/"),
+            client_options={
+                "timeout": timedelta(seconds=TIMEOUT_S),
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "allow_http": any(name.startswith("AWS_ENDPOINT") for name in os.environ),
+            },
+            retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=RETRY_S)},
+        )
+        listed = next(iter(obstore.list(store, chunk_size=LISTED_MAX)), [])
+        sizes = {each["path"]: each["size"] for each in listed}
+        check_listing(source, sizes)
+        for name in KEPT:
+            check_size(name, sizes[name])
+            write_file(place, name, lambda each, write: _read(store, each, write))
+    except exceptions.BaseError as error:
+        raise _translated(source, error) from None
+
+
+def _read(store: obstore.store.ObjectStore, name: str, write: Callable[[bytes], None]) -> None:
+    for piece in obstore.get(store, name).stream():
+        write(bytes(piece))
+
+
+def _translated(source: str, error: exceptions.BaseError) -> BatchmillError:
+    told = str(error).strip().partition("\n")[0]
+    if isinstance(error, exceptions.NotFoundError):
+        return InvalidInput(f"there is nothing at {source}: {told}", code="unknown_adapter")
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return AuthRefused(f"the object store refused {source}: {told}", code="store_refused")
+    if isinstance(error, exceptions.UnknownConfigurationKeyError | exceptions.InvalidPathError):
+        return InvalidInput(f"{source} cannot be read: {told}", code="invalid_source")
+    return Unavailable(f"{source} could not be fetched: {told}", code="store_unavailable")
