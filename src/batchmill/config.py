@@ -18,8 +18,19 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.python           | the interpreter of the environment the engine lives in                    |
 | models.NAME.workers          | processes of a function; copies of an engine server                       |
 | models.NAME.replicas         | the same, under its other name                                            |
+| models.NAME.replicas_min     | copies that stay whether anybody uses them or not; instead of `workers`   |
+| models.NAME.replicas_max     | the most copies                                                           |
+| models.NAME.cooldown_s       | a copy that nobody needs goes after so long                               |
+| models.NAME.scale_up_requests | another copy starts above so many requests and rows a copy               |
+| models.NAME.memory           | what one copy takes of the machine's, bytes or "12GiB"                    |
+| models.NAME.gpus             | how many GPUs one copy takes                                              |
+| models.NAME.secrets          | variable of the engine's environment -> "env:NAME", "file:PATH" or        |
+|                              | "secret:NAME"                                                             |
 | models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
+|                              | or one number for all of them                                             |
 | models.NAME.limits           | the fields of types.Limits                                                |
+| machine.memory               | what models take together, bytes or "24GiB"; none: no limit               |
+| machine.gpus                 | how many GPUs they share, or their ids; none: those that are visible      |
 | server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
 | server.grpc_port             | where tensors are taken over gRPC (`--grpc-port`); none: nowhere           |
 | server.body_bytes_max        | the largest request that is no upload                                     |
@@ -40,6 +51,11 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
+| deployments.hub_models       | patterns of ids of a model hub that may be deployed over the API          |
+| deployments.base_models.NAME | what callers may deploy as NAME: a model directory or id                  |
+| deployments.adapter_patterns | patterns of ids of a model hub that rows may name as adapters             |
+| deployments.adapter_sources  | patterns of places that adapters may be registered from over the API      |
+| deployments.default_price    | the price of language models that have none of their own                  |
 | ml_commons.trusted_connector_endpoints | expressions, one of which the whole URL of a connector made over    |
 |                              | the API must match; none: any that may be reached                         |
 | ml_commons.max_batch_inference_tasks | batches at providers that a project has under way; 0: none            |
@@ -58,6 +74,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +84,7 @@ from msgspec.structs import fields, replace
 
 from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price
+from batchmill.types.machines import MachineEntry, ReplicaEntry
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 FILE_NAME = "batchmill.toml"
@@ -85,6 +103,7 @@ LIMITS_MAX = {
     "connect_timeout_s": 86_400.0,
     "attempt_timeout_s": 7 * 86_400.0,
     "memory_bytes": 2**50,
+    "adapters_max": 10_000,
 }
 SERVER_MAX = {
     "port": 65_535,
@@ -111,7 +130,7 @@ class InputLimits(Struct, frozen=True):
     depth_max: int = _DATASET["depth_max"]
 
 
-class ModelEntry(Struct, frozen=True):
+class ModelEntry(ReplicaEntry, frozen=True):
     """`[models.NAME]` as it is written: paths still as they stand there."""
 
     engine: str
@@ -124,7 +143,8 @@ class ModelEntry(Struct, frozen=True):
     python: str | None = None
     workers: int = 1
     replicas: int | None = None  # None once read: `workers` has it
-    price: Price | None = None
+    secrets: dict[str, str] = {}
+    price: Price | float | None = None
     limits: Limits = Limits()
 
 
@@ -192,6 +212,20 @@ class MlCommonsEntry(Struct, frozen=True):
     status_regex: StatusRegex = StatusRegex()
 
 
+class DeploymentsEntry(Struct, frozen=True):
+    """`[deployments]`: what callers may have batchmill serve."""
+
+    hub_models: list[str] = []
+    base_models: dict[str, str] = {}
+    adapter_patterns: list[str] = []
+    adapter_sources: list[str] = []
+    default_price: Price | float | None = None
+
+    def offers(self, name: str) -> bool:
+        """A base model of this name may be deployed, by its alias or its id."""
+        return name in self.base_models or any(fnmatchcase(name, pattern) for pattern in self.hub_models)
+
+
 class _File(Struct, frozen=True):
     data_dir: str | None = None
     limits: InputLimits = InputLimits()
@@ -200,7 +234,9 @@ class _File(Struct, frozen=True):
     projects: dict[str, ProjectEntry] = {}
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
+    deployments: DeploymentsEntry = DeploymentsEntry()
     secrets: SecretsEntry = SecretsEntry()
+    machine: MachineEntry = MachineEntry()
 
 
 class Config(Struct, frozen=True):
@@ -215,6 +251,8 @@ class Config(Struct, frozen=True):
     projects: dict[str, ProjectEntry] = {}
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
+    deployments: DeploymentsEntry = DeploymentsEntry()
+    machine: MachineEntry = MachineEntry()
     key_file: Path | None = None  # None: `secrets.key` in the data directory
 
     @property
@@ -302,6 +340,11 @@ def _check_keys(table: dict[str, Any]) -> None:
     projects, webhooks, commons = table.get("projects"), table.get("webhooks"), table.get("ml_commons")
     _only_known(commons, MlCommonsEntry, "ml_commons.")
     _only_known(table.get("secrets"), SecretsEntry, "secrets.")
+    _only_known(table.get("machine"), MachineEntry, "machine.")
+    deployments = table.get("deployments")
+    _only_known(deployments, DeploymentsEntry, "deployments.")
+    if isinstance(deployments, dict):
+        _only_known(deployments.get("default_price"), Price, "deployments.default_price.")
     if isinstance(commons, dict):
         _only_known(commons.get("status_regex"), StatusRegex, "ml_commons.status_regex.")
     for name, entry in projects.items() if isinstance(projects, dict) else ():
@@ -339,6 +382,7 @@ def _check_values(read: _File) -> None:
     _check_limits(read.limits, "limits")
     _check_serving(read)
     _check_ml_commons(read.ml_commons)
+    _check_deployments(read)
     for name, entry in read.models.items():
         place = f"models.{name}"
         if not MODEL_NAME.fullmatch(name):
@@ -346,10 +390,31 @@ def _check_values(read: _File) -> None:
         if not 1 <= entry.workers <= WORKERS_MAX:
             raise InvalidConfig(f"{place}.workers must be 1 to {WORKERS_MAX}, not {entry.workers}")
         _check_limits(entry.limits, f"{place}.limits")
-        for each in fields(Price) if entry.price is not None else ():
-            usd = getattr(entry.price, each.name)
-            if usd is not None and not (math.isfinite(usd) and usd >= 0):
-                raise InvalidConfig(f"{place}.price.{each.name} must be 0 or more USD, not {usd}")
+        _check_price(Price.of(entry.price), f"{place}.price")
+
+
+def _check_price(price: Price | None, place: str) -> None:
+    for each in fields(Price) if price is not None else ():
+        usd = getattr(price, each.name)
+        if usd is not None and not (math.isfinite(usd) and usd >= 0):
+            raise InvalidConfig(f"{place}.{each.name} must be 0 or more USD, not {usd}")
+
+
+def _check_deployments(read: _File) -> None:
+    entry = read.deployments
+    _check_price(Price.of(entry.default_price), "deployments.default_price")
+    for name, source in entry.base_models.items():
+        if not MODEL_NAME.fullmatch(name):
+            raise InvalidConfig(
+                f"deployments.base_models.{name}: a model's name is made of letters, digits and . _ / @ -, 200 at most"
+            )
+        if name in read.models:
+            raise InvalidConfig(f"deployments.base_models.{name}: models.{name} has that name: leave one out")
+        if not source:
+            raise InvalidConfig(f"deployments.base_models.{name} names no model: write a directory or an id")
+    for key in ("hub_models", "adapter_patterns", "adapter_sources"):
+        if "" in getattr(entry, key):
+            raise InvalidConfig(f"deployments.{key} holds an empty pattern, which fits nothing: leave it out")
 
 
 def _check_serving(read: _File) -> None:
@@ -368,7 +433,8 @@ def _check_serving(read: _File) -> None:
                 f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
             )
         for model in project.models or ():
-            if not any(model == known or model in entry.adapters for known, entry in read.models.items()):
+            is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
+            if not (is_known or read.deployments.offers(model)):
                 raise InvalidConfig(f"projects.{name}.models: there is no model {model!r}")
     for webhook in read.webhooks:
         if not webhook.url.startswith(("https://", "http://")):

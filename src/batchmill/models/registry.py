@@ -19,7 +19,7 @@ from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import function_source, functions
 from batchmill.models.connectors import reading
 from batchmill.models.providers import PROVIDERS
-from batchmill.types import Limits, ModelSpec
+from batchmill.types import Limits, ModelSpec, Price
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -34,26 +34,27 @@ class Kind(Struct, frozen=True):
 
 
 ROUTES, BATCH = "routes", "-batch"
+_REPLICAS = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus")
 KINDS = {
     "function": Kind(
         "function",
-        frozenset({"workers", "price"}),
+        frozenset({"workers", "price", *_REPLICAS}),
         frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
     ),
     "vllm": Kind(
         "llm",
-        frozenset({"workers", "price", "adapters", "engine_args", "python"}),
-        frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s"}),
+        frozenset({"workers", "price", "adapters", "engine_args", "python", "secrets", *_REPLICAS}),
+        frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"}),
     ),
     "openai": Kind(
         "http",
         frozenset({"price", "adapters", "base_url", "api_key", "engine_args"}),
-        frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
+        frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
     "connector": Kind(
         "connector",
         frozenset({"price", "engine_args"}),
-        frozenset(each.name for each in fields(Limits)) - {"memory_bytes"},
+        frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
     ROUTES: Kind(ROUTES, frozenset({"routes"}), frozenset()),
 } | {
@@ -108,7 +109,10 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         engine_args=dict(entry.engine_args),
         python=entry.python,
         workers=entry.workers,
-        price=entry.price,
+        needs=entry.needs,
+        scaling=entry.scaling,
+        secrets=entry.secrets,
+        price=Price.of(entry.price),
         limits=entry.limits,
         connector=connector,
         provider=kind.provider,
@@ -190,6 +194,7 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
             "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
             "api_key": _secret(changed.get("api_key", entry.api_key), base),
+            "secrets": {name: _secret(told, base, f"secrets.{name}") for name, told in entry.secrets.items()},
             "limits": replace(entry.limits, **limits),
         },
     )
@@ -255,14 +260,14 @@ def _program(text: str, base: Path) -> str:
     return str(path)
 
 
-def _secret(reference: str | None, base: Path) -> str | None:
+def _secret(reference: str | None, base: Path, key: str = "api_key") -> str | None:
     """A reference to a key, its path made absolute. The text is not repeated: it may be a key somebody pasted."""
     if reference is None:
         return None
     kind, _, place = reference.partition(":")
     if kind not in ("env", "file", "secret") or not place:
         raise InvalidInput(
-            'api_key is "env:NAME", "file:PATH" or "secret:NAME", never the key itself', code="invalid_secret"
+            f'{key} is "env:NAME", "file:PATH" or "secret:NAME", never the key itself', code="invalid_secret"
         )
     return reference if kind != "file" else f"file:{base / Path(place).expanduser()}"
 
@@ -278,7 +283,8 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
 def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
-    for name in ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price", "routes"):
+    own = ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price", "routes", "secrets")
+    for name in (*own, *_REPLICAS):
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
             raise InvalidInput(_stranger(name, entry.engine, kind.settings))
     for each in fields(Limits):
