@@ -45,6 +45,10 @@ TASK_POINTS = (  # and of a task of ML Commons
     "after_hand_over",  # the provider has the batch, its task does not know it
     "after_task_job",  # the job of its dataset is stored, its task does not know it
 )
+ADAPTER_POINTS = (  # and of an adapter that is registered
+    "after_adapter_record",  # its version is written down, nothing of it is here
+    "after_adapter",  # its folder is whole, its version says fetching
+)
 
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")

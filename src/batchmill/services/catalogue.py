@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -11,6 +12,9 @@ from msgspec.structs import replace
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
 from batchmill.models import registry
+from batchmill.services.adapters import merging
+from batchmill.services.adapters.records import AdapterRecord
+from batchmill.services.adapters.service import AdapterService
 from batchmill.services.functions.names import LATEST, MAIN, read_reference
 from batchmill.services.functions.records import READY
 from batchmill.services.functions.versions import ModelVersions
@@ -39,6 +43,7 @@ class Catalogue:
         self._projects = config.projects
         self._versions: ModelVersions | None = None
         self._remote: RemoteModels | None = None
+        self._adapters: AdapterService | None = None
         self._models: dict[str, ModelSpec] = {}
         self._served: dict[str, Served] = {}
         place = f"{config.file}: " if config.file is not None else ""
@@ -58,9 +63,20 @@ class Catalogue:
         """From now on what is deployed, and registered as a connector, can be found here too."""
         self._versions, self._remote = versions, remote
 
+    def attach_adapters(self, adapters: AdapterService) -> None:
+        """And what is registered as an adapter of a language model."""
+        self._adapters = adapters
+
     def names(self, caller: Caller) -> list[Served]:
         """What a caller may use: each model before its adapters, functions by name and alias, then remote models."""
-        own = [served for served in self._served.values() if self.may(caller, served.name)]
+        own: list[Served] = []
+        for model in self._models.values():
+            own += [
+                served
+                for served in map(self._served.get, (model.name, *model.adapters))
+                if self.may(caller, served.name)
+            ]
+            own += self._adapters_of(caller, model)
         for name in self._deployed(caller):
             found = self._names_of(name)
             own += [Served(text, _spec(found[text])) for text in sorted(found) if text == name or _is_alias(text)]
@@ -76,12 +92,14 @@ class Catalogue:
         """
         served = self._served.get(name)
         if served is not None and self.may(caller, name):
-            return served
+            return replace(served, model=self.with_room(served.model))
         function, branch, version = read_reference(name)
         if self._versions is not None and function in self._deployed(caller):
             return Served(name, _spec(self._versions.choose(function, branch, version).version))
         if (remote := self._found_remote(caller, name)) is not None:
             return Served(name, self._remote_spec(remote))
+        if (adapter := self._found_adapter(caller, name)) is not None:
+            return adapter
         near = difflib.get_close_matches(name[:256], [each.name for each in self.names(caller)], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownName(
@@ -96,8 +114,9 @@ class Catalogue:
         found = []
         for model in self._models.values():
             allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
-            if allowed:
-                found.append(replace(model, allowed=allowed))
+            spec = self.with_adapters(caller, replace(model, allowed=allowed))
+            if spec.allowed:
+                found.append(spec)
         found += [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
         return found + [self._remote_spec(model) for model in self._registered(caller)[-REMOTE_MAX:]]
 
@@ -112,6 +131,68 @@ class Catalogue:
         if served.model.name not in self._models:
             return served.model
         return next(spec for spec in self.specs(caller) if spec.name == served.model.name)
+
+    # -- adapters of language models ----------------------------------------------------------------------------------
+
+    def base(self, caller: Caller, name: str) -> ModelSpec:
+        """The model that adapters may be registered for. Raises: UnknownName."""
+        return self.find(caller, name).model
+
+    def is_taken(self, project: str, name: str) -> bool:
+        """Something that is no registered adapter is called so."""
+        functions = set() if self._versions is None else set(self._versions.names())
+        remote = None if self._remote is None else self._remote.find(name, project)
+        return name in self._served or name in functions or remote is not None
+
+    def with_room(self, model: ModelSpec, bases: Sequence[str] = ()) -> ModelSpec:
+        """A model whose engine has room for the adapters registered for it, or for one of `bases`."""
+        if self._adapters is None or model.engine != "llm":
+            return model
+        return merging.with_room(model, self._adapters.rank_of((model.name, *bases)))
+
+    def with_adapters(self, caller: Caller, model: ModelSpec, bases: Sequence[str] = ()) -> ModelSpec:
+        """As `with_room`, for a job: with those adapters that the caller's rows may name."""
+        if self._adapters is None or model.engine != "llm":
+            return model
+        found = merging.with_all(model, self._ready(caller, (model.name, *bases)), self._may_adapter(caller, model))
+        return self.with_room(found, bases)
+
+    def with_adapter(self, caller: Caller, model: ModelSpec, name: str, bases: Sequence[str] = ()) -> Served | None:
+        """An adapter of this very model, by a name that the caller may use; None: it has none that is called so."""
+        own = model.adapter_names.get(name, name)
+        if own in model.adapters and self.may(caller, name):
+            return Served(name, self.with_room(model, bases), own)
+        ready = self._ready(caller, (model.name, *bases))
+        found = merging.names_of(ready, self._may_adapter(caller, model)).get(name)
+        if found is None:
+            return None
+        return Served(name, self.with_room(merging.with_one(model, found), bases), found.own_name)
+
+    def _may_adapter(self, caller: Caller, model: ModelSpec) -> Callable[[str], bool]:
+        """What was registered is its project's own, as long as that may use the base; a key may name fewer."""
+        is_ours = self.may(replace(caller, models=None), model.name)
+        return lambda name: is_ours and (caller.models is None or name in caller.models)
+
+    def _ready(self, caller: Caller, bases: Sequence[str]) -> list[AdapterRecord]:
+        if self._adapters is None:
+            return []
+        return [record for base in dict.fromkeys(bases) for record in self._adapters.ready(caller.project, base)]
+
+    def _adapters_of(self, caller: Caller, model: ModelSpec, bases: Sequence[str] = ()) -> list[Served]:
+        """Every name of the registered adapters of a model that the caller may use."""
+        if self._adapters is None or model.engine != "llm":
+            return []
+        found = merging.names_of(self._ready(caller, (model.name, *bases)), self._may_adapter(caller, model))
+        return [
+            Served(name, self.with_room(merging.with_one(model, record), bases), record.own_name)
+            for name, record in found.items()
+            if name not in self._served
+        ]
+
+    def _found_adapter(self, caller: Caller, name: str) -> Served | None:
+        found = None if self._adapters is None else self._adapters.find_ready(caller.project, name)
+        model = None if found is None else self._models.get(found.base)
+        return None if model is None else self.with_adapter(caller, model, name)
 
     def _registered(self, caller: Caller) -> list[RemoteModel]:
         """The caller's models that are connectors and have somewhere for rows to go."""

@@ -19,17 +19,17 @@ from typing import BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import InvalidInput, TooLarge
+from batchmill.errors import InvalidInput
 from batchmill.models.adapters import late
-from batchmill.models.adapters.reading import CONFIG, CONFIG_BYTES_MAX, PICKLES, WEIGHTS, read_adapter, refused_pickle
 from batchmill.models.adapters.reading import flaw as flaw_of
+from batchmill.models.adapters.reading import read_adapter
+from batchmill.wire.adapter_bundles import FILES, check_names, too_large
 
-KEPT = {CONFIG: CONFIG_BYTES_MAX, WEIGHTS: 8 * 1024**3}  # the files of an adapter that a LoRA needs -> bytes at most
 SCHEMES = ("s3", "gs", "az")
 STAGING = "staging"  # beside the folders of adapters
 PIECE_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(@[\w./-]{1,200})?")
 
 
 class Fetched(Struct, frozen=True):
@@ -146,7 +146,7 @@ def settle(staged: Path, home: Path) -> Fetched:
 def found(home: Path) -> Fetched:
     """An adapter that has its folder."""
     total, size = hashlib.sha256(), 0
-    for name in KEPT:
+    for name in FILES:
         with (home / name).open("rb") as file:
             size += os.fstat(file.fileno()).st_size
             total.update(hashlib.file_digest(file, "sha256").digest())
@@ -160,18 +160,8 @@ def sweep(home: Path, keep: Collection[str]) -> None:
             shutil.rmtree(path)
 
 
-def check_listing(source: str, names: Collection[str]) -> None:
-    """Raises: InvalidInput where a place, with files of these names, holds no adapter that is taken."""
-    missing = [name for name in KEPT if name not in names]
-    pickles = [name for name in PICKLES if name in names]
-    if WEIGHTS in missing and pickles:
-        raise refused_pickle(pickles[0])
-    if missing:
-        raise InvalidInput(f"there is no {missing[0]} at {source[:SHOWN_CHARS]}", code="unknown_adapter")
-
-
 def write_file(place: Path, name: str, take: Take) -> None:
-    """One of the files of KEPT, in pieces and no larger than it may be. Raises: TooLarge."""
+    """One of FILES, in pieces and no larger than it may be. Raises: TooLarge."""
     with (place / name).open("xb") as out:
 
         def write(piece: bytes) -> None:
@@ -183,8 +173,8 @@ def write_file(place: Path, name: str, take: Take) -> None:
 
 def check_size(name: str, size_bytes: int) -> None:
     """Raises: TooLarge."""
-    if size_bytes > KEPT[name]:
-        raise TooLarge(f"{name} is larger than the {KEPT[name]:,} bytes that an adapter's may have", code="too_large")
+    if size_bytes > FILES[name]:
+        raise too_large(name)
 
 
 def _copy_folder(source: Path, place: Path) -> None:
@@ -192,8 +182,8 @@ def _copy_folder(source: Path, place: Path) -> None:
     if not source.is_dir():
         raise InvalidInput(f"there is no folder {str(source)[:SHOWN_CHARS]!r}", code="unknown_adapter")
     root = source.resolve()
-    check_listing(str(source), {path.name for path in source.iterdir()})
-    for name in KEPT:
+    check_names(str(source), {path.name for path in source.iterdir()})
+    for name in FILES:
         if not (root / name).resolve().is_relative_to(root):
             raise InvalidInput(
                 f"{source / name} is a link that leads out of its folder: copy the file there, or register the id of "

@@ -12,7 +12,8 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import disable_progress_bars
 
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, Unavailable
-from batchmill.models.adapters.fetching import KEPT, check_listing, check_size, copy_pieces, write_file
+from batchmill.models.adapters.fetching import check_size, copy_pieces, write_file
+from batchmill.wire.adapter_bundles import FILES, check_names
 
 LOOK_S = 60.0  # for what a repository holds
 
@@ -28,13 +29,13 @@ def download(source: str, place: Path, work: Path, token: str | None) -> None:
     repository, _, revision = source.partition("@")
     try:
         if constants.HF_HUB_OFFLINE:
-            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(KEPT)))
+            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(FILES)))
         else:
             folder = _download(repository, revision or None, work / "download", token)
     except (hub_errors.HfHubHTTPError, hub_errors.EntryNotFoundError, hub_errors.HFValidationError, OSError) as error:
         raise _translated(source, error, token) from None
-    check_listing(source, {path.name for path in folder.iterdir()})
-    for name in KEPT:
+    check_names(source, {path.name for path in folder.iterdir()})
+    for name in FILES:
         with (folder / name).open("rb") as file:  # of the cache they are links
             write_file(place, name, lambda _, write, file=file: copy_pieces(file, write))
 
@@ -43,8 +44,8 @@ def _download(repository: str, revision: str | None, work: Path, token: str | No
     """Sizes are known before a byte is fetched."""
     found = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=LOOK_S, token=token)
     siblings = {each.rfilename: each.size for each in found.siblings or ()}
-    check_listing(repository, siblings)
-    for name in KEPT:
+    check_names(repository, set(siblings))
+    for name in FILES:
         check_size(name, siblings[name] or 0)
         hf_hub_download(repository, name, revision=found.sha, local_dir=work, token=token)
     return work

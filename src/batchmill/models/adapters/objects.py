@@ -13,7 +13,8 @@ from obstore import exceptions
 from obstore.store import from_url
 
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, Unavailable
-from batchmill.models.adapters.fetching import KEPT, check_listing, check_size, write_file
+from batchmill.models.adapters.fetching import check_size, write_file
+from batchmill.wire.adapter_bundles import FILES, check_names
 
 LISTED_MAX = 1000  # files below the prefix that are looked at
 TIMEOUT_S = 1800  # for one file
@@ -35,8 +36,8 @@ def download(source: str, place: Path) -> None:
         )
         listed = next(iter(obstore.list(store, chunk_size=LISTED_MAX)), [])
         sizes = {each["path"]: each["size"] for each in listed}
-        check_listing(source, sizes)
-        for name in KEPT:
+        check_names(source, set(sizes))
+        for name in FILES:
             check_size(name, sizes[name])
             write_file(place, name, lambda each, write: _read(store, each, write))
     except exceptions.BaseError as error:

@@ -16,11 +16,10 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.models.adapters.tensors import FLOATS, TensorHead, read_heads
+from batchmill.wire.adapter_bundles import CONFIG, FILES, PICKLES, WEIGHTS, refused_pickle
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PICKLES = ("adapter_model.bin", "adapter_model.pt")
 BASE_CONFIG, BASE_WEIGHTS, BASE_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-CONFIG_BYTES_MAX = 1024 * 1024
+BASE_CONFIG_BYTES_MAX = 16 * 1024 * 1024
 INDEX_BYTES_MAX = 64 * 1024 * 1024
 ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM has room for
 RANK_MAX = ROOMS[-1]
@@ -111,11 +110,11 @@ def flaw(facts: AdapterFacts, *, base_source: str, rank_max: int) -> str:
 def _config_of(place: Path) -> dict[str, Any]:
     try:
         with (place / CONFIG).open("rb") as file:
-            data = file.read(CONFIG_BYTES_MAX + 1)
+            data = file.read(FILES[CONFIG] + 1)
     except OSError as error:
         raise _invalid(place, f"it has no {CONFIG} that can be read: {error.strerror}") from None
-    if len(data) > CONFIG_BYTES_MAX:
-        raise _invalid(place, f"{CONFIG} is larger than {CONFIG_BYTES_MAX:,} bytes")
+    if len(data) > FILES[CONFIG]:
+        raise _invalid(place, f"{CONFIG} is larger than {FILES[CONFIG]:,} bytes")
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -203,15 +202,6 @@ def _no_weights(place: Path) -> InvalidInput:
     return _invalid(place, f"it has no {WEIGHTS}")
 
 
-def refused_pickle(name: str) -> InvalidInput:
-    """Weights that are a program are not taken."""
-    return InvalidInput(
-        f"the adapter has its weights in {name}, a pickle: whoever reads one runs what its maker wrote; save it as "
-        f"{WEIGHTS} (PEFT's save_pretrained does)",
-        code="invalid_adapter",
-    )
-
-
 def _invalid(place: Path, why: str) -> InvalidInput:
     return InvalidInput(f"{place.name} is no adapter that can be served: {why}", code="invalid_adapter")
 
@@ -257,7 +247,7 @@ def _read_base(folder: Path, stamp: tuple[int, ...]) -> _Base:
     for name in _weight_files(folder):
         if (folder / name).is_file():  # what is missing is for the engine to say
             heads |= read_heads(folder / name)
-    config = _object(folder / BASE_CONFIG, CONFIG_BYTES_MAX)
+    config = _object(folder / BASE_CONFIG, BASE_CONFIG_BYTES_MAX)
     inner = config.get("text_config")
     layers = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
     shapes = {

@@ -1,0 +1,368 @@
+"""Adapters by name and version: registered, fetched in the background, removed once no job uses them.
+
+The process that owns the data directory holds the one AdapterService, and all records in memory. A folder appears
+whole; what was being fetched when an owner died is fetched again by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from batchmill import faults
+from batchmill.config import Config
+from batchmill.errors import BatchmillError, Conflict, InvalidInput, UnknownName
+from batchmill.jobs.part_file import full_disk_named
+from batchmill.models.adapters import fetching
+from batchmill.models.adapters.fetching import FetchOrder, FetchReport
+from batchmill.models.adapters.reading import RANK_MAX, read_adapter, room_for
+from batchmill.ports import Clock
+from batchmill.services.adapters import records
+from batchmill.services.adapters.book import AdapterBook
+from batchmill.services.adapters.fetches import Fetches
+from batchmill.services.adapters.names import SHOWN_CHARS, check_name
+from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, AdapterRecord
+from batchmill.services.adapters.sources import check_source, check_token
+from batchmill.services.remote.ids import new_id
+from batchmill.services.secrets.vault import Vault
+from batchmill.store.database import Database
+from batchmill.types import Caller, ModelSpec, Scope
+from batchmill.wire import adapter_bundles
+
+__all__ = ["AdapterRecord", "AdapterService", "Bases"]
+
+log = logging.getLogger("batchmill.adapters")
+
+FOLDER = "adapters"  # in the data directory
+UPLOAD = "upload"  # the source of an adapter that was sent here
+ENGINE = "llm"  # the only one that takes adapters
+RANK_LEAST = 16  # room that an engine has in any case, so that one more adapter seldom means another engine
+RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")
+REMOVED_S = 600.0  # the files of a removed adapter stay so long: a job that names it may be on its way in
+Key = tuple[str, str]
+
+
+class Bases(Protocol):
+    """The models that adapters may be for."""
+
+    def base(self, caller: Caller, name: str) -> ModelSpec:
+        """Raises: UnknownName."""
+
+    def is_taken(self, project: str, name: str) -> bool:
+        """Something that is no registered adapter is called so."""
+
+
+class AdapterService:
+    """Raises, everywhere: UnknownName (`unknown_adapter`) for an adapter of another project, or of none."""
+
+    def __init__(
+        self, database: Database, clock: Clock, *, home: Path, bases: Bases, config: Config, vault: Vault
+    ) -> None:
+        """Args: `home`, the folder of adapters, which nobody else writes to; `load` comes next."""
+        self._database, self._clock, self._home, self._bases = database, clock, home, bases
+        self._entry = config.deployments
+        self._book = AdapterBook(())
+        self._fetches = Fetches(clock, vault)
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of versions that are being fetched
+        self._changing = asyncio.Lock()
+
+    async def load(self, *, resumes: bool = True) -> None:
+        """Read what there is, and remove what a crash left.
+
+        Args: resumes: what was being fetched is fetched again.
+        """
+        self._book = AdapterBook(await self._database.read(records.read_all))
+        await asyncio.to_thread(shutil.rmtree, self._home / fetching.STAGING, ignore_errors=True)
+        await self.sweep()
+        for record in self._book.all() if resumes else ():
+            if record.state == FETCHING:
+                self._start(record)
+
+    async def close(self) -> None:
+        """What is being fetched goes on with the next owner."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._fetches.close()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """Rises with every change."""
+        return self._book.revision
+
+    def list(self, project: str, base: str | None = None) -> list[AdapterRecord]:
+        """The versions of a project, by name and number; those for one base model."""
+        return [each for each in self._book.of(project) if base in (None, each.base)]
+
+    def every(self) -> list[AdapterRecord]:
+        """Those of all projects, for whoever runs the machine."""
+        return self._book.all()
+
+    def get(self, project: str, name: str, version: int | None = None) -> AdapterRecord:
+        """A version; without a number the newest that is ready, or else the newest."""
+        found = self._book.find(project, name, version)
+        if found is None:
+            raise unknown_adapter(name, version)
+        return found
+
+    def ready(self, project: str, base: str) -> list[AdapterRecord]:
+        """The versions for a base model that can be used, by name and number."""
+        return self._book.ready(project, base)
+
+    def find_ready(self, project: str, text: str) -> AdapterRecord | None:
+        """The version that "NAME" or "NAME/VERSION" means now; None: there is none that is ready."""
+        return self._book.find_ready(project, text)
+
+    def rank_of(self, bases: Iterable[str]) -> int:
+        """The room that an engine of these models needs for the adapters of all projects; 0: there are none."""
+        highest = self._book.rank_of(bases)
+        return room_for([RANK_LEAST, highest]) if highest else 0
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    async def register(
+        self, caller: Caller, base: str, name: str, source: str,
+        *, token: str | None = None, is_trusted: bool = False,
+    ) -> AdapterRecord:  # fmt: skip
+        """Give an adapter a name and its next version, and begin to fetch it; `wait` waits for it.
+
+        Args:
+            source: the absolute path of a folder, an id of a model hub, or s3://BUCKET/PREFIX, gs://, az://.
+            token: for a model hub: "secret:NAME".
+            is_trusted: whoever runs the machine asks: any place is taken.
+
+        Raises: UnknownName for the base, Forbidden for a source that callers may not name, Conflict for a name that
+        something else has, InvalidInput.
+        """
+        model = self._base(caller, base, name)
+        place = check_source(source, self._entry, is_trusted=is_trusted)
+        told = check_token(token, is_trusted=is_trusted)
+        record = await self._begin(self._new(caller.project, model.name, name, place, told))
+        faults.point("after_adapter_record")
+        self._start(record, model)
+        return record
+
+    async def take(self, caller: Caller, base: str, name: str, bundle: Path) -> AdapterRecord:
+        """As `register`, of an archive that was sent here; the version is ready, or has failed, when this returns.
+
+        Raises: InvalidInput also for an archive that holds no adapter: then there is no version.
+        """
+        model = self._base(caller, base, name)
+        staging = self._home / fetching.STAGING
+        await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=staging) as folder:
+            staged = await asyncio.to_thread(_unpack, bundle, Path(folder))
+            settling = asyncio.create_task(
+                self._settle(self._new(caller.project, model.name, name, UPLOAD, None), staged, model)
+            )
+            try:
+                return await asyncio.shield(settling)
+            finally:
+                await asyncio.wait({settling})  # whoever sent it may have gone: what has begun is brought to its end
+
+    async def _settle(self, record: AdapterRecord, staged: Path, model: ModelSpec) -> AdapterRecord:
+        """A version of what was unpacked and checked."""
+        record = await self._begin(record)
+        faults.point("after_adapter_record")
+        try:
+            with full_disk_named(self._home):
+                fetched = await asyncio.to_thread(fetching.settle, staged, self._home / record.id)
+            faults.point("after_adapter")
+            report = await asyncio.to_thread(fetching.described, fetched, model.source, _rank_max(model))
+        except (BatchmillError, OSError) as error:
+            await self._write(replace(record, state=FAILED, message=str(error)))
+            raise
+        return await self._end(record, report)
+
+    def incoming(self) -> Path:
+        """An empty file for an archive that is on its way here; whoever asked for it removes it."""
+        staging = self._home / fetching.STAGING
+        staging.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, path = tempfile.mkstemp(dir=staging, suffix=".tar.gz")
+        open(handle, "wb").close()
+        return Path(path)
+
+    async def wait(self, record: AdapterRecord) -> AdapterRecord:
+        """The record once it is ready, or has failed."""
+        task = self._tasks.get(record.id)
+        if task is not None:
+            await asyncio.shield(task)
+        return self._book.get(record.id) or replace(record, state=REMOVED)
+
+    async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> dict[str, AdapterRecord]:
+        """The adapters of a model hub that rows name, registered under their ids and fetched: ready or failed.
+
+        Cancelling it leaves what was begun to itself.
+        """
+        caller = Caller(project, Scope.ADMIN)
+        try:
+            model = self._bases.base(caller, base)
+        except UnknownName:  # a model of the job's own: whoever asks knows what the adapters are to fit
+            model = None
+        found: dict[str, AdapterRecord] = {}
+        for hub_id in dict.fromkeys(hub_ids):
+            try:
+                found[hub_id] = await self._ensure(project, base, hub_id, model)
+            except InvalidInput as error:
+                found[hub_id] = replace(
+                    self._new(project, base, hub_id, hub_id, None), version=1, state=FAILED, message=error.message
+                )
+        return {
+            hub_id: await self.wait(record) if record.state == FETCHING else record for hub_id, record in found.items()
+        }
+
+    async def _ensure(self, project: str, base: str, hub_id: str, model: ModelSpec | None) -> AdapterRecord:
+        check_name(hub_id)
+        async with self._changing:
+            record = self._book.newest(project, base, hub_id)
+            if record is None:
+                token = None if model is None else model.secrets.get("HF_TOKEN")
+                record = await self._database.write(records.begin, self._new(project, base, hub_id, hub_id, token))
+                self._book.put(record)
+                self._start(record, model)
+            elif record.state == FAILED:  # it may be there now
+                record = await self._write(replace(record, state=FETCHING, message=""))
+                self._start(record, model)
+        return record
+
+    async def remove(self, project: str, name: str, version: int | None = None) -> list[AdapterRecord]:
+        """Remove one version, or all. Jobs that were given it keep it until they end."""
+        gone = [each for each in self._book.of(project) if each.name == name and version in (None, each.version)]
+        if not gone:
+            raise unknown_adapter(name, version)
+        now = self._clock.now()
+        removed = [replace(each, state=REMOVED, changed=now) for each in gone]
+        for record in gone:
+            if (task := self._tasks.get(record.id)) is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        await self._database.write(records.update, removed)
+        self._book.drop(removed)
+        return removed
+
+    async def sweep(self) -> None:
+        """Remove the files of adapters that nobody has any more and no job that has not ended uses."""
+        if not self._home.is_dir():
+            return
+        known = {each.id for each in self._book.all()} | {fetching.STAGING}
+        folders = [path for path in self._home.iterdir() if path.name not in known]
+        if not folders:
+            return
+        before = self._clock.now() - REMOVED_S
+        late = await self._database.read(records.removed_after, [path.name for path in folders], before)
+        used = await self._database.read(records.used_folders)
+        for path in folders:
+            if path.name not in late and str(path) not in used and self._book.get(path.name) is None:
+                await asyncio.to_thread(shutil.rmtree, path)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _base(self, caller: Caller, base: str, name: str) -> ModelSpec:
+        """The model that an adapter of this name may be for."""
+        check_name(name)
+        model = self._bases.base(caller, base)
+        if model.engine != ENGINE:
+            raise InvalidInput(
+                f"the model {base[:SHOWN_CHARS]!r} takes no adapters: those of the engine vllm do", code="no_adapters"
+            )
+        if self._bases.is_taken(caller.project, name):
+            raise taken(name)
+        return model
+
+    def _new(self, project: str, base: str, name: str, source: str, token: str | None) -> AdapterRecord:
+        now = self._clock.now()
+        return AdapterRecord(new_id(), project, name, 0, base, source, created=now, changed=now, token=token)
+
+    async def _begin(self, record: AdapterRecord) -> AdapterRecord:
+        async with self._changing:
+            record = await self._database.write(records.begin, record)
+            self._book.put(record)
+        return record
+
+    def _start(self, record: AdapterRecord, model: ModelSpec | None = None) -> None:
+        task = self._tasks[record.id] = asyncio.create_task(self._bring(record, model))
+        task.add_done_callback(lambda done: self._ended(record, done))
+
+    def _ended(self, record: AdapterRecord, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(record.id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("the adapter %s could not be written down: %s", record.own_name, error)
+
+    async def _bring(self, record: AdapterRecord, model: ModelSpec | None) -> None:
+        """Fetch a version and write down what became of it."""
+        home = self._home / record.id
+        try:
+            if record.source == UPLOAD and not home.is_dir():
+                raise InvalidInput("its upload did not arrive whole: send it again", code="invalid_bundle")
+            model = model or self._known_base(record)
+            source, rank = ("", RANK_MAX) if model is None else (model.source, _rank_max(model))
+            order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
+            report = await self._fetches.fetch(order, record.token)
+        except BatchmillError as error:
+            log.warning("the adapter %s of %s failed: %s", record.own_name, record.project, error.message)
+            await self._write(replace(record, state=FAILED, message=error.message))
+            return
+        faults.point("after_adapter")
+        await self._end(record, report)
+
+    def _known_base(self, record: AdapterRecord) -> ModelSpec | None:
+        try:
+            return self._bases.base(Caller(record.project, Scope.ADMIN), record.base)
+        except UnknownName:
+            return None
+
+    async def _end(self, record: AdapterRecord, report: FetchReport) -> AdapterRecord:
+        """A version that is here: ready, or not fit for its base."""
+        fetched = report.fetched
+        record = replace(
+            record, state=FAILED if report.flaw else READY, digest=fetched.digest, rank=report.rank,
+            message=f"it does not fit {record.base}: {report.flaw}" if report.flaw else "", bytes=fetched.bytes,
+            folder=fetched.folder, trained_for=report.base or "",
+        )  # fmt: skip
+        return await self._write(record)
+
+    async def _write(self, record: AdapterRecord) -> AdapterRecord:
+        record = replace(record, changed=self._clock.now())
+        await self._database.write(records.update, [record])
+        self._book.put(record)
+        return record
+
+
+def _unpack(bundle: Path, folder: Path) -> Path:
+    staged = folder / "adapter"
+    staged.mkdir()
+    with bundle.open("rb") as file:
+        adapter_bundles.read(file, staged)
+    read_adapter(staged)
+    return staged
+
+
+def _rank_max(model: ModelSpec) -> int:
+    """The room for ranks that somebody has settled for an engine, or what any may have."""
+    told = next((model.engine_args[name] for name in RANK_ARGUMENTS if name in model.engine_args), None)
+    return int(told) if isinstance(told, int) or (isinstance(told, str) and told.isdecimal()) else RANK_MAX
+
+
+def unknown_adapter(name: str, version: int | None) -> UnknownName:
+    told = name if version is None else f"{name}/{version}"
+    return UnknownName(
+        f"there is no adapter {told[:SHOWN_CHARS]!r}: `batchmill adapters list` lists them", code="unknown_adapter"
+    )
+
+
+def taken(name: str) -> Conflict:
+    return Conflict(
+        f"the name {name[:SHOWN_CHARS]!r} is taken by a model, or by an adapter of the configuration: choose another",
+        code="name_taken",
+    )
