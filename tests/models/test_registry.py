@@ -54,6 +54,7 @@ def test_a_configured_model_keeps_its_name_and_base(place):
         "llm",
         f"{place}/tiny",
         adapters={"up": f"{place}/upper"},
+        adapter_rank=16,
         engine_args={"max-model-len": 8},
         python=f"{place}/python",
         workers=2,

@@ -17,6 +17,7 @@ from msgspec.structs import fields, replace
 from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import function_source, functions
+from batchmill.models.adapters import reading as adapters
 from batchmill.models.connectors import reading
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec, Price
@@ -104,6 +105,8 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         engine=kind.engine,
         source=entry.source,
         adapters=entry.adapters,
+        adapter_patterns=config.deployments.adapter_patterns if kind.engine == "llm" else [],
+        adapter_rank=_adapter_rank(kind, entry, config),
         base_url=entry.base_url,
         api_key=entry.api_key,
         engine_args=dict(entry.engine_args),
@@ -250,6 +253,20 @@ def _adapter(engine: str, name: str, place: str, base: Path) -> str:
     if found != place and not (Path(found) / "adapter_config.json").is_file():
         raise InvalidInput(f"the adapter {name!r} at {found} has no adapter_config.json", code="unknown_adapter")
     return found
+
+
+def _adapter_rank(kind: Kind, entry: ModelEntry, config: Config) -> int:
+    """The room for ranks that an engine of ours needs: for its adapters, and for those that rows may name."""
+    if kind.engine != "llm" or not (entry.adapters or config.deployments.adapter_patterns):
+        return 0
+    ranks = [adapters.RANK_LEAST]
+    for place in entry.adapters.values():
+        if Path(place).is_absolute():
+            try:
+                ranks.append(adapters.rank_of(Path(place)))
+            except InvalidInput:  # rows that name it are told so, and no others
+                continue
+    return adapters.room_for(ranks)
 
 
 def _program(text: str, base: Path) -> str:

@@ -23,6 +23,7 @@ BASE_CONFIG_BYTES_MAX = 16 * 1024 * 1024
 INDEX_BYTES_MAX = 64 * 1024 * 1024
 ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM has room for
 RANK_MAX = ROOMS[-1]
+RANK_LEAST = 16  # room that an engine has in any case, so that one more adapter seldom means another engine
 PREFIX = "base_model.model."  # before the module's own name, as PEFT writes it
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})  # which leave the base as it is
 HEADS_OF_CLASSIFIERS = frozenset({"classifier", "score"})

@@ -22,7 +22,7 @@ from batchmill.errors import BatchmillError, Conflict, InvalidInput, UnknownName
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
-from batchmill.models.adapters.reading import RANK_MAX, read_adapter, room_for
+from batchmill.models.adapters.reading import RANK_LEAST, RANK_MAX, read_adapter, room_for
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.book import AdapterBook
@@ -43,7 +43,6 @@ log = logging.getLogger("batchmill.adapters")
 FOLDER = "adapters"  # in the data directory
 UPLOAD = "upload"  # the source of an adapter that was sent here
 ENGINE = "llm"  # the only one that takes adapters
-RANK_LEAST = 16  # room that an engine has in any case, so that one more adapter seldom means another engine
 RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")
 REMOVED_S = 600.0  # the files of a removed adapter stay so long: a job that names it may be on its way in
 Key = tuple[str, str]
