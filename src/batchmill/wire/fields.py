@@ -1,6 +1,7 @@
 """The body fields that a managed engine server understands, by URL. vLLM ignores any other in silence.
 
-Source: the request classes of vLLM 0.32 (chat_completion, completion, responses, pooling/embed, pooling/scoring).
+Source: the request classes of vLLM 0.32 (chat_completion, completion, responses, pooling/embed, pooling/classify,
+pooling/scoring).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 from batchmill.wire.json_bytes import split_object
 
 # Of OpenAI's fields, those that cannot change an answer: accepted everywhere, and without effect in a managed engine.
@@ -58,6 +59,7 @@ KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
     RESPONSES: _set(_GENERATE, _RESPONSES_ONLY),
     EMBEDDINGS: _set(_POOLING, _MESSAGES, "add_special_tokens dimensions embed_dtype encoding_format endianness input"),
     RERANK: _set(_POOLING, _SCORING, "documents query top_n"),
+    CLASSIFY: _set(_POOLING, _MESSAGES, "add_special_tokens input"),
     SCORE: _set(_POOLING, _SCORING, "data_1 data_2 documents items queries text_1 text_2"),
 }
 

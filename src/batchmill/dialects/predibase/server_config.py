@@ -1,0 +1,271 @@
+"""What Predibase's clients say of how an engine is to run, as settings of ours.
+
+A field without a counterpart here is refused by its name, with the way out; null and absent: it was not said.
+Source: predibase 2025.10.3, `config.py` and `beta/config.py`; its page on DeploymentConfig.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
+
+from batchmill.dialects.predibase.launcher_flags import SHOWN_CHARS, Launch, Value, read_flags
+from batchmill.errors import InvalidInput
+from batchmill.server.bodies import Refusal
+from batchmill.services.llms.arguments import ALLOWED, checked
+from batchmill.types import LlmSettings, Scaling
+
+TOKEN_CHARS_MAX = 1024
+ADAPTERS_MAX = 256  # that a deployment names to be loaded at once
+FLAGS_MAX = 256
+SPECULATORS = (None, "disabled", "auto")  # auto: as the server thinks best, which is none
+# Predibase's name -> vLLM's. None: the weights as they are.
+QUANTIZATIONS: dict[str, str | None] = {"none": None, "fp8": "fp8", "awq": "awq", "gptq": "gptq"}
+NO_COUNTERPART: dict[str, str] = {
+    "bitsandbytes": "vLLM no longer reads it; use fp8, or a base model whose weights are quantized (awq, gptq)",
+    "bitsandbytes-nf4": "vLLM no longer reads it; use fp8, or a base model whose weights are quantized (awq, gptq)",
+    "bitsandbytes-fp4": "vLLM no longer reads it; use fp8, or a base model whose weights are quantized (awq, gptq)",
+    "eetq": "only LoRAX has it; use fp8",
+    "hqq-4bit": "only LoRAX has it; use a base model whose weights are quantized (awq, gptq)",
+    "hqq-3bit": "only LoRAX has it; use a base model whose weights are quantized (awq, gptq)",
+    "hqq-2bit": "only LoRAX has it; use a base model whose weights are quantized (awq, gptq)",
+}
+# What is refused whatever it says -> why, and what to do.
+REFUSED: dict[str, str] = {
+    "loraxImageTag": "batchmill runs vLLM and no LoRAX image; leave it out",
+    "backend": "it names a generation of Predibase's own engine, here there is one, vLLM; leave it out",
+    "accelerator": "replicas run on the GPUs of this machine (models.NAME.gpus in batchmill.toml); leave it out",
+    "computeSpec": "replicas run on the GPUs of this machine (models.NAME.gpus in batchmill.toml); leave it out",
+    "speculationDisableByBatchSize": "there is no speculation to turn off; leave it out",
+}
+# What is refused where it is true: false is how it is.
+REFUSED_TRUE: dict[str, str] = {
+    "requestLoggingEnabled": "batchmill keeps no log of requests and answers; leave it out",
+    "directIngress": "a deployment answers at this server's own address, with nothing in between; leave it out",
+    "usesGuaranteedCapacity": "there is no capacity to buy; min_replicas keeps replicas running",
+    "mergeAdapter": "adapters stay beside their base model, so that it answers without them too; leave it out",
+}
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """`BatchInferenceServerConfig` as it is sent."""
+
+    base_model: str
+    custom_args: list[str] | None = None
+    hf_token: str | None = None
+    lorax_image_tag: str | None = None
+    quantization: str | None = None
+    backend: str | None = None
+
+
+class DeploymentConfig(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """`DeploymentConfig` and `UpdateDeploymentConfig` as they are sent; only who creates one must name a base model."""
+
+    base_model: str | None = None
+    custom_args: list[str] | None = None
+    cooldown_time: int | None = None
+    hf_token: str | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    scale_up_request_threshold: int | None = None
+    max_total_tokens: int | None = None
+    lorax_image_tag: str | None = None
+    request_logging_enabled: bool | None = None
+    direct_ingress: bool | None = None
+    preloaded_adapters: list[str] | None = None
+    speculator: str | None = None
+    prefix_caching: bool | None = None
+    backend: str | None = None
+    disable_adapters: bool | None = None
+    uses_guaranteed_capacity: bool | None = None
+    chunked_prefill: bool | None = None
+    speculation_disable_by_batch_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    cache_model: bool | None = None
+    merge_adapter: bool | None = None
+    compute_spec: dict[str, Any] | None = None
+    quantization: str | None = None
+    accelerator: str | None = None
+
+
+def of_server_config(config: ServerConfig) -> LlmSettings:
+    """The engine that a batch inference job asks for. `hf_token` is as it was sent: who keeps it makes it a secret.
+
+    Raises: InvalidInput, naming the field.
+    """
+    _refuse(config)
+    launch = read_flags(_bounded("customArgs", config.custom_args, FLAGS_MAX))
+    return LlmSettings(
+        base_model=_base_model(config.base_model),
+        engine_args=_engine_args({}, config.quantization, launch),
+        hf_token=_token(config.hf_token),
+        preloaded_adapters=_bounded("customArgs", launch.preloaded_adapters, ADAPTERS_MAX),
+    )
+
+
+def of_deployment_config(config: DeploymentConfig, had: LlmSettings | None = None) -> LlmSettings:
+    """The engine that a deployment asks for; of an update, `had` with what the update says.
+
+    Raises: InvalidInput, naming the field.
+    """
+    _refuse(config)
+    had = LlmSettings(base_model="") if had is None else had
+    launch = read_flags(_bounded("customArgs", config.custom_args, FLAGS_MAX))
+    said = {
+        "max-model-len": _count("maxTotalTokens", config.max_total_tokens),
+        "max-num-batched-tokens": _count("maxNumBatchedTokens", config.max_num_batched_tokens),
+        "enable-prefix-caching": config.prefix_caching,
+        "enable-chunked-prefill": config.chunked_prefill,
+    }
+    arguments = _engine_args(
+        {name: value for name, value in said.items() if value is not None}, config.quantization, launch
+    )
+    says_adapters = config.preloaded_adapters is not None or bool(launch.preloaded_adapters)
+    told = [*(config.preloaded_adapters or []), *launch.preloaded_adapters]
+    adapters = _bounded("preloadedAdapters", told, ADAPTERS_MAX)
+    takes_adapters = had.takes_adapters if config.disable_adapters is None else not config.disable_adapters
+    if adapters and not takes_adapters:
+        raise InvalidInput(
+            "preloadedAdapters names adapters and disableAdapters refuses them: say one", code="invalid_value"
+        )
+    kept = dict(had.engine_args)
+    if config.quantization is not None or launch.quantize is not None:
+        kept.pop("quantization", None)
+    return replace(
+        had,
+        base_model=had.base_model if config.base_model is None and had.base_model else _base_model(config.base_model),
+        engine_args=kept | arguments,
+        hf_token=_token(config.hf_token) or had.hf_token,
+        scaling=_scaling(config, had.scaling),
+        takes_adapters=takes_adapters,
+        preloaded_adapters=list(dict.fromkeys(adapters)) if says_adapters else had.preloaded_adapters,
+    )
+
+
+def shown(settings: LlmSettings) -> DeploymentConfig:
+    """Settings as a config that a client can send back, or make a job's of.
+
+    A job's has few fields beside `customArgs`: so these tell all engine arguments, those with a field of their own too.
+    What callers may not set is left to the base model. A token is never shown.
+    """
+    named = {name.lstrip("-").replace("_", "-"): value for name, value in settings.engine_args.items()}
+    arguments = {name: value for name, value in named.items() if name in ALLOWED}
+    quantization, scaling = arguments.pop("quantization", None), settings.scaling
+    return DeploymentConfig(
+        base_model=settings.base_model,
+        max_total_tokens=_whole(arguments.get("max-model-len")),
+        max_num_batched_tokens=_whole(arguments.get("max-num-batched-tokens")),
+        prefix_caching=_switch(arguments.get("enable-prefix-caching")),
+        chunked_prefill=_switch(arguments.get("enable-chunked-prefill")),
+        quantization=None if quantization is None else str(quantization),
+        custom_args=[_word(name, value) for name, value in sorted(arguments.items())] or None,
+        cooldown_time=None if scaling.cooldown_s is None else math.ceil(scaling.cooldown_s),
+        min_replicas=scaling.replicas_min,
+        max_replicas=scaling.replicas_max,
+        scale_up_request_threshold=scaling.scale_up_requests,
+        preloaded_adapters=settings.preloaded_adapters or None,
+        disable_adapters=not settings.takes_adapters,
+    )
+
+
+def _whole(value: Value | None) -> int | None:
+    return value if type(value) is int else None
+
+
+def _switch(value: Value | None) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _word(name: str, value: Value) -> str:
+    """An engine argument as `read_flags` reads it."""
+    return f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _refuse(config: ServerConfig | DeploymentConfig) -> None:
+    for field in fields(config):
+        name, value = field.encode_name, getattr(config, field.name)
+        if name in REFUSED and value is not None:
+            raise _not_taken(name, value, REFUSED[name])
+        if name in REFUSED_TRUE and value:
+            raise _not_taken(name, value, REFUSED_TRUE[name])
+        if name == "speculator" and value not in SPECULATORS:
+            raise _not_taken(name, value, "deployments do not speculate; leave it out, or say 'disabled'")
+
+
+def _not_taken(name: str, value: Any, why: str) -> Refusal:
+    told = f"{name} is {str(value)[:SHOWN_CHARS]!r}: {why}"
+    return Refusal(told, code="parameter_not_allowed", param=name)
+
+
+def _base_model(name: str | None) -> str:
+    if not name:
+        raise Refusal("Missing required parameter: 'baseModel'", code="missing_required_parameter", param="baseModel")
+    return name
+
+
+def _engine_args(said: dict[str, Value], quantization: str | None, launch: Launch) -> dict[str, Value]:
+    """What fields and flags say together, as far as callers may say it: a field counts before the same flag."""
+    named = {} if quantization is None else {"quantization": _quantization("quantization", quantization)}
+    if launch.quantize is not None:
+        named["customArgs"] = _quantization("customArgs: --quantize", launch.quantize)
+    if len(set(named.values())) > 1:
+        raise InvalidInput(
+            "quantization and customArgs ask for different quantizations: say one", code="repeated_parameter"
+        )
+    for method in named.values():
+        said = said if method is None else {**said, "quantization": method}
+    return checked(launch.engine_args | said)
+
+
+def _quantization(field: str, name: str) -> str | None:
+    if name in QUANTIZATIONS:
+        return QUANTIZATIONS[name]
+    why = NO_COUNTERPART.get(name, f"known are {', '.join(QUANTIZATIONS)}")
+    raise Refusal(
+        f"{field} is {name[:SHOWN_CHARS]!r}: {why}", code="parameter_not_allowed", param=field.partition(":")[0]
+    )
+
+
+def _token(token: str | None) -> str | None:
+    """A token as it was sent."""
+    if not token:
+        return None
+    if len(token) > TOKEN_CHARS_MAX or not token.isascii() or not token.isprintable() or " " in token:
+        raise Refusal(
+            "hfToken is no token: it has up to 1,024 printable characters", code="invalid_value", param="hfToken"
+        )
+    return token
+
+
+def _count(name: str, value: int | None) -> int | None:
+    if value is not None and not 1 <= value < 2**31:
+        raise Refusal(f"Invalid value for {name!r}: {value} is not at least 1", code="invalid_value", param=name)
+    return value
+
+
+def _bounded(name: str, values: list[str] | None, most: int) -> list[str]:
+    found = list(values or [])
+    if len(found) > most:
+        raise Refusal(f"{name} has {len(found):,} items, more than {most:,}", code="invalid_value", param=name)
+    return found
+
+
+def _scaling(config: DeploymentConfig, had: Scaling) -> Scaling:
+    least = had.replicas_min if config.min_replicas is None else config.min_replicas
+    most = had.replicas_max if config.max_replicas is None else config.max_replicas
+    if least < 0 or most < 1 or least > most:
+        told = (
+            f"Invalid value for 'minReplicas': {least} to {most} replicas are no range; 0 <= minReplicas <= maxReplicas"
+        )
+        raise Refusal(told, code="invalid_value", param="minReplicas")
+    cooldown = _count("cooldownTime", config.cooldown_time)
+    above = _count("scaleUpRequestThreshold", config.scale_up_request_threshold)
+    return Scaling(
+        replicas_min=least,
+        replicas_max=most,
+        cooldown_s=had.cooldown_s if cooldown is None else float(cooldown),
+        scale_up_requests=had.scale_up_requests if above is None else above,
+    )

@@ -1,0 +1,213 @@
+"""Calls of a deployment: LoRAX's own, and OpenAI's below it. Source: predibase 2025.10.3, `resources/lorax/client.py`.
+
+A request names its adapter; no name means the base model. Errors have LoRAX's form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+from starlette.responses import Response
+
+from batchmill.dialects.predibase import classify, lorax, lorax_answers, serving_errors
+from batchmill.dialects.predibase.classify import Classified, Classify, Embed, Embedded
+from batchmill.dialects.predibase.lorax import Generate, Parameters
+from batchmill.dialects.predibase.lorax_answers import Answer, Token
+from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
+from batchmill.dialects.predibase.openai_fields import read_body
+from batchmill.errors import BatchmillError, InvalidInput, UnknownName
+from batchmill.models.context_window import context_window
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
+from batchmill.services.catalogue import Served
+from batchmill.services.live_calls import request_of
+from batchmill.services.places import Places
+from batchmill.services.services import Services
+from batchmill.types import ModelSpec, Scope
+from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
+from batchmill.wire.json_bytes import encode
+
+PLACE = "/{tenant}/deployments/v2/llms/{name}"
+CLIENT_LEFT = 499  # nobody sees it but the log
+SHOWN_CHARS = 80
+SOURCES = ("pbase", "hub")  # of adapters that a request may name
+WINDOWS_MAX = 1_000
+_WINDOW = re.compile(r"max_model_len=(\d{1,9})\b")
+_JSON = Content("application/json", {"type": "object", "additionalProperties": True})
+_GENERATED = Content("application/json", {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": 1})
+_STREAMED = Content(EVENTS, {"type": "string"})
+_OPENAI = (
+    ("Chat", CHAT, "Answer a conversation by a deployment"),
+    ("Completion", COMPLETIONS, "Go on with a text by a deployment"),
+    ("Embedding", EMBEDDINGS, "Turn texts into vectors by a deployment"),
+)
+
+
+class Serving:
+    def __init__(self, services: Services) -> None:
+        self._services, self._live = services, services.live
+        self._hide = Places(services.config.data_dir).hide
+        self._windows: dict[str, int] = {}  # of models whose engine has told it
+
+    def operations(self) -> Sequence[Operation]:
+        own = [
+            Operation(
+                "loraxGenerate", "POST", PLACE, "Go on with a text by a deployment, as LoRAX does", Scope.SUBMIT,
+                self._said(self._generate), body=Generate, reply=(_GENERATED, _STREAMED),
+                errors=serving_errors.STATUSES,
+            ),
+            Operation(
+                "loraxClassify", "POST", f"{PLACE}/classify", "Classify texts by a deployment", Scope.SUBMIT,
+                self._said(self._classify), body=Classify, reply=Classified, errors=serving_errors.STATUSES,
+            ),
+            Operation(
+                "loraxEmbed", "POST", f"{PLACE}/embed", "Turn a text into a vector by a deployment", Scope.SUBMIT,
+                self._said(self._embed), body=Embed, reply=Embedded, errors=serving_errors.STATUSES,
+            ),
+        ]  # fmt: skip
+        return own + [
+            Operation(
+                f"deployment{name}", "POST", f"{PLACE}{url}", summary, Scope.SUBMIT,
+                self._said(partial(self._openai, url)), body=_JSON,
+                reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=serving_errors.STATUSES,
+            )
+            for name, url, summary in _OPENAI
+        ]  # fmt: skip
+
+    def _said(self, answer: Callable[[Call], Coroutine[Any, Any, Response]]) -> Callable[[Call], Awaitable[Response]]:
+        """A handler that ends with its client, and says what is wrong as LoRAX does."""
+
+        async def handler(call: Call) -> Response:
+            try:
+                answered = await unless_gone(call, answer(call))
+            except BatchmillError as error:
+                return serving_errors.refusal(error, self._hide(error.message))
+            return Response(status_code=CLIENT_LEFT) if answered is None else answered
+
+        return handler
+
+    async def _generate(self, call: Call) -> Response:
+        asked: Generate = call.body
+        told = lorax.check(asked)
+        served = await self._served(call, told.adapter_id, told.adapter_source)
+        if asked.stream:
+            pieces = await self._completion(call, served, asked, told)
+            return TokenReply(events_of(asked, told, pieces), self._say)
+        answer = lorax_answers.read_answer(await whole_answer(await self._completion(call, served, asked, told)))
+        tokens = await self._alternatives(call, served, told, answer)
+        return json_reply([lorax_answers.generated(asked, told, answer, tokens)])
+
+    async def _completion(self, call: Call, served: Served, asked: Generate, told: Parameters) -> AsyncGenerator[bytes]:
+        """The engine's answer. Where all of its window may be used and nobody knows how long that is, it says so."""
+        window = self._window(served)
+        try:
+            return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
+        except serving_errors.EngineRefused as error:
+            match = _WINDOW.search(error.message)
+            if match is None or told.max_new_tokens is not None or int(match[1]) == window:
+                raise
+        window = self._learn(served, int(match[1]))
+        return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
+
+    async def _alternatives(self, call: Call, served: Served, told: Parameters, answer: Answer) -> list[Token] | None:
+        """The tokens of the answer with what else each might have been: vLLM tells that by number of a prompt alone."""
+        count = told.return_k_alternatives
+        if count is None or not answer.choices:
+            return None
+        best = lorax_answers.best_first(answer.choices)[0]
+        body = lorax_answers.alternatives_body(best, count, self._window(served))
+        looked = lorax_answers.read_answer(await whole_answer(await self._ask(call, served, COMPLETIONS, body)))
+        return lorax_answers.with_alternatives(best, lorax_answers.tokens_of(best), looked.choices[0], count)
+
+    async def _classify(self, call: Call) -> Response:
+        asked: Classify = call.body
+        body = classify.classify_body(asked)
+        served = await self._served(call, asked.model, None)
+        answer = await whole_answer(await self._ask(call, served, CLASSIFY, body))
+        return Response(classify.classified(answer), media_type="application/json")
+
+    async def _embed(self, call: Call) -> Response:
+        body = classify.embed_body(call.body)
+        served = await self._served(call, None, None)
+        answer = await whole_answer(await self._ask(call, served, EMBEDDINGS, body))
+        return Response(classify.embedded(answer), media_type="application/json")
+
+    async def _openai(self, url: str, call: Call) -> Response:
+        asked = read_body(call.raw)
+        served = await self._served(call, asked.adapter, asked.adapter_source)
+        pieces = await self._ask(call, served, url, asked.members, stream=asked.stream)
+        if asked.stream:
+            return TokenReply(pieces, self._say)
+        return Response(await whole_answer(pieces), media_type="application/json")
+
+    async def _ask(
+        self, call: Call, served: Served, url: str, body: Mapping[str, Any], *, stream: bool = False
+    ) -> AsyncGenerator[bytes]:
+        """The pieces of an answer. Raises: EngineRefused, and what `LiveCalls.ask` raises."""
+        request = request_of(served, url, encode(body), stream=stream)
+        head, pieces = await self._live.ask(call.caller, served, request)
+        if head.status >= 400:
+            raise serving_errors.refused_by_engine(head.status, await whole_answer(pieces))
+        return pieces
+
+    async def _served(self, call: Call, adapter: str | None, source: str | None) -> Served:
+        """The deployment of the path with the adapter that is meant; one of a model hub is fetched first.
+
+        Raises: UnknownName; InvalidInput for an adapter that cannot be used.
+        """
+        caller, name = call.caller, call.path["name"]
+        if call.path["tenant"] != caller.project:
+            told = f"the key belongs to the tenant {caller.project!r}, not to {call.path['tenant'][:SHOWN_CHARS]!r}"
+            raise UnknownName(told, code="unknown_tenant")
+        deployment = self._services.llms.get(caller, name)
+        served = self._services.catalogue.find(caller, name)
+        if not adapter or adapter in (name, deployment.settings.base_model):
+            return served
+        if source is not None and source not in SOURCES:
+            why = f"it is one of {', '.join(SOURCES)}: register the adapter, and name it as it is registered"
+            raise InvalidInput(f"`adapter_source` is {source[:SHOWN_CHARS]!r}: {why}", code="invalid_parameter")
+        found = _with_adapter(served, adapter)
+        if found is None and not deployment.settings.takes_adapters:
+            raise InvalidInput(f"the deployment {name!r} takes no adapters (disableAdapters)", code="invalid_parameter")
+        if found is None and any(fnmatchcase(adapter, pattern) for pattern in served.model.adapter_patterns):
+            base = deployment.settings.base_model
+            record = (await self._services.adapters.ensure(caller.project, base, [adapter]))[adapter]
+            if record.state != "ready":
+                raise InvalidInput(f"the adapter {adapter!r} cannot be used: {record.message}", code="bad_adapter")
+            found = _with_adapter(self._services.catalogue.find(caller, name), adapter)
+        if found is None:
+            told = f"there is no adapter {adapter[:SHOWN_CHARS]!r} for the deployment {name!r} that you may use"
+            raise UnknownName(f"{told}: register it first", code="unknown_adapter")
+        return found
+
+    def _window(self, served: Served) -> int | None:
+        """Tokens of prompt and answer together, where that is known."""
+        return self._windows.get(_engine_of(served.model)) or context_window(served.model)
+
+    def _learn(self, served: Served, window: int) -> int:
+        if len(self._windows) >= WINDOWS_MAX:
+            self._windows.clear()
+        self._windows[_engine_of(served.model)] = window
+        return window
+
+    def _say(self, error: BatchmillError) -> bytes:
+        """The JSON of an error that comes as an event."""
+        return encode(serving_errors.envelope(error, self._hide(error.message)))
+
+
+def _with_adapter(served: Served, adapter: str) -> Served | None:
+    """None: the deployment has no such adapter."""
+    model = served.model
+    own = model.adapter_names.get(adapter, adapter)
+    is_ours = own in model.adapters and (model.allowed is None or adapter in model.allowed)
+    return replace(served, name=adapter, adapter=own) if is_ours else None
+
+
+def _engine_of(model: ModelSpec) -> str:
+    """What decides how long its window is."""
+    return f"{model.source} {sorted(model.engine_args.items())}"
