@@ -87,7 +87,10 @@ def check_name(name: str) -> str:
 
 def missing(name: str) -> ModelFailed:
     """What is raised where a secret is not kept."""
-    way = f"batchmill secrets set {name}" if NAME.fullmatch(name) else "give the connector its credential again"
+    again = (
+        "give the deployment its token again" if name.startswith("llm/") else "give the connector its credential again"
+    )
+    way = f"batchmill secrets set {name}" if NAME.fullmatch(name) else again
     return ModelFailed(f"there is no secret {name[:SHOWN_CHARS]!r}: {way}", code="missing_secret")
 
 

@@ -15,12 +15,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFull
-from batchmill.store import connector_tables, migrations, service_tables, tables
+from batchmill.store import connector_tables, dataset_tables, llm_tables, migrations, service_tables, tables
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Database", "connector_tables", "service_tables"]
+__all__ = ["Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
 
 
 class Database:

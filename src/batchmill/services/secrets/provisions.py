@@ -37,7 +37,7 @@ def references(model: ModelSpec) -> list[str]:
 
 
 def _values(model: ModelSpec) -> Iterator[object]:
-    places: list[Iterable[object]] = [(model.api_key,), model.engine_args.values()]
+    places: list[Iterable[object]] = [(model.api_key,), model.engine_args.values(), model.secrets.values()]
     if model.connector is not None:
         places.append(model.connector.credential.values())
     if model.function is not None:

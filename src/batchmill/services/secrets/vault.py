@@ -1,7 +1,7 @@
 """The secrets that batchmill keeps: put in, never shown again, given to those workers whose model names them.
 
-Names are what people chose, or connector/ID/KEY, with :NONCE behind it where jobs may name another such. How they are
-encrypted is the secret box's.
+Names are what people chose, connector/ID/KEY, with :NONCE behind it where jobs may name another such, or
+llm/ID/hf_token. How they are encrypted is the secret box's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HINT_CHARS = 4
 HINT_LENGTH_MIN = 16  # a shorter secret shows nothing of itself
 PAGE = 500  # of sealed values in one transaction
 PASSES_MAX = 10  # over all of them, until nothing is left under an older key
-CONNECTOR_NAME = re.compile(r"connector/[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_.:-]{1,120}")
+OWN_NAME = re.compile(r"connector/[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_.:-]{1,120}|llm/[A-Za-z0-9_-]{1,64}/hf_token")
 
 Changed = Callable[[frozenset[str]], None]
 Also = Callable[[sa.Connection], Any]
@@ -173,7 +173,7 @@ class Vault:
 
 
 def _check(name: str, value: str) -> None:
-    if not CONNECTOR_NAME.fullmatch(name):
+    if not OWN_NAME.fullmatch(name):
         check_name(name)
     if flaw := flaw_of(value):  # the value itself is not repeated
         raise InvalidInput(f"the secret {name[:SHOWN_CHARS]} cannot be kept: {flaw}", code="invalid_secret")

@@ -1,0 +1,1 @@
+"""Language models that batchmill serves itself, as callers deploy them and jobs ask for them."""

@@ -1,0 +1,315 @@
+"""Engines of deployments: held while they are to stay, exchanged without a gap, given adapters before anybody asks.
+
+Knows models and their engines, nothing of records: who it is told by keeps those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from batchmill.errors import BatchmillError, Unavailable
+from batchmill.ports import Clock
+from batchmill.types import EngineEvent, EngineState, EngineView, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.forms import COMPLETIONS
+
+log = logging.getLogger("batchmill.llms")
+
+LOOK_S = 1.0
+EVENTS_MAX = 50  # of a deployment, besides its engine's own
+UPDATING, UPDATED, UPDATE_FAILED = "updating", "updated", "update_failed"  # kinds of events
+PRELOADED, PRELOAD_FAILED = "preloaded", "preload_failed"
+READY = "ready"
+
+
+class Engines(Protocol):
+    """What `jobs.dispatcher.Dispatcher` knows of the replicas of models."""
+
+    def engine_of(self, model: ModelSpec) -> EngineView: ...
+
+    def keep(self, model: ModelSpec) -> None:
+        """Have as many replicas as its scaling says at least, whether they are used or not."""
+
+    def let_go(self, model: ModelSpec) -> None:
+        """The end of `keep`."""
+
+
+class Calls(Protocol):
+    """What `jobs.live.LivePath` does for a model."""
+
+    async def load(self, model: ModelSpec) -> None: ...
+
+    def unload(self, model: ModelSpec) -> None: ...
+
+    async def warm(self, model: ModelSpec) -> None: ...
+
+    def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]: ...
+
+
+class NoEngines:
+    """Of a process that runs none: what is written down is for the server that comes next."""
+
+    def engine_of(self, model: ModelSpec) -> EngineView:
+        return EngineView()
+
+    def keep(self, model: ModelSpec) -> None:
+        """There is nothing to keep."""
+
+    def let_go(self, model: ModelSpec) -> None:
+        """Nothing was kept."""
+
+
+class _Kept:
+    """The engine of one deployment."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model  # what calls and jobs get
+        self.holds = False
+        self.held: ModelSpec | None = None  # what `keep` was told
+        self.wanted: ModelSpec | None = None  # while an exchange is under way
+        self.exchange: asyncio.Task[None] | None = None
+        self.failed: ModelSpec | None = None  # what could not be started in its place
+        self.preloaded: list[str] = []
+        self.warmed_at = 0.0  # the last start of an engine that was given its adapters
+        self.events: list[EngineEvent] = []
+
+
+Moved = Callable[[str, str], Awaitable[None]]
+
+
+class Keeper:
+    def __init__(self, engines: Engines, calls: Calls | None, clock: Clock, *, moved: Moved) -> None:
+        """Args:
+        calls: None in a process that runs no engines.
+        moved: called with a key and why, or "", once an exchange has failed, or come about.
+        """
+        self._engines, self._calls, self._clock, self._moved = engines, calls, clock, moved
+        self._kept: dict[str, _Kept] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_open = False
+
+    def open(self) -> None:
+        """From now on engines are held and exchanged; before, models are only remembered."""
+        self._is_open = True
+        for kept in self._kept.values():
+            self._hold(kept)
+        self._spawn(self._look_after())
+
+    async def close(self) -> None:
+        self._is_open = False
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def model(self, key: str) -> ModelSpec:
+        return self._kept[key].model
+
+    def view(self, key: str) -> EngineView:
+        """The engine, and what became of the deployment besides."""
+        kept = self._kept[key]
+        view = self._engines.engine_of(kept.model)
+        if not kept.events:
+            return view
+        return replace(view, events=sorted([*view.events, *kept.events], key=lambda event: event.at))
+
+    def view_of(self, model: ModelSpec) -> EngineView:
+        """The engine of a model that nobody deployed."""
+        return self._engines.engine_of(model)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def want(self, key: str, model: ModelSpec, *, holds: bool, preloaded: list[str]) -> bool:
+        """Serve this model from now on; one that runs in its place goes on until the new one is ready.
+
+        Returns: whether it is served already; if not, `moved` tells how it went.
+        """
+        kept = self._kept.setdefault(key, _Kept(model))
+        kept.holds, kept.preloaded = holds, preloaded
+        is_served = self._want(key, kept, model)
+        self._hold(kept)
+        return is_served
+
+    def _want(self, key: str, kept: _Kept, model: ModelSpec) -> bool:
+        if kept.wanted is not None and _is_one_engine(kept.wanted, model):
+            kept.wanted = model
+            return False
+        self._stop_exchange(kept)
+        if not _is_one_engine(kept.model, model) and self._engines.engine_of(kept.model).ready and self._is_open:
+            kept.wanted = model
+            kept.exchange = self._spawn(self._exchange(key, kept, model))
+            return False
+        if not _is_one_engine(kept.model, model):
+            kept.warmed_at = 0.0
+        kept.model = model
+        return True
+
+    def refresh(self, key: str, model: ModelSpec) -> None:
+        """Serve the same with other adapters; with another engine, where they need one."""
+        kept = self._kept[key]
+        is_new = kept.model != model and (kept.failed is None or not _is_one_engine(kept.failed, model))
+        if kept.wanted is None and is_new:
+            self._want(key, kept, model)
+            self._hold(kept)
+
+    def start(self, key: str) -> None:
+        """Have an engine ready, which stays as if it had just been called."""
+        if self._is_open:
+            self._spawn(self._start(self._kept[key].model))
+
+    def drop(self, key: str) -> None:
+        """Let go of it: its engine ends when nobody uses it."""
+        kept = self._kept.pop(key)
+        self._stop_exchange(kept)
+        kept.holds = False
+        self._hold(kept)
+
+    def note(self, key: str, kind: str, message: str = "") -> None:
+        """Remember what became of a deployment."""
+        events = self._kept[key].events
+        events.append(EngineEvent(self._clock.now(), kind, message))
+        del events[:-EVENTS_MAX]
+
+    # -- holding ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, kept: _Kept) -> None:
+        wanted = kept.model if kept.holds and self._is_open else None
+        if kept.held is not None and wanted is not None and _is_one_engine(kept.held, wanted):
+            return
+        if kept.held is not None:
+            self._engines.let_go(kept.held)
+        if wanted is not None:
+            self._engines.keep(wanted)
+        kept.held = wanted
+
+    async def _start(self, model: ModelSpec) -> None:
+        assert self._calls is not None, "it is open"
+        try:
+            await self._calls.warm(model)
+        except BatchmillError as error:  # its view says so too
+            log.warning("%s was not started: %s", model.name, error.message)
+
+    # -- exchanging ---------------------------------------------------------------------------------------------------
+
+    def _stop_exchange(self, kept: _Kept) -> None:
+        if kept.exchange is not None:
+            kept.exchange.cancel()
+            kept.exchange, kept.wanted = None, None
+
+    async def _exchange(self, key: str, kept: _Kept, model: ModelSpec) -> None:
+        """Put another engine in the place of one that runs; where the machine has no room for both, that one goes
+        first."""
+        assert self._calls is not None, "it is open"
+        before = kept.model
+        self.note(key, UPDATING)
+        try:
+            why = await self._loaded(kept, model)
+            kept.model = before if why else kept.wanted or model
+            kept.failed = model if why else None
+            kept.exchange, kept.wanted = None, None
+            kept.warmed_at = kept.warmed_at if why else 0.0
+            self._hold(kept)
+        finally:
+            self._calls.unload(model)
+            if kept.exchange is asyncio.current_task():  # it was cancelled: nobody else has begun one
+                kept.exchange, kept.wanted = None, None
+        self.note(key, UPDATE_FAILED if why else UPDATED, why)
+        await self._moved(key, why)
+
+    async def _loaded(self, kept: _Kept, model: ModelSpec) -> str:
+        """Why the engine of a model could not be started; empty: it is ready."""
+        assert self._calls is not None, "it is open"
+        while True:
+            loading = asyncio.ensure_future(self._calls.load(model))
+            try:
+                while not loading.done():
+                    await self._either(loading)
+                    if self._engines.engine_of(model).state == EngineState.WAITING and kept.model is not model:
+                        kept.model = model
+                        self._hold(kept)
+                await loading
+                return ""
+            except Unavailable as error:
+                if self._engines.engine_of(model).state not in (EngineState.WAITING, EngineState.STARTING):
+                    return error.message
+            except BatchmillError as error:
+                return error.message
+            finally:
+                loading.cancel()
+
+    async def _either(self, loading: asyncio.Future[None]) -> None:
+        """Return when it is loaded, or it is time to look."""
+        look = asyncio.ensure_future(self._clock.sleep(LOOK_S))
+        try:
+            await asyncio.wait({loading, look}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            look.cancel()
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _look_after(self) -> None:
+        while True:
+            for key, kept in list(self._kept.items()):
+                if kept.preloaded:
+                    self._look_at(key, kept)
+            await self._clock.sleep(LOOK_S)
+
+    def _look_at(self, key: str, kept: _Kept) -> None:
+        """An engine that has started since is given the adapters that are to be in it."""
+        view = self._engines.engine_of(kept.model)
+        started = max((event.at for event in view.events if event.kind == READY), default=0.0)
+        if view.ready and started > kept.warmed_at:
+            kept.warmed_at = started
+            self._spawn(self._preload(key, kept.model, kept.preloaded, view.ready))
+
+    async def _preload(self, key: str, model: ModelSpec, names: list[str], replicas: int) -> None:
+        """Ask each adapter for one token: that has the engine load it. As many requests as there are replicas."""
+        for name in names:
+            own = model.adapter_names.get(name, name)
+            body = msgspec.json.encode({"model": own, "prompt": "a", "max_tokens": 1})
+            request = LiveRequest(COMPLETIONS, body, adapter=own, adapter_place=model.adapters.get(own, ""))
+            whys = await asyncio.gather(*(self._asked(model, request) for _ in range(replicas)))
+            why = next((each for each in whys if each), "")
+            if key in self._kept:
+                self.note(key, PRELOAD_FAILED if why else PRELOADED, f"{own}: {why}" if why else own)
+            if why:
+                log.warning("the adapter %s was not loaded into %s: %s", own, model.name, why)
+
+    async def _asked(self, model: ModelSpec, request: LiveRequest) -> str:
+        """Why a request got no answer; empty: it got one."""
+        assert self._calls is not None, "it is open"
+        status, body = 0, b""
+        try:
+            async for piece in self._calls.predict(model, request):
+                if isinstance(piece, LiveHead):
+                    status = piece.status
+                else:
+                    body += piece
+        except BatchmillError as error:
+            return error.message
+        return "" if 200 <= status < 300 else f"status {status}: {body[:300].decode(errors='replace')}"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _is_one_engine(mine: ModelSpec, other: ModelSpec) -> bool:
+    """The same engine serves both: which adapters there are does not matter to one that has room for them."""
+    return _engine(mine) == _engine(other)
+
+
+def _engine(model: ModelSpec) -> ModelSpec:
+    model = replace(model, allowed=None, adapter_patterns=[])
+    if model.adapter_rank:
+        return replace(model, adapters={}, adapter_names={}, bad_adapters={})
+    return model

@@ -1,0 +1,92 @@
+"""A base model and settings become the model whose engine runs like that. Pure, but for what the base model is."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+from msgspec.structs import replace
+
+from batchmill.config import SCALING_LIMITS
+from batchmill.errors import InvalidInput
+from batchmill.services.llms.arguments import checked
+from batchmill.services.llms.tokens import VARIABLE
+from batchmill.types import LlmSettings, ModelSpec, Scaling
+
+MEMORY_BYTES_MAX, GPUS_MAX = 2**50, 1_024
+PRELOADED_MAX = 1_000
+DIGEST_CHARS = 8
+MARK = "~"  # no name that anybody chooses has it
+
+
+def read(settings: LlmSettings, *, gpus_max: int | None) -> LlmSettings:
+    """The settings with their engine arguments in one form. Raises: InvalidInput, naming what cannot be."""
+    _check_scaling(settings.scaling)
+    needs = settings.needs
+    for name, value, most in (("memory_bytes", needs.memory_bytes, MEMORY_BYTES_MAX), ("gpus", needs.gpus, GPUS_MAX)):
+        if not 0 <= value <= most:
+            raise InvalidInput(f"{name} must be 0 to {most:,}, not {value}", code="invalid_setting")
+    if len(settings.preloaded_adapters) > PRELOADED_MAX:
+        raise InvalidInput(
+            f"preloaded_adapters names {len(settings.preloaded_adapters)} adapters, {PRELOADED_MAX} at most",
+            code="invalid_setting",
+        )
+    if settings.preloaded_adapters and not settings.takes_adapters:
+        raise InvalidInput(
+            "preloaded_adapters cannot be loaded where adapters are disabled: leave one of the two out",
+            code="invalid_setting",
+        )
+    return replace(settings, engine_args=checked(settings.engine_args, gpus_max=gpus_max))
+
+
+def _check_scaling(scaling: Scaling) -> None:
+    for name, (low, high) in SCALING_LIMITS.items():
+        value = getattr(scaling, name)
+        if value is not None and not low <= value <= high:
+            raise InvalidInput(f"{name} must be {low:,} to {high:,}, not {value}", code="invalid_setting")
+    if scaling.replicas_min > scaling.replicas_max:
+        raise InvalidInput(
+            f"replicas_min = {scaling.replicas_min} is more than replicas_max = {scaling.replicas_max}",
+            code="invalid_setting",
+        )
+
+
+def model_of(base: ModelSpec, settings: LlmSettings, *, name: str | None = None) -> ModelSpec:
+    """The model that the settings make of a base. With nothing said beside it, that is the base itself.
+
+    Args: name, what it is called; None: as the base, with a digest of the settings where they make another of it.
+    """
+    ours = {_flag(told) for told in settings.engine_args}
+    kept = {told: value for told, value in base.engine_args.items() if _flag(told) not in ours}
+    made = replace(
+        base,
+        engine_args=kept | settings.engine_args,
+        scaling=base.scaling if settings.scaling == Scaling() else settings.scaling,
+        needs=replace(
+            base.needs,
+            memory_bytes=settings.needs.memory_bytes or base.needs.memory_bytes,
+            gpus=settings.needs.gpus or base.needs.gpus,
+        ),
+        secrets=base.secrets | ({VARIABLE: settings.hf_token} if settings.hf_token is not None else {}),
+    )
+    if not settings.takes_adapters:
+        made = replace(made, adapters={}, adapter_names={}, bad_adapters={}, adapter_patterns=[], adapter_rank=0)
+    if made == base and name is None:
+        return base
+    return replace(made, name=name or f"{base.name}{MARK}{digest_of(settings)}")
+
+
+def digest_of(settings: LlmSettings) -> str:
+    """Of what makes an engine another one."""
+    told = replace(settings, preloaded_adapters=[])
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:DIGEST_CHARS]
+
+
+def is_same_engine(mine: LlmSettings, other: LlmSettings) -> bool:
+    """Rows of one may run on the engine of the other: however many replicas there are, and for how long."""
+    blank = {"scaling": Scaling(), "preloaded_adapters": [], "needs": other.needs}
+    return replace(mine, **blank) == replace(other, **blank)
+
+
+def _flag(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
