@@ -288,7 +288,7 @@ class FetchedAdapter(Protocol):
 
     @property
     def state(self) -> str:
-        """ "ready" or "failed"."""
+        """ "ready", or what else has become of it."""
 
     @property
     def message(self) -> str:

@@ -146,8 +146,12 @@ def test_duplicates_name_both_lines(write, sealed, home):
     two = write([openai_row("c"), openai_row("b")], "2.jsonl")
     report = sealed(one, two)
     assert [(p.code, p.row, p.message) for p in report.problems] == [
-        ("duplicate_custom_id", 2, "the custom_id of line 4 is that of line 1 too"),
-        ("duplicate_custom_id", 4, f"the custom_id of line 2 is that of line 3 of {one} too"),
+        ("duplicate_custom_id", 2, "the custom_id 'a' of line 4 is that of line 1 too: each row needs its own"),
+        (
+            "duplicate_custom_id",
+            4,
+            f"the custom_id 'b' of line 2 is that of line 3 of {one} too: each row needs its own",
+        ),
     ]
     assert (report.rejected, report.seal.rejected) == (2, 2)
     assert [r["row"] for r in rejected(home)] == [2, 4]

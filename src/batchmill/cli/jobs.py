@@ -44,7 +44,7 @@ async def _list(session: Session) -> None:
     if not views:
         session.print("there are no jobs")
         return
-    head = ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "MODEL", "CREATED", "INPUT"]
+    head = ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "PRICE", "MODEL", "CREATED", "INPUT"]
     for line in table([head, *(_columns(view) for view in views)]):
         session.print(line)
 
@@ -54,9 +54,15 @@ def _columns(view: JobView) -> list[str]:
     first = clean(view.input[0], 80) if view.input else ""
     return [
         view.id, state, count(done(view)), count(view.rows), count(view.rows_failed),
-        "" if view.cost is None else money(view.cost), clean(view.model, 40), moment(view.created),
+        "" if view.cost is None else money(view.cost), _price(view), clean(view.model, 40), moment(view.created),
         first + (f" and {len(view.input) - 1} more" if len(view.input) > 1 else ""),
     ]  # fmt: skip
+
+
+def _price(view: JobView) -> str:
+    """USD per million tokens; `show` tells those of several models."""
+    told = {price.in_words for price in view.prices.values()}
+    return told.pop() if len(told) == 1 else "several" if told else ""
 
 
 @click.command()

@@ -10,7 +10,6 @@ from batchmill.cli.deploy import signature_of
 from batchmill.cli.session import EXIT_OK, Models, Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
 from batchmill.errors import InvalidInput
-from batchmill.types import Price
 from batchmill.wire.native import (
     AliasInfo,
     BackendInfo,
@@ -62,14 +61,8 @@ async def _models(session: Session) -> int:
 
 def _columns(model: ModelInfo) -> list[str]:
     adapters = ", ".join(clean(name, NAME_CHARS_MAX) for name in model.adapters)
-    return [clean(model.name, NAME_CHARS_MAX), model.engine, adapters or "-", _priced(model.price)]
-
-
-def _priced(price: Price | None) -> str:
-    if price is None:
-        return "-"
-    cached = "" if price.cached is None else f", {price.cached:g} cached"
-    return f"{price.input:g} in{cached}, {price.output:g} out"
+    price = "-" if model.price is None else model.price.in_words
+    return [clean(model.name, NAME_CHARS_MAX), model.engine, adapters or "-", price]
 
 
 @models.command()

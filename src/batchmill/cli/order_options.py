@@ -90,6 +90,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
             deadline=options.get("deadline"),
         ),
         output=output,
+        together=options.get("together", False),
         labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),
         overwrite=options.get("overwrite", False),
@@ -145,7 +146,7 @@ async def _model(session: Session, config: Config, name: str, flags: ModelFlags)
             if flags != ModelFlags():
                 raise InvalidInput(f"{name} is deployed with settings of its own: `batchmill deploy` changes them")
             return deployed
-    return resolve(name, config, cwd=session.cwd, flags=flags)
+    return await session.app.adapted(config, resolve(name, config, cwd=session.cwd, flags=flags))
 
 
 # Flags that describe a model, or that say something about this machine: a server has its models, and its own disk.

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
+from batchmill.cli.remote_adapters import RemoteAdapters
 from batchmill.cli.remote_models import RemoteModels
 from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client import calls, procedures
@@ -106,9 +107,20 @@ class RemoteApp:
         async with self._client() as client:
             yield RemoteModels(client)
 
+    @contextlib.asynccontextmanager
+    async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[RemoteAdapters]:
+        if project is not None:
+            raise InvalidInput("--project has no meaning at a server: a key belongs to one project, and sees no other")
+        async with self._client() as client:
+            yield RemoteAdapters(client)
+
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
         """The server finds out when the job comes."""
         return None
+
+    async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
+        """And adds what it has."""
+        return model
 
 
 class RemoteKeys:
@@ -258,7 +270,9 @@ def work_of(order: JobOrder) -> dict[str, Any]:
 def job_of(order: JobOrder) -> dict[str, Any]:
     """An order as a job of the server's API."""
     policy = order.policy
-    told = {"budget": policy.budget, "priority": policy.priority, "labels": order.labels}
+    told = {
+        "budget": policy.budget, "priority": policy.priority, "labels": order.labels, "together": order.together,
+    }  # fmt: skip
     if order.output is not None:
         kind, packed = output_kind(Path(order.output))
         told["output_format"] = kind + packed

@@ -22,6 +22,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 
 @click.command()
 @order_options
+@click.option("--together", is_flag=True, help="OpenAI rows that failed stand among the others, in the input's order.")
 @click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause when so much is spent.")
 @click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs of a higher one go first.")
 @deadline_option

@@ -20,6 +20,7 @@ from batchmill.types import JobView, Problem
 CAUSES_MAX = 20
 PROBLEMS_MAX = 1000
 SAMPLE_CHARS_MAX = 160
+NAME_CHARS_MAX = 80
 WIDTH = 10
 
 RESUME = "batchmill resume {id} (or the same command again)"
@@ -109,11 +110,19 @@ def lines(view: JobView) -> list[str]:
         found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
     if view.cost is not None:
         found.append(_line("cost", money(view.cost)))
+    found += [_line("price", told) for told in prices(view)]
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         found += [_line("results", clean(view.output, 4096))] if view.output else []
         found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
         found += [_line("note", clean(view.message, 2000))] if view.message else []
     return found
+
+
+def prices(view: JobView) -> list[str]:
+    """What a million tokens cost, with the name of the model where there are several."""
+    is_one = len(view.prices) == 1 and view.model in view.prices
+    told = {name: f"USD {price.in_words} per million tokens" for name, price in view.prices.items()}
+    return [text if is_one else f"{clean(name, NAME_CHARS_MAX)}: {text}" for name, text in told.items()]
 
 
 def causes(view: JobView) -> list[str]:

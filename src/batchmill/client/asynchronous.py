@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
-from batchmill.client import calls, connection, procedures
+from batchmill.client import adapter_calls, calls, connection, procedures
 from batchmill.client.async_model import AsyncModel
 from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
@@ -29,6 +29,7 @@ from batchmill.wire.native import (
     NewKey,
     Planned,
 )
+from batchmill.wire.native_adapters import AdapterInfo
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class AsyncClient:
             work: the fields of `batchmill.wire.native.NewJob`: `model` (or `models`: the first is for rows that name
                 none), `prompt`, `system`, `url`, `params`, `format`, `on_invalid`, `dedupe`, `budget` (USD),
                 `priority` (-100..100), `deadline` (seconds since the epoch) or `completion_s` (from now), `labels`,
-                `output_format`.
+                `output_format`, `together`.
 
         Raises: InvalidInput for what cannot be run as it is.
         """
@@ -126,6 +127,33 @@ class AsyncClient:
     def model(self, name: str) -> AsyncModel:
         """A deployed function, to look after; nothing is asked yet."""
         return AsyncModel(self, name)
+
+    async def add_adapter(
+        self, name: str, source: str | os.PathLike[str], *, base: str, token: str | None = None
+    ) -> AdapterInfo:
+        """Register an adapter of a language model under the next version of its name, and wait until it is ready.
+
+        Args:
+            source: a folder of this machine, which is sent; ORG/NAME of a model hub or s3://BUCKET/PREFIX (gs://, az://),
+                where the server may fetch from there.
+            base: the model it is for.
+            token: for a model hub, by the name of a secret that the server keeps: "secret:NAME".
+
+        Raises: ModelFailed (`adapter_failed`) where it cannot be had or does not fit its base.
+        """
+        return await self.run(adapter_calls.add(name, source, base=base, token=token))
+
+    async def adapters(self, base: str | None = None) -> list[AdapterInfo]:
+        """The adapters that this key may use, all versions; those for one model."""
+        return (await self.call(adapter_calls.adapters(base))).adapters
+
+    async def adapter(self, name: str, version: int | None = None) -> AdapterInfo:
+        """One version; without a number the newest that is ready."""
+        return await self.call(adapter_calls.adapter(name, version))
+
+    async def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
+        """Remove a version, or all. Jobs that were given it keep it until they end."""
+        return (await self.call(adapter_calls.remove_adapter(name, version))).adapters
 
     async def upload(
         self,

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
-from batchmill.client import calls, connection, procedures
+from batchmill.client import adapter_calls, calls, connection, procedures
 from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
@@ -27,6 +27,7 @@ from batchmill.wire.native import (
     NewKey,
     Planned,
 )
+from batchmill.wire.native_adapters import AdapterInfo
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Client:
             work: the fields of `batchmill.wire.native.NewJob`: `model` (or `models`: the first is for rows that name
                 none), `prompt`, `system`, `url`, `params`, `format`, `on_invalid`, `dedupe`, `budget` (USD),
                 `priority` (-100..100), `deadline` (seconds since the epoch) or `completion_s` (from now), `labels`,
-                `output_format`.
+                `output_format`, `together`.
 
         Raises: InvalidInput for what cannot be run as it is.
         """
@@ -124,6 +125,33 @@ class Client:
     def model(self, name: str) -> Model:
         """A deployed function, to look after; nothing is asked yet."""
         return Model(self, name)
+
+    def add_adapter(
+        self, name: str, source: str | os.PathLike[str], *, base: str, token: str | None = None
+    ) -> AdapterInfo:
+        """Register an adapter of a language model under the next version of its name, and wait until it is ready.
+
+        Args:
+            source: a folder of this machine, which is sent; ORG/NAME of a model hub or s3://BUCKET/PREFIX (gs://, az://),
+                where the server may fetch from there.
+            base: the model it is for.
+            token: for a model hub, by the name of a secret that the server keeps: "secret:NAME".
+
+        Raises: ModelFailed (`adapter_failed`) where it cannot be had or does not fit its base.
+        """
+        return self.run(adapter_calls.add(name, source, base=base, token=token))
+
+    def adapters(self, base: str | None = None) -> list[AdapterInfo]:
+        """The adapters that this key may use, all versions; those for one model."""
+        return self.call(adapter_calls.adapters(base)).adapters
+
+    def adapter(self, name: str, version: int | None = None) -> AdapterInfo:
+        """One version; without a number the newest that is ready."""
+        return self.call(adapter_calls.adapter(name, version))
+
+    def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
+        """Remove a version, or all. Jobs that were given it keep it until they end."""
+        return self.call(adapter_calls.remove_adapter(name, version)).adapters
 
     def upload(
         self,

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from batchmill.errors import InvalidRow
+from batchmill.wire import lorax_fields
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 # They would send a row, or our credentials, somewhere else (CVE-2024-6587).
@@ -36,6 +37,10 @@ class _Body(Struct, gc=False):
     headers: Raw | UnsetType = UNSET
     extra_body: Raw | UnsetType = UNSET
     extra_headers: Raw | UnsetType = UNSET
+    adapter_id: Raw | UnsetType = UNSET
+    adapter_source: Raw | UnsetType = UNSET
+    merged_adapters: Raw | UnsetType = UNSET
+    api_token: Raw | UnsetType = UNSET
 
 
 class _Generating(_Body, gc=False):
@@ -102,10 +107,11 @@ _decoders: dict[str, Callable[[bytes | Raw], _Body]] = {
 }
 
 
-def check(url: str, body: bytes | Raw, *, may_stream: bool = False) -> str | None:
+def check(url: str, body: bytes | Raw, *, may_stream: bool = False, is_ours: bool = False) -> str | None:
     """The `model` that the body names. A path we do not know is checked for nothing but the model.
 
-    `may_stream`: somebody waits for the answer, and may have it in pieces.
+    `may_stream`: somebody waits for the answer, and may have it in pieces. `is_ours`: the engine is run here, and would
+    ignore fields that it does not know.
 
     Raises: InvalidRow (`invalid_field`, `number_out_of_range`, `parameter_not_allowed`, `streaming_not_supported`).
     """
@@ -118,6 +124,8 @@ def check(url: str, body: bytes | Raw, *, may_stream: bool = False) -> str | Non
             raise InvalidRow(
                 f"body.{name} is not allowed: a row cannot say where it goes", code="parameter_not_allowed"
             )
+    if is_ours:
+        _refuse_lorax(found)
     match found:
         case _Generating(stream=True) if not may_stream:
             raise InvalidRow(
@@ -128,6 +136,13 @@ def check(url: str, body: bytes | Raw, *, may_stream: bool = False) -> str | Non
         case _Score() if not _has_pair(found):
             raise InvalidRow(f"body lacks `text_1` and `text_2`, which {url} needs", code="invalid_field")
     return found.model
+
+
+def _refuse_lorax(body: _Body) -> None:
+    for name in lorax_fields.REFUSED:
+        value = getattr(body, name)
+        if value is not UNSET and bytes(value) not in lorax_fields.NOTHING:
+            raise lorax_fields.refusal(name)
 
 
 _decode_any = msgspec.json.Decoder(_Body).decode

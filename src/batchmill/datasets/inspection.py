@@ -45,7 +45,8 @@ class Inspector:
         data = self._read(range_.start - lead, range_.end - range_.start + lead)
         for start, text in self._texts(range_, data, lead):
             yield self._chunk(range_.part.base + start, text)
-        yield RangeEnd(hashlib.sha256(memoryview(data)[lead:]).digest(), self._rules.new_names())
+        digest = hashlib.sha256(memoryview(data)[lead:]).digest()
+        yield RangeEnd(digest, self._rules.new_names(), self._rules.new_adapters())
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -21,7 +21,9 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     dataset: DatasetSpec
     form: Form | None = None  # None: OpenAI rows, or a table whose columns are a function's arguments
     targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
+    patterns: list[tuple[str, int, int]] = []  # of adapters that are yet to be fetched, and the target of their base
     default: tuple[int, int] | None = (0, 0)  # for rows that name no model; None: each OpenAI row has to
+    any_model: bool = False  # rows that name a model nobody knows yet count as rows of the default
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
     services: list[int] = []  # numbers of the models that may know paths besides those in `urls`
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
@@ -82,6 +84,7 @@ class RangeEnd(Struct, frozen=True, array_like=True):
 
     digest: bytes  # sha256 of the range's bytes
     names: list[str] = []  # columns that this validator saw here for the first time, where they are counted
+    adapters: list[str] = []  # as `names`: values of `body.model` that match one of the order's patterns
 
 
 class RangeFailed(Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ from batchmill.datasets import late, layout
 from batchmill.datasets.conversion import Material, convert, copied, in_place
 from batchmill.datasets.fan_out import Crew, validators
 from batchmill.datasets.formats import Detected, classify, detect, names_at_first
+from batchmill.datasets.hub_names import ADAPTERS_MAX
 from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, unchanged
@@ -52,7 +53,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     _clear(home)
     material, progress = _material(order, detected, home, progress)
     with Tables(home, order, material) as tables:
-        digests = _check_rows(order, material, tables, progress)
+        digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
             raise InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
         if material.converted:
@@ -67,7 +68,8 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
             files=material.files,
             sources=sources,
         )
-        return tables.finish(sealed, _duplicates if detected.format == "openai" else None)
+        report = tables.finish(sealed, _duplicates if detected.format == "openai" else None)
+        return msgspec.structs.replace(report, adapters=sorted(adapters))
 
 
 def digest(paths: list[str]) -> str:
@@ -147,11 +149,14 @@ def _material(
     return convert(sources, spec, detected.columns, home, converting), reading
 
 
-def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]) -> list[bytes]:
-    """Have every line checked and keep what is found; the digests of the ranges."""
+def _check_rows(
+    order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]
+) -> tuple[list[bytes], set[str]]:
+    """Have every line checked and keep what is found; the digests of the ranges, and adapters yet to be fetched."""
     total = sum(part.end - part.start for part in material.parts)
     digests = []
     names: set[str] = set()
+    adapters: set[str] = set()
     done = 0
     with validators(order, total) as checkers:
         for range_, found in checkers.findings(material.parts):
@@ -159,15 +164,17 @@ def _check_rows(order: SealOrder, material: Material, tables: Tables, progress: 
                 case Chunk():
                     tables.add(found, range_.part)
                     _see_not_too_many(tables.rows, order.rows_max)
-                case RangeEnd(digest=digest, names=new):
+                case RangeEnd(digest=digest, names=new, adapters=wanted):
                     names.update(new)
                     _see_few(names, order.columns_max)
+                    adapters.update(wanted)
+                    _see_few_adapters(adapters)
                     if isinstance(checkers, Crew) and not digests and tables.has_ids:
                         late.load("duplicates")  # numpy loads while the validators are at work
                     digests.append(digest)
                     done += range_.end - range_.start
                     progress(done / total)
-    return digests
+    return digests, adapters
 
 
 def _see_not_too_many(rows: int, rows_max: int | None) -> None:
@@ -185,6 +192,15 @@ def _see_few(names: set[str], columns_max: int | None) -> None:
             f"the rows have more than {columns_max} different columns, too many for a table: name the output .jsonl, "
             "which needs none",
             code="too_many_columns",
+        )
+
+
+def _see_few_adapters(adapters: set[str]) -> None:
+    if len(adapters) > ADAPTERS_MAX:
+        raise InvalidDataset(
+            f"the rows name more than {ADAPTERS_MAX:,} adapters of a model hub, such as {min(adapters)!r}, the most "
+            "that are fetched for one job: split the dataset, or register them before",
+            code="too_many_adapters",
         )
 
 

@@ -19,6 +19,7 @@ from batchmill.datasets import layout
 from batchmill.datasets.conversion import Material
 from batchmill.datasets.orders import Chunk, Part, SealOrder
 from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.validation import id_of, quoted
 from batchmill.types import Problem, Seal
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.previews import SealReport
@@ -130,7 +131,8 @@ class Tables:
                 here, there = rows.chunk_of(row).part, rows.chunk_of(first).part
                 place = f"line {rows.line_of(first)}" + ("" if here == there else f" of {sources[there]}")
                 line = rows.line_of(row)
-                message = f"the custom_id of line {line} is that of {place} too"
+                custom_id = quoted(id_of(rows.read_many([row])[0]))
+                message = f"the custom_id {custom_id} of line {line} is that of {place} too: each row needs its own"
                 if len(problems) < self._problems_max:
                     problems.append(Problem("duplicate_custom_id", message, line, sources[here], row))
                 yield Rejection(row, "duplicate_custom_id", message)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from batchmill.datasets import bodies
+from batchmill.datasets.hub_names import WantedAdapters
 from batchmill.datasets.orders import SealOrder
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
@@ -52,6 +54,9 @@ class Rules(Protocol):
 
     def new_names(self) -> list[str]:
         """Columns that came up since the last call, where the order bounds their number."""
+
+    def new_adapters(self) -> list[str]:
+        """Adapters yet to be fetched that came up since the last call."""
 
 
 class _Object(Struct, gc=False):
@@ -110,6 +115,9 @@ class OpenAIRules:
         self._default = order.default
         self._urls = order.urls
         self._services = order.services
+        self._any_model = order.any_model
+        self._wanted = WantedAdapters(order.patterns)
+        self._patterns = [pattern for pattern, *_ in order.patterns]
         self._endpoint = order.endpoint
         # One function takes what it is given: what its rows hold is its own business, their model too.
         self._envelope_only = order.urls == [None] and not order.keys and order.default is not None
@@ -155,14 +163,14 @@ class OpenAIRules:
     def _check_row(self, row: RowLine) -> Checked:
         _check_id(row.custom_id)
         if row.method != "POST":
-            raise InvalidRow(f"method is {_shown(row.method)}; only POST can be run", code="invalid_method")
+            raise InvalidRow(f"method is {quoted(row.method)}; only POST can be run", code="invalid_method")
         if not _is_path(row.url):
             raise InvalidRow(
-                f"url is {_shown(row.url)}; it must be a path like /v1/chat/completions", code="invalid_url"
+                f"url is {quoted(row.url)}; it must be a path like /v1/chat/completions", code="invalid_url"
             )
         if self._endpoint is not None and row.url != self._endpoint:
             raise InvalidRow(
-                f"url is {_shown(row.url)}, and the endpoint that was ordered is {self._endpoint!r}: they must be one",
+                f"url is {quoted(row.url)}, and the endpoint that was ordered is {self._endpoint!r}: they must be one",
                 code="invalid_url",
             )
         body = row.body
@@ -174,6 +182,9 @@ class OpenAIRules:
     def new_names(self) -> list[str]:
         return []
 
+    def new_adapters(self) -> list[str]:
+        return self._wanted.new()
+
     def route(self, url: str, body: Raw) -> tuple[int, int]:
         """Which model a body goes to, once that model is known to take it."""
         if self._urls == [None] and self._default is not None:
@@ -183,24 +194,28 @@ class OpenAIRules:
         if allowed is None:
             return model, target
         if url not in allowed and not (model in self._services and url.startswith("/v1/")):
-            raise InvalidRow(f"url is {_shown(url)}; this model takes {', '.join(sorted(allowed))}", code="invalid_url")
-        bodies.check(url, body)
+            raise InvalidRow(f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}", code="invalid_url")
+        bodies.check(url, body, is_ours=model not in self._services)
         return model, target
 
     def resolve(self, name: str | None) -> tuple[int, int]:
         if not name:
             if self._default is None:
-                raise InvalidRow(f"body.model is missing; this job has {self._names()}", code="missing_model")
+                raise InvalidRow(f"body.model is missing; this job has {self._names}", code="missing_model")
             return self._default
-        found = self._targets.get(name)
+        found = self._targets.get(name) or self._wanted.base_of(name)
+        if found is None and self._any_model:
+            return self._default
         if found is None:
-            raise InvalidRow(f"body.model is {_shown(name)}; this job has {self._names()}", code="unknown_model")
+            raise InvalidRow(f"body.model is {quoted(name)}; this job has {self._names}", code="unknown_model")
         return found
 
+    @cached_property
     def _names(self) -> str:
         names = sorted(self._targets)
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        return ", ".join(names[:NAMES_SHOWN]) + more
+        patterns = f", and adapters like {', '.join(self._patterns[:NAMES_SHOWN])}" if self._patterns else ""
+        return ", ".join(names[:NAMES_SHOWN]) + more + patterns
 
 
 class TableRules:
@@ -258,6 +273,9 @@ class TableRules:
         names, self._new_names = self._new_names, []
         return names
 
+    def new_adapters(self) -> list[str]:
+        return self._resolver.new_adapters()
+
 
 def rules_for(order: SealOrder) -> Rules:
     if isinstance(order.form, TableForm):
@@ -281,7 +299,7 @@ def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None
         if name not in names:
             shown = ", ".join(names[:NAMES_SHOWN]) or "none"
             return InvalidRow(
-                f"the prompt needs a column {_shown(name)}; there are {shown}{_nearest(name, names)}",
+                f"the prompt needs a column {quoted(name)}; there are {shown}{_nearest(name, names)}",
                 code="missing_column",
             )
     return None
@@ -316,10 +334,10 @@ def _check_id(custom_id: str) -> None:
         raise InvalidRow("custom_id is empty", code="invalid_custom_id")
     if len(custom_id) > CUSTOM_ID_CHARS_MAX:
         raise InvalidRow(
-            f"custom_id {_shown(custom_id)} is longer than {CUSTOM_ID_CHARS_MAX} characters", code="invalid_custom_id"
+            f"custom_id {quoted(custom_id)} is longer than {CUSTOM_ID_CHARS_MAX} characters", code="invalid_custom_id"
         )
     if "\0" in custom_id:
-        raise InvalidRow(f"custom_id {_shown(custom_id)} holds a NUL", code="invalid_custom_id")
+        raise InvalidRow(f"custom_id {quoted(custom_id)} holds a NUL", code="invalid_custom_id")
 
 
 def _refusal(line: bytes, error: InvalidRow) -> Checked:
@@ -340,7 +358,7 @@ def _explained(line: bytes, error: Exception) -> InvalidRow:
         if name not in _FIELDS:
             hint = _nearest(name, _FIELDS)
             return InvalidRow(
-                f"unknown field {_shown(name)}; a row has custom_id, method, url and body{hint}", code="unknown_field"
+                f"unknown field {quoted(name)}; a row has custom_id, method, url and body{hint}", code="unknown_field"
             )
     for name in ("custom_id", "url", "method"):
         if name not in fields:
@@ -349,7 +367,7 @@ def _explained(line: bytes, error: Exception) -> InvalidRow:
             code = "missing_custom_id" if name == "custom_id" else "invalid_url"
             return InvalidRow(f"the row has no {name}", code=code)
         if bytes(memoryview(fields[name])[:1]) != b'"':
-            return InvalidRow(f"{name} is {_kind(fields[name])}; it must be a string", code=f"invalid_{name}")
+            return InvalidRow(f"{name} is {_told(fields[name])}; it must be a string", code=f"invalid_{name}")
     if "body" not in fields:
         return InvalidRow("the row has no body", code="missing_body")
     return InvalidRow(f"the row cannot be read: {error}", code="invalid_json")
@@ -362,7 +380,7 @@ def _no_object(line: bytes, error: Exception) -> InvalidRow:
         value = _any(line)
     except DECODE_ERRORS as broken:
         return InvalidRow(f"not JSON: {str(broken).removeprefix('JSON is malformed: ')}", code="invalid_json")
-    return InvalidRow(f"the line is JSON but no object: {_shown(value)}", code="invalid_json")
+    return InvalidRow(f"the line is JSON but no object: {quoted(value)}", code="invalid_json")
 
 
 def _kind(value: Raw) -> str:
@@ -381,7 +399,14 @@ def _kind(value: Raw) -> str:
             return "a number"
 
 
-def _shown(value: Any) -> str:
+def _told(value: Raw) -> str:
+    """What stands there, and what that is where its text does not say it: `null`; `7, a number`; `[1, 2], an array`."""
+    text = bytes(value).decode(errors="replace")
+    text = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+    return text if text in ("null", "true", "false") else f"{text}, {_kind(value)}"
+
+
+def quoted(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused, SubmitUnknown
-from batchmill.jobs import recovery, retry, routing, shard_notes, winding_up
+from batchmill.jobs import adapters, recovery, retry, routing, shard_notes, winding_up
+from batchmill.jobs.adapters import AdapterWork
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.endings import EarlyEnd, early_end_of
@@ -28,7 +29,7 @@ from batchmill.jobs.specs import columns_of, with_used
 from batchmill.jobs.views import add_run
 from batchmill.jobs.ways import Ways, with_code
 from batchmill.models import redaction
-from batchmill.ports import Clock
+from batchmill.ports import Adapters, Clock
 from batchmill.states import JobState, PauseReason
 from batchmill.store.ballast import Ballast
 from batchmill.types import JobView, ModelSpec, Policy
@@ -47,6 +48,7 @@ class Tools(Struct, frozen=True):
     clock: Clock
     ballast: Ballast
     offload: Offload  # in children that are kept for what comes next
+    adapters: Callable[[], Adapters] = adapters.NoAdapters
 
 
 class Drive:
@@ -54,7 +56,7 @@ class Drive:
         self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
         self._book = JobBook(spec.id, tools.books, tools.clock, tools.ballast)
-        self._offload = tools.offload
+        self._offload, self._adapters = tools.offload, AdapterWork(tools.adapters, tools.offload)
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
         self.task: asyncio.Task[None] | None = None
@@ -120,12 +122,18 @@ class Drive:
     def add_to(self, view: JobView) -> JobView:
         """The view of this job with what only its drive knows."""
         view = msgspec.structs.replace(view, progress=self._progress)
+        waiting = [self.waits_for] if self.waits_for else []
         stats = [worker.stats for worker in self._dispatcher.workers_of(self.models, self.spec.code)]
         run = self._run or self._winding
         if run is None:
             notes = list(dict.fromkeys(each.note for each in stats if each.note))
-            return msgspec.structs.replace(view, notes=notes)
+            return msgspec.structs.replace(view, notes=[*waiting, *notes])
         return add_run(view, run, stats)
+
+    @property
+    def waits_for(self) -> str:
+        """What must be there before its rows can run; empty: nothing."""
+        return self._adapters.told
 
     @property
     def models(self) -> list[ModelSpec]:
@@ -197,35 +205,68 @@ class Drive:
     async def _prepare(self) -> bool:
         """Seal and plan. False when the dataset was refused, or the job ended meanwhile."""
         self._raise_if_stopped()
-        if len(self.spec.models) == 1 and self.spec.models[0].engine != routing.ROUTES:
-            self._dispatcher.reserve(
-                self.spec.id, self.spec.models, self.spec.code
-            )  # they get ready while the rows are read
-        answer = None
-        if self._early is None:
-            await self._ways.measure(self.spec.models)
-            folders = str(self.files.dataset), str(self.files.plan(0))
-            order = PrepareOrder(self.spec, *folders, self._clock.now(), self._ways.rates)
-            self._is_preparing = True
-            answer = await self._heeding(self._offload(PREPARE, msgspec.json.encode(order), self._show))
-            self._is_preparing = False
-        if answer is None:
-            assert self._early is not None, "only an early end leaves no answer"
+        self._reserve()
+        models = self.spec.models
+        self._is_preparing = True
+        prepared = await self._sealed()
+        if prepared is None:
+            assert self._early is not None, "only an early end leaves nothing"
             await self._book.end_unwritten(self._early.state, cancelling=self._clock.now())
             return False
-        faults.point("after_prepare")
-        prepared = msgspec.json.decode(answer, type=Prepared)
-        if prepared.plan is not None:
-            self.spec = with_used(self.spec, prepared.plan)
-        if prepared.choices:
-            spec = routing.with_choices(self.spec, prepared.choices)
-            self.spec = await asyncio.to_thread(with_code, spec)
+        self._is_preparing = False
+        if self.spec.models != models:  # it goes by other ways, or to other adapters, than it was ordered with
             await asyncio.to_thread(self.files.write_spec, self.spec)
         await self._book.prepared(prepared, msgspec.json.encode(self.spec))
         return prepared.plan is not None
 
+    def _reserve(self) -> None:
+        """Let the workers that it will need get ready while its rows are read."""
+        if len(self.spec.models) == 1 and self.spec.models[0].engine != routing.ROUTES:
+            self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
+
+    async def _sealed(self) -> Prepared | None:
+        """Its rows sealed and planned, and the adapters that they name at hand; None: it is to end early."""
+        while self._early is None:
+            self._raise_if_stopped()
+            await self._ways.measure(self.spec.models)
+            folders = str(self.files.dataset), str(self.files.plan(0))
+            order = PrepareOrder(self.spec, *folders, self._clock.now(), self._ways.rates)
+            answer = await self._heeding(self._offload(PREPARE, msgspec.json.encode(order), self._show))
+            if answer is None:
+                return None
+            prepared = msgspec.json.decode(answer, type=Prepared)
+            faults.point("after_prepare")
+            if not prepared.wanted:
+                return prepared if await self._describe_anew(prepared) else None
+            spec = await self._heeding(self._adapters.fetch(self.spec, prepared.wanted))
+            if spec is None:
+                return None
+            if [each.adapter_rank for each in spec.models] != [each.adapter_rank for each in self.spec.models]:
+                await self._dispatcher.unreserve(spec.id)  # an engine with room for their ranks is another
+            self.spec = spec
+            self._reserve()
+        return None
+
+    async def _describe_anew(self, prepared: Prepared) -> bool:
+        """Put into the description what is known once there is a plan. False: the job is to end early."""
+        if prepared.plan is None:
+            return True
+        spec = with_used(self.spec, prepared.plan)
+        if prepared.choices:
+            spec = await asyncio.to_thread(with_code, routing.with_choices(spec, prepared.choices))
+        used = adapters.used_by(spec.models, prepared.plan)
+        checked = await self._heeding(self._adapters.check(spec, used)) if used else spec
+        if checked is None:
+            return False
+        self.spec = checked
+        return True
+
     async def _heeding(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of long work; None when the job is to end early. Raises JobPaused when it is to pause."""
+        if self._is_preparing and (self._stop is not None or self._early is not None):
+            work.close()
+            self._raise_if_stopped()
+            return None
         self._child = asyncio.create_task(work)
         try:
             return await self._child
@@ -398,9 +439,9 @@ class Drive:
     async def open_retry(self) -> None:
         """Open a generation over the rows that failed. Raises: InvalidTransition when none may be run again."""
         record = await self._book.record()
-        spec = self.spec
         if not self._is_planned(record):
-            raise InvalidTransition(f"the job {spec.id} ended before its rows were planned: submit it again")
+            raise InvalidTransition(f"the job {self.spec.id} ended before its rows were planned: submit it again")
+        spec = self.spec = await self._adapters.check_again(self.spec)
         blocks = await self._book.call(self._book.ledger.committed, spec.id)
         generation = record["generation"] + 1
         order = retry.RetryOrder(spec, str(self.files.data_dir), blocks, generation)

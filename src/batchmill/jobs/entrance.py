@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import InvalidInput
-from batchmill.jobs import job_records, orders, routing, submissions
+from batchmill.jobs import adapters, job_records, orders, routing, submissions
 from batchmill.jobs.drive import Tools
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.part_file import full_disk_named
@@ -125,7 +125,7 @@ class Entrance:
     async def _take_up(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
         """Go on with a job where it is: finished, running, or to be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
-        spec = await asyncio.to_thread(with_code, routing.kept(orders.new_id_form(spec, job_id), earlier))
+        spec = await asyncio.to_thread(with_code, _kept(orders.new_id_form(spec, job_id), earlier))
         if record["state"] == JobState.COMPLETED:
             orders.check_code(earlier, spec.code, "run it again with --overwrite")
             if os.path.exists(record["output"]):
@@ -149,3 +149,8 @@ class Entrance:
             now = self._clock.now()
             await self._books.call(ledger.move, job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
             await self._books.call(ledger.move, job_id, JobState.CANCELLED, finished=now)
+
+
+def _kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
+    """An order that is a known job again, with what was found out when that was prepared."""
+    return adapters.kept(routing.kept(spec, earlier), earlier)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.fan_out import VALIDATOR_DIED
+from batchmill.datasets.hub_names import HubPatterns
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.errors import InvalidDataset, InvalidInput
@@ -31,26 +32,32 @@ class PrepareOrder(Struct, frozen=True):
     plan: str
     now: float = 0.0  # seconds since the epoch; as the following, for models with routes
     rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
+    is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
 
 
 class Prepared(Struct, frozen=True):
-    """`plan` is None when the dataset was refused: then no row runs."""
+    """`plan` is None when the dataset was refused, and no row runs, or while adapters are `wanted`."""
 
     report: SealReport
     plan: Plan | None
     rejected: dict[str, tuple[int, str]] = {}  # code -> (refused rows, one message)
     choices: dict[int, Choice] = {}  # number of a model with routes -> the one that is taken
+    wanted: dict[int, list[str]] = {}  # number of a model -> ids of a hub that rows name: without them there is no plan
 
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     asked = msgspec.json.decode(order, type=PrepareOrder)
     spec = asked.spec
-    report = _seal(seal_order(spec), Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    sealing = seal_order(spec)
+    report = _seal(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
-    if report.rejected == 0 or spec.policy.on_invalid == "skip":
+    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip"
+    if may_run and report.adapters and not asked.is_preview:
+        return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
+    if may_run:
         wanted = plan_order(spec, report.seal.rows)
 
         def cut(targets: list[plan.TargetPlan]) -> list[int]:
@@ -64,6 +71,16 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
     return msgspec.json.encode(Prepared(report, planned, causes, choices))
+
+
+def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
+    """Adapters yet to be fetched, by the number of the model that they are for."""
+    patterns, found = HubPatterns(order.patterns), {}
+    for name in adapters:
+        base = patterns.base_of(name)
+        assert base is not None, f"{name!r} was found by these patterns"
+        found.setdefault(base[0], []).append(name)
+    return found
 
 
 def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
@@ -92,12 +109,12 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
 def seal_order(spec: JobSpec) -> SealOrder:
     """What of the dataset this job allows, and which columns its plan needs."""
     names: dict[str, tuple[int, int]] = {}
-    known = targets(spec.models)
+    known = {target: at for at, target in enumerate(targets(spec.models))}
     for number, model in enumerate(spec.models):
         for name, adapter in model.targets().items():
             if model.allowed is None and not spec.default_model and name == model.source != model.name:
                 continue  # a server's callers know its models by their names
-            place = number, known.index((number, adapter))
+            place = number, known[number, adapter]
             if names.setdefault(name, place) != place:
                 raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
     output = spec.output or stored_name(spec.output_format)
@@ -105,6 +122,11 @@ def seal_order(spec: JobSpec) -> SealOrder:
         dataset=spec.dataset,
         form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
         targets=names,
+        patterns=[
+            (pattern, number, known[number, None])
+            for number, model in enumerate(spec.models)
+            for pattern in model.adapter_patterns
+        ],
         default=(0, 0) if spec.default_model and spec.models[0].name in names else None,
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,

@@ -33,7 +33,7 @@ async def _prepared(
     try:
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
-        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"), spec.created)
+        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"), spec.created, is_preview=True)
         answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
         prepared = msgspec.json.decode(answer, type=Prepared)
         yield routing.with_choices(spec, prepared.choices), home, prepared
@@ -55,7 +55,8 @@ async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[Sea
         reader = PlanReader(home / "plan")
         try:
             told = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
-            return prepared.report, msgspec.structs.replace(told, notes=routing.sentences(spec))
+            notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
+            return prepared.report, msgspec.structs.replace(told, notes=notes)
         finally:
             reader.close()
 
@@ -70,4 +71,13 @@ async def estimate(
         asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
         answer = await offload("batchmill.jobs.estimate:estimate_offloaded", msgspec.json.encode(asked), progress)
         found = msgspec.json.decode(answer, type=Estimate)
-        return prepared.report, msgspec.structs.replace(found, notes=[*routing.sentences(spec), *found.notes])
+        notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
+        return prepared.report, msgspec.structs.replace(found, notes=notes)
+
+
+def _unfetched(report: SealReport) -> list[str]:
+    """What is said of adapters that only a job has fetched."""
+    if not report.adapters:
+        return []
+    adapters = "1 adapter" if len(report.adapters) == 1 else f"{len(report.adapters):,} adapters"
+    return [f"{adapters} are fetched when the job comes ({report.adapters[0]} …): their rows count as their base's"]

@@ -22,6 +22,7 @@ from batchmill.jobs import (
     views,
     waits,
 )
+from batchmill.jobs.adapters import NoAdapters
 from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.caretaker import Caretaker, Waiting
 from batchmill.jobs.commits import Books
@@ -37,7 +38,7 @@ from batchmill.jobs.offload import Children
 from batchmill.jobs.roster import Roster
 from batchmill.jobs.waits import ModelAtWork
 from batchmill.models.provisions import NothingProvided
-from batchmill.ports import Clock, Executor, Live, Provisions
+from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, RemoteJob, Submitted, Wait
@@ -59,6 +60,7 @@ class JobService:
         weights: Mapping[str, float] = {},
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
+        adapters: Adapters = NoAdapters(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -66,6 +68,7 @@ class JobService:
             weights: project -> its share of the workers beside others; 1 for those that are not named.
             linger_s: how long workers that no job needs stay, for the next one.
             provisions: what workers are given beside their model.
+            adapters: who fetches those that rows name; it may be told later, before `recover`.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
@@ -74,7 +77,11 @@ class JobService:
         )
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
-        tools = Tools(data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload)
+        self.adapters = adapters
+        tools = Tools(
+            data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
+            lambda: self.adapters,
+        )  # fmt: skip
         self._roster = Roster(tools)
         self._entrance = Entrance(tools, self._roster)
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
@@ -219,7 +226,8 @@ class JobService:
                 is_ready = any(worker.is_ready for worker in workers)
                 at_work.append(ModelAtWork(model.name, is_ready, [worker.stats for worker in workers]))
             ahead = self._dispatcher.ahead_of(view.id)
-        return Wait(view.id, view.state, [*waits.reasons(view, at_work, ahead), *view.routing], ahead)
+        first = [drive.waits_for] if drive is not None and drive.waits_for else []
+        return Wait(view.id, view.state, [*first, *waits.reasons(view, at_work, ahead), *view.routing], ahead)
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)

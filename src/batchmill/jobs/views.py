@@ -10,7 +10,10 @@ import sqlalchemy as sa
 from batchmill.jobs import routing
 from batchmill.jobs.job_files import read_spec
 from batchmill.jobs.job_run import JobRun
-from batchmill.types import EngineStats, JobView, Problem, Usage
+from batchmill.types import EngineStats, JobView, ModelSpec, Problem, Usage
+from batchmill.wire.job_spec import JobSpec
+
+NAMES_MAX = 100  # of the models and adapters that rows go to, as they are shown
 
 
 def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobView:
@@ -30,7 +33,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         input=spec.dataset.paths,
         output=record["output"],
         errors_output=record["errors_output"],
-        model=", ".join(spec.used if spec.origin is not None else [model.name for model in spec.models]),
+        model=_names(spec.used if spec.origin is not None else [model.name for model in spec.models]),
         routing=routing.sentences(spec),
         created=record["created"],
         started=record["started"],
@@ -45,12 +48,26 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         rows_rejected=record["rows_rejected"],
         usage=Usage(record["input_tokens"], record["cached_tokens"], record["output_tokens"]),
         cost=record["cost"],
+        prices={model.name: model.price for model in _in_use(spec) if model.price is not None},
         errors={code: rows for code, (rows, _) in errors.items()},
         error_samples={code: sample for code, (_, sample) in errors.items()},
         elapsed_s=record["elapsed_s"],
         problems=msgspec.json.decode(problems, type=list[Problem]) if problems else [],
         problems_total=record["problems_total"],
     )
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_MAX:,} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + more
+
+
+def _in_use(spec: JobSpec) -> list[ModelSpec]:
+    """The models that rows go to, or to adapters of; a door's job, which is given all there are, knows once planned."""
+    if spec.origin is None:
+        return spec.models
+    used = frozenset(spec.used)
+    return [model for model in spec.models if model.name in used or not used.isdisjoint(model.adapters)]
 
 
 def add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobView:

@@ -18,7 +18,16 @@ from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.access_log import Served
 from batchmill.server.function_metrics import Counted, functions
-from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS, Family, Timings, counted, measured
+from batchmill.server.metric_families import (
+    ADAPTERS,
+    MODEL_GAUGES,
+    MODEL_RATIOS,
+    Family,
+    Timings,
+    adapters,
+    counted,
+    measured,
+)
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
@@ -117,13 +126,19 @@ class Metrics:
             "webhook_events_waiting", "Events that no endpoint has taken yet.", [], {(): self._events_waiting}
         )
         yield from models(self._dispatcher.gauges())
+        yield from adapters(tallies.adapters.by_adapter)
         yield from functions(self.functions(), self.copies)
 
 
 def _without_others(page: bytes, project: str) -> bytes:
     own = f'project="{project}"'.encode()  # a project's name needs no escapes
     lines = page.splitlines(keepends=True)
-    return b"".join(line for line in lines if line.startswith(b"#") or own in line or b'project="' not in line)
+    return b"".join(line for line in lines if line.startswith(b"#") or own in line or not _is_somebodys(line))
+
+
+def _is_somebodys(line: bytes) -> bool:
+    """It is of one project alone. An adapter is too, and engines that serve several know only its name."""
+    return b'project="' in line or line.startswith(ADAPTERS)
 
 
 class _Now(Collector):

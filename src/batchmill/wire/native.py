@@ -52,6 +52,7 @@ class NewJob(Work, frozen=True, forbid_unknown_fields=True):
     completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
     labels: Labels = {}
     output_format: OutputFormat = "jsonl"
+    together: bool = False  # OpenAI rows that failed stand among the others, in the order of the input
 
 
 class Change(Struct, frozen=True, forbid_unknown_fields=True):

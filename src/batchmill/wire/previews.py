@@ -14,6 +14,7 @@ class SealReport(Struct, frozen=True):
     problems: list[Problem]
     problems_total: int
     rejected: int
+    adapters: list[str] = []  # ids of a model hub that rows name and that are fetched before any row runs
 
 
 class PlanGroup(Struct, frozen=True):

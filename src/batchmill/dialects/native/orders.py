@@ -96,7 +96,9 @@ class Orders:
             "files": {record.id: record.filename for record in records},
             "key": caller.key,
         }
-        told = {"policy": policy, "labels": job.labels, "output_format": job.output_format}
+        told = {
+            "policy": policy, "labels": job.labels, "output_format": job.output_format, "together": job.together,
+        }  # fmt: skip
         return replace(base, origin=origin, once=once, **told)
 
     def _deadline(self, job: NewJob) -> float | None:

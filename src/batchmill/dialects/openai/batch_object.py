@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
 from batchmill.states import EXPIRED, JobState
-from batchmill.types import JobView
+from batchmill.types import JobView, Price
 
 JOB, BATCH = "job_", "batch_"
 
@@ -61,6 +61,9 @@ class BatchUsage(Struct, frozen=True):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    # What OpenAI's object has no words for; the openai package keeps it in `model_extra`, as `batchmill` below.
+    cost: float | None  # USD; null: no price is known
+    prices: dict[str, Price]  # USD per million tokens, of the models that rows go to
 
 
 class Progress(Struct, frozen=True):
@@ -194,4 +197,6 @@ def _usage(view: JobView) -> BatchUsage:
         usage.output_tokens,
         OutputDetails(),
         usage.input_tokens + usage.output_tokens,
+        view.cost,
+        view.prices,
     )
