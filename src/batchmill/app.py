@@ -20,9 +20,13 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
 from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.machine import Machine
 from batchmill.jobs.service import JobService
-from batchmill.models import redaction
+from batchmill.models import devices, redaction
 from batchmill.ports import Jobs, Provisions
+from batchmill.services.adapters.door import AdapterClient, AdapterDoor
+from batchmill.services.adapters.opening import late_bases, make_adapters
+from batchmill.services.adapters.service import AdapterService, Bases
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.door import ModelClient, ModelDoor
 from batchmill.services.functions.trial import Trials
@@ -44,6 +48,7 @@ log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
+ADAPTERS_DOOR = "adapters"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
@@ -54,8 +59,12 @@ Progress = Callable[[float], None]
 class Owner:
     """This process owns the data directory."""
 
-    def __init__(self, config: Config, lock: int, *, serves: bool = False) -> None:
-        """`serves`: it is a server, whose jobs go on by themselves and whose models stay."""
+    def __init__(self, config: Config, lock: int, *, serves: bool = False, bases: Bases | None = None) -> None:
+        """
+        Args:
+            serves: it is a server, whose jobs go on by themselves and whose models stay.
+            bases: the models that adapters may be for; None: those of the configuration.
+        """
         self._data_dir, self._lock = config.data_dir, lock
         self._told, self._config = config, config if serves else None
         self.jobs: JobService | None = None
@@ -64,6 +73,8 @@ class Owner:
         self.keys: KeyService | None = None
         self.versions: ModelVersions | None = None
         self.remote: RemoteServices | None = None
+        self.adapters: AdapterService | None = None
+        self._bases = bases
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
@@ -89,11 +100,16 @@ class Owner:
             linger_s=0.0 if config is None else config.server.idle_unload_s,
             provisions=provisions,
         )
+        gpus = devices.shared(self._told.machine.gpus, os.environ)
+        self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
         self.vault.on_change.append(lambda _: self.jobs.dispatcher.provide())
         self.versions = open_versions(self._data_dir, self.database, provisions, config)
         await self.versions.load()
         self.remote = make_remote(self._told, self.database, self.vault, SystemClock())
         await self.remote.load()
+        bases = self._bases or late_bases(self._told, self.versions, self.remote.models)
+        self.adapters = self.jobs.adapters = make_adapters(self._told, self.database, self.vault, bases)
+        await self.adapters.load()
         await self.jobs.recover(resume_doors=config is not None)
         self.keys = KeyService(self.database, SystemClock())
         doors = {
@@ -101,6 +117,7 @@ class Owner:
             MODELS_DOOR: ModelDoor(self.versions).answer,
             SECRETS_DOOR: SecretDoor(self.vault).answer,
             CONNECTORS_DOOR: ConnectorDoor(self.remote).answer,
+            ADAPTERS_DOOR: AdapterDoor(self.adapters).answer,
         }
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
@@ -117,6 +134,8 @@ class Owner:
                 await self._server.close()
             if self.remote is not None:
                 await self.remote.close()
+            if self.adapters is not None:
+                await self.adapters.close()
             if self.jobs is not None:
                 await self._close_jobs(self.jobs, at_once=at_once, drain_s=drain_s)
         finally:
@@ -319,6 +338,29 @@ async def open_connectors(config: Config) -> AsyncIterator[ConnectorClient]:
         remote = make_remote(config, database, open_vault(config, database), SystemClock())
         await remote.load()
         yield ConnectorClient(ConnectorDoor(remote).answer)
+
+
+@contextlib.asynccontextmanager
+async def open_adapters(config: Config) -> AsyncIterator[AdapterClient]:
+    """The adapters of a data directory: those of the process that owns it, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield AdapterClient(lambda message: client.tell(ADAPTERS_DOOR, message))
+            return
+        vault = open_vault(config, database)
+        versions = open_versions(config.data_dir, database, OwnerProvisions(vault, config.server.private_hosts), config)
+        remote = make_remote(config, database, vault, SystemClock())
+        await versions.load()
+        await remote.load()
+        adapters = make_adapters(config, database, vault, late_bases(config, versions, remote.models))
+        await adapters.load(resumes=False)  # a command is over soon
+        try:
+            yield AdapterClient(AdapterDoor(adapters).answer)
+        finally:
+            await adapters.close()
 
 
 def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:

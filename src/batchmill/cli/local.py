@@ -7,11 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import BinaryIO
 
+from msgspec.structs import replace
+
 from batchmill import app as root
+from batchmill.cli.local_adapters import PROJECT, LocalAdapters
 from batchmill.cli.local_models import LocalModels
 from batchmill.cli.session import App, ResultFile, Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput
+from batchmill.services.adapters import merging
+from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Catalogue
 from batchmill.types import JobView, ModelSpec
 from batchmill.wire.native import ModelInfo
@@ -49,12 +54,23 @@ class LocalApp:
             return found
         async with root.open_models(config) as models:
             found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
+        found = await self._with_adapters(config, found)
         async with root.open_connectors(config) as connectors:
             for each in await connectors.models():
                 spec = await connectors.find(each.name)  # a name of several groups means none of them
                 names = [each.id] if spec is None or spec.name != each.id else [each.id, each.name]
                 found += [ModelInfo(name, CONNECTOR, []) for name in names]
         return found
+
+    async def _with_adapters(self, config: Config, models: list[ModelInfo]) -> list[ModelInfo]:
+        """Models with the names of what was registered for them."""
+        async with root.open_adapters(config) as adapters:
+            records = [each for each in await adapters.list(PROJECT) if each.state == READY]
+        named = {
+            model.name: merging.names_of([each for each in records if each.base == model.name], lambda name: True)
+            for model in models
+        }
+        return [replace(model, adapters=[*model.adapters, *named[model.name]]) for model in models]
 
     @contextlib.asynccontextmanager
     async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
@@ -69,6 +85,18 @@ class LocalApp:
                 return found
         async with root.open_connectors(config) as connectors:
             return await connectors.find(name)
+
+    @contextlib.asynccontextmanager
+    async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[LocalAdapters]:
+        async with root.open_adapters(config) as adapters:
+            yield LocalAdapters(adapters, project)
+
+    async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
+        if model.engine != "llm" or model.name not in config.models or not root.has_models(config):
+            return model
+        async with root.open_adapters(config) as adapters:
+            found = await adapters.ready(PROJECT, model.name)
+        return merging.with_room(merging.with_all(model, found.records, lambda name: True), found.rank)
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

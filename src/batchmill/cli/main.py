@@ -33,6 +33,7 @@ COMMANDS = {
     "keys": ("batchmill.cli.keys:keys", "Make, list and revoke the keys of a server."),
     "secrets": ("batchmill.cli.secrets:secrets", "Keep keys of remote services, encrypted."),
     "connectors": ("batchmill.cli.connectors:connectors", "Describe remote APIs, and make models of them."),
+    "adapters": ("batchmill.cli.adapters:adapters", "Register LoRA adapters of language models."),
     "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
     "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),

@@ -36,6 +36,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
+from batchmill.wire.native_adapters import AdapterInfo
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -85,6 +86,19 @@ class Models(Protocol):
     async def remove(self, name: str, branch: str | None, version: str | None) -> list[VersionInfo]: ...
 
 
+class Adapters(Protocol):
+    """Adapters, on this machine or at a server. Raises, everywhere: UnknownName."""
+
+    async def add(self, name: str, source: str, *, base: str, token: str | None) -> AdapterInfo:
+        """Raises: InvalidInput; ModelFailed (`adapter_failed`) where it cannot be had or does not fit."""
+
+    async def list(self, base: str | None) -> list[AdapterInfo]: ...
+
+    async def show(self, name: str, version: int | None) -> AdapterInfo: ...
+
+    async def remove(self, name: str, version: int | None) -> list[AdapterInfo]: ...
+
+
 class App(Protocol):
     """What commands call: the same whether jobs run on this machine or at a server."""
 
@@ -126,6 +140,12 @@ class App(Protocol):
 
     def open_connectors(self, config: Config) -> AbstractAsyncContextManager[Any]:
         """Connectors, with the verbs of `services.connector_door.ConnectorClient`; on this machine alone."""
+
+    def open_adapters(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Adapters]:
+        """Adapters. Args: `project`, on this machine; None: "default", and all of them in a list."""
+
+    def adapted(self, config: Config, model: ModelSpec) -> Awaitable[ModelSpec]:
+        """A model with the adapters that were registered for it here."""
 
 
 class Session:

@@ -31,10 +31,3 @@ def read_reference(text: str) -> tuple[str, int | None]:
     if slash and _VERSION.fullmatch(version):
         return name, int(version)
     return text, None
-
-
-def read_version(text: str) -> int:
-    """Raises: InvalidInput for what is no version's number."""
-    if not _VERSION.fullmatch(text):
-        raise InvalidInput(f"{text[:SHOWN_CHARS]!r} is no version: they are 1, 2 …", code="invalid_version")
-    return int(text)

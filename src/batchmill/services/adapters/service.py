@@ -40,7 +40,6 @@ __all__ = ["AdapterRecord", "AdapterService", "Bases"]
 
 log = logging.getLogger("batchmill.adapters")
 
-FOLDER = "adapters"  # in the data directory
 UPLOAD = "upload"  # the source of an adapter that was sent here
 ENGINE = "llm"  # the only one that takes adapters
 RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")

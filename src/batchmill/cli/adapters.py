@@ -1,0 +1,147 @@
+"""`batchmill adapters`: LoRA weights under names that rows can ask for. A running server has them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import click
+
+from batchmill.cli.session import Adapters, Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.services.adapters.names import read_reference
+from batchmill.wire.native_adapters import AdapterInfo
+
+SHOWN_CHARS = 60
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else refuse_half_text(value)
+
+
+name_argument = click.argument("name", metavar="NAME[/VERSION]", callback=_text)
+project_option = click.option("--project", metavar="NAME", callback=_text, help="Whose, on this machine [default].")
+
+
+@click.group()
+def adapters() -> None:
+    """Adapters: LoRA weights for a language model. Rows name NAME for the newest version, or NAME/VERSION."""
+
+
+@adapters.command()
+@click.argument("name", metavar="NAME", callback=_text)
+@click.argument("source", metavar="SOURCE", callback=_text)
+@click.option("--base", metavar="MODEL", required=True, callback=_text, help="The model it is for.")
+@click.option(
+    "--token", metavar="REFERENCE", callback=_text,
+    help='The token for a model hub: "secret:NAME", on this machine also "env:NAME" or "file:PATH".',
+)  # fmt: skip
+@project_option
+@global_options
+@click.pass_obj
+def add(session: Session, name: str, source: str, *, base: str, token: str | None, project: str | None) -> int:
+    """Register an adapter and wait until it is here.
+
+    SOURCE is a folder, ORG/NAME[@REVISION] of a model hub, or s3://BUCKET/PREFIX, gs:// or az://. A name that is
+    known gets its next version.
+    """
+
+    async def make(opened: Adapters) -> None:
+        found = await opened.add(name, source, base=base, token=token)
+        if session.as_json:
+            session.emit("adapter", adapter=found)
+            return
+        session.print(found.own_name)
+        session.say(f"{clean(found.own_name)} is ready for {clean(found.base)}: rank {found.rank}")
+
+    return _with(session, project, make)
+
+
+@adapters.command("list")
+@click.option("--base", metavar="MODEL", callback=_text, help="Only those for this model.")
+@project_option
+@global_options
+@click.pass_obj
+def list_adapters(session: Session, base: str | None, project: str | None) -> int:
+    """List the adapters that were registered, all versions."""
+
+    async def show_all(opened: Adapters) -> None:
+        found = await opened.list(base)
+        if session.as_json:
+            for each in found:
+                session.emit("adapter", adapter=each)
+        elif not found:
+            session.print("there are no adapters: `batchmill adapters add NAME SOURCE --base MODEL` registers one")
+        else:
+            head = ["NAME", "BASE", "STATE", "RANK", "SIZE", "SOURCE", "CHANGED"]
+            for line in table([head, *(_columns(each) for each in found)]):
+                session.print(line)
+
+    return _with(session, project, show_all)
+
+
+def _columns(info: AdapterInfo) -> list[str]:
+    return [
+        clean(info.own_name, SHOWN_CHARS), clean(info.base, SHOWN_CHARS), info.state,
+        str(info.rank) if info.rank else "-", _size(info.bytes) if info.bytes else "-",
+        clean(info.source, SHOWN_CHARS), moment(info.changed),
+    ]  # fmt: skip
+
+
+def _size(size_bytes: int) -> str:
+    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+@adapters.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def show(session: Session, name: str, project: str | None) -> int:
+    """Show an adapter: of a name without a version the newest that is ready."""
+    wanted, version = read_reference(name)
+
+    async def tell(opened: Adapters) -> None:
+        info = await opened.show(wanted, version)
+        if session.as_json:
+            session.emit("adapter", adapter=info)
+            return
+        session.print(f"{clean(info.own_name)}: {info.state}, for {clean(info.base)}")
+        session.print(f"  from {clean(info.source)}")
+        if info.rank:
+            session.print(f"  rank {info.rank}, {_size(info.bytes)}, sha256 {info.digest}")
+        if info.trained_for:
+            session.print(f"  trained for {clean(info.trained_for)}")
+        if info.message:
+            session.print(f"  {clean(info.message)}")
+
+    return _with(session, project, tell)
+
+
+@adapters.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def remove(session: Session, name: str, project: str | None) -> int:
+    """Remove a version, or all versions of a name. Jobs that were given one keep it until they end."""
+    wanted, version = read_reference(name)
+
+    async def end(opened: Adapters) -> None:
+        gone = await opened.remove(wanted, version)
+        if session.as_json:
+            session.emit("adapters_removed", names=[each.own_name for each in gone])
+        else:
+            session.print(f"removed: {', '.join(clean(each.own_name) for each in gone)}")
+
+    return _with(session, project, end)
+
+
+def _with(session: Session, project: str | None, work: Callable[[Adapters], Awaitable[None]]) -> int:
+    async def run() -> None:
+        async with session.app.open_adapters(session.config(), project) as opened:
+            await work(opened)
+
+    return session.run(run())
