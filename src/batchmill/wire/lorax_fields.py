@@ -6,13 +6,14 @@ Source: LoRAX's router, `lib.rs` (ChatCompletionRequest, CompletionRequest, Resp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidRow
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, join_object, split_object
 
 RENAMED = {"ignore_eos_token": "ignore_eos"}
 FORMAT = "response_format"
@@ -25,12 +26,22 @@ REFUSED = {
 }
 KNOWN = frozenset([*RENAMED, *REFUSED, FORMAT])
 NOTHING = (b"null", b'""')  # a client's way to say nothing
+_HINT = re.compile(b"|".join(b'"%b"' % name.encode() for name in sorted(KNOWN)))
 
 
 class _Format(Struct):
     type: str | None = None
     schema: Raw | None = None
     json_schema: Raw | None = None
+
+
+def in_engine_words(body: bytes) -> bytes:
+    """A request body with its fields translated. Raises: InvalidRow, naming the field."""
+    if _HINT.search(body) is None:  # as nearly all are
+        return body
+    members = split_object(body)
+    found = translated(members)
+    return body if found == members else join_object(found)
 
 
 def translated(members: Mapping[str, Raw]) -> dict[str, Raw]:
