@@ -1,0 +1,279 @@
+"""Adapters that a job's rows name: had, and looked at, before any row runs. The engine itself never starts here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.jobs import adapters
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
+from batchmill.jobs.service import JobService
+from batchmill.states import JobState
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+from batchmill.wire.forms import CHAT, OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+DOOR = {"door": "openai"}
+
+
+class Had(Struct, frozen=True):
+    """What became of an adapter of the hub."""
+
+    own_name: str
+    state: str = "ready"
+    message: str = ""
+    folder: str = ""
+    rank: int = 8
+
+
+class Hub:
+    """Adapters that can be had, by id; the others cannot. With `gate` it takes until that is set."""
+
+    def __init__(self, folders: dict[str, str], gate: asyncio.Event | None = None) -> None:
+        self.folders, self.gate = folders, gate
+        self.asked: list[tuple[str, str, list[str]]] = []
+        self.called = asyncio.Event()
+
+    async def ensure(self, project, base, hub_ids):
+        self.asked.append((project, base, list(hub_ids)))
+        self.called.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        return {each: self._had(each) for each in hub_ids}
+
+    def _had(self, hub_id):
+        if hub_id not in self.folders:
+            return Had(f"{hub_id}/1", "failed", f"there is no {hub_id}", rank=0)
+        return Had(f"{hub_id}/1", folder=self.folders[hub_id])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"num_hidden_layers": 2}')
+    return tmp_path
+
+
+def write_adapter(folder: Path, *, rank: int = 8, layer: int = 0) -> str:
+    """A LoRA of one module, in a folder of its own."""
+    folder.mkdir()
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+    size = rank * 16 * 4
+    head = {
+        f"{name}A.weight": {"dtype": "F32", "shape": [rank, 16], "data_offsets": [0, size]},
+        f"{name}B.weight": {"dtype": "F32", "shape": [16, rank], "data_offsets": [size, 2 * size]},
+    }
+    data = json.dumps(head).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + bytes(2 * size))
+    return str(folder)
+
+
+def write_rows(folder: Path, *models: str | None, text: str = "hi") -> str:
+    lines = []
+    for number, model in enumerate(models):
+        body = {"temperature": 0, "messages": [{"role": "user", "content": text}]}
+        body |= {} if model is None else {"model": model}
+        lines.append(json.dumps({"custom_id": f"r{number}", "url": CHAT, "body": body}) + "\n")
+    (folder / "in.jsonl").write_text("".join(lines))
+    return str(folder / "in.jsonl")
+
+
+def base(folder: Path, **more) -> ModelSpec:
+    """A model whose engine cannot be started."""
+    return ModelSpec("base", "llm", str(folder / "base"), python=str(folder / "no-python"), **more)
+
+
+def order(folder: Path, *models: str | None, model: ModelSpec, **more) -> JobOrder:
+    path = write_rows(folder, *models)
+    return JobOrder(DatasetSpec([path], format="openai"), [model], origin=DOOR, project="p", **more)
+
+
+async def prepared(service: JobService, hub: Hub, asked: JobOrder) -> tuple[JobView, JobSpec]:
+    """A job that has come as far as its engine, and how it is described then."""
+    service.adapters = hub
+    submitted = await service.submit(asked)
+    view = [view async for view in service.watch(submitted.id, 0.05)][-1]
+    return view, JobFiles(service._data_dir, submitted.id).read_spec()
+
+
+async def test_adapters_are_fetched_and_pinned(folder, opened):
+    """What rows name by a pattern is fetched once, and stands in the description under its own name."""
+    place = write_adapter(folder / "a")
+    hub = Hub({"acme/a": place})
+    asked = order(
+        folder, None, "acme/a", "acme/gone", "acme/a",
+        model=base(folder, adapter_patterns=["acme/*"], allowed=["base"]), default_model=True,
+    )  # fmt: skip
+    service = await opened()
+    view, spec = await prepared(service, hub, asked)
+    assert hub.asked == [("p", "base", ["acme/a", "acme/gone"])]
+    assert (view.state, view.reason) == (JobState.PAUSED, "engine_failed"), view.message
+    model = spec.models[0]
+    assert model.adapters == {"acme/a/1": place, "acme/gone/1": "acme/gone"}
+    assert model.adapter_names == {"acme/a": "acme/a/1", "acme/gone": "acme/gone/1"}
+    assert model.bad_adapters == {"acme/gone/1": "there is no acme/gone"}
+    assert model.adapter_rank == 16
+    assert spec.used == ["base", "acme/a/1", "acme/gone/1"]
+    assert view.rows_folded == 1  # two rows that name one adapter share a target
+    await service.resume(view.id)
+    [view async for view in service.watch(view.id, 0.05)]
+    assert len(hub.asked) == 1, "a job that goes on fetches nothing again"
+
+
+async def test_a_job_says_what_it_waits_for(folder, opened):
+    """While adapters are fetched the job's notes and its explanation say which; it can be cancelled."""
+    hub = Hub({}, asyncio.Event())
+    service = await opened()
+    service.adapters = hub
+    asked = order(folder, "acme/a", "acme/b", model=base(folder, adapter_patterns=["acme/*"]))
+    job = (await service.submit(asked)).id
+    async with asyncio.timeout(60):
+        await hub.called.wait()
+    told = "fetching 2 adapters: acme/a, acme/b"
+    assert (await service.show(job)).notes[0] == told
+    assert (await service.explain(job)).reasons[0] == told
+    await service.cancel(job)
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert view.state == JobState.CANCELLED
+
+
+async def test_an_interrupted_fetch_begins_anew(folder, opened):
+    """A job that is paused while adapters are fetched asks for them again when it goes on."""
+    place, hub = write_adapter(folder / "a"), Hub({}, asyncio.Event())
+    service = await opened()
+    service.adapters = hub
+    job = (await service.submit(order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"])))).id
+    async with asyncio.timeout(60):
+        await hub.called.wait()
+    assert (await service.pause(job)).state == JobState.PAUSED
+    hub.folders, hub.gate = {"acme/a": place}, None
+    await service.resume(job)
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.reason, view.rows, len(hub.asked)) == ("engine_failed", 1, 2)
+
+
+async def test_adapters_that_rows_use_are_looked_at(folder, opened):
+    """Of registered and configured adapters those that rows go to are checked; what does not fit is named."""
+    good, high, deep = (
+        write_adapter(folder / "good"), write_adapter(folder / "high", rank=64), write_adapter(folder / "deep", layer=7)
+    )  # fmt: skip
+    places = {"good/1": good, "high/2": high, "deep": deep, "gone/1": str(folder / "gone"), "unused/1": "/nowhere"}
+    model = base(folder, adapters=places, adapter_names={"good": "good/1", "gone": "gone/1"}, adapter_rank=16)
+    asked = order(folder, "good", "good/1", "high/2", "deep", "gone", model=model)
+    view, spec = await prepared(await opened(), Hub({}), asked)
+    assert view.rows_folded == 1
+    bad = spec.models[0].bad_adapters
+    assert sorted(bad) == ["deep", "gone/1", "high/2"]
+    assert bad["high/2"] == "its rank is 64, and the engine of this model has room for 16"
+    assert "layer 7" in bad["deep"] and "adapter_config.json" in bad["gone/1"]
+
+
+async def test_a_configured_id_of_a_hub_is_fetched(folder, opened):
+    """A configured adapter that lies at a hub is fetched when rows use it, and keeps its name."""
+    place = write_adapter(folder / "a")
+    hub = Hub({"acme/a": place})
+    model = base(folder, adapters={"tuned": "acme/a", "idle": "acme/b"}, adapter_rank=16)
+    _, spec = await prepared(await opened(), hub, order(folder, "tuned", model=model))
+    assert hub.asked == [("p", "base", ["acme/a"])]
+    assert (spec.models[0].adapters, spec.models[0].bad_adapters) == ({"tuned": place, "idle": "acme/b"}, {})
+
+
+async def test_a_refused_dataset_fetches_nothing(folder, opened):
+    """With a bad row nothing runs, so nothing is fetched."""
+    hub = Hub({})
+    asked = order(folder, "acme/a", "elsewhere/a", model=base(folder, adapter_patterns=["acme/*"]))
+    view, _ = await prepared(await opened(), hub, asked)
+    assert (view.state, view.problems[0].code, hub.asked) == (JobState.FAILED, "unknown_model", [])
+
+
+async def test_without_a_service_the_job_fails(folder, opened):
+    """Where nobody fetches adapters the job says so, naming the adapter."""
+    service = await opened()
+    asked = order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"]))
+    view, _ = await prepared(service, service.adapters, asked)
+    assert (view.state, view.reason) == (JobState.FAILED, "no_adapters")
+    assert "'acme/a'" in view.message
+
+
+async def test_a_known_order_keeps_what_was_fetched(folder, opened):
+    """The same command again goes on with the adapters that its job was given."""
+    place, hub = write_adapter(folder / "a"), Hub({})
+    hub.folders["acme/a"] = place
+    service = await opened()
+    asked = msgspec.structs.replace(
+        order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"])),
+        origin=None, output=str(folder / "out.jsonl"),
+    )  # fmt: skip
+    first, before = await prepared(service, hub, asked)
+    again, after = await prepared(service, hub, asked)
+    assert (again.id, len(hub.asked)) == (first.id, 1)
+    assert after.models == before.models
+
+
+def test_rows_of_one_adapter_run_together(folder):
+    """Whatever its rows call an adapter they are one target; targets come by own name, the base first."""
+    places = {"b/1": "/b", "a/2": "/a"}
+    model = base(folder, adapters=places, adapter_names={"a": "a/2", "b": "b/1"}, adapter_rank=16)
+    path = write_rows(folder, "b", "a", None, "b/1", "a/2", text="same")
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec([path]), models=[model], form=OpenAIForm(), policy=Policy(), output=None,
+        identity="", code={}, created=0.0,
+    )  # fmt: skip
+    for name in ("dataset", "plan"):
+        (folder / name).mkdir()
+    asked = PrepareOrder(spec, str(folder / "dataset"), str(folder / "plan"))
+    found = msgspec.json.decode(prepare(msgspec.json.encode(asked), lambda _: None), type=Prepared)
+    assert [(each.adapter, each.rows, each.folded) for each in found.plan.targets] == [
+        (None, 1, 0), ("a/2", 1, 1), ("b/1", 1, 1),
+    ]  # fmt: skip
+    reader = PlanReader(folder / "plan")
+    assert (list(reader.row_numbers(0, 3)), list(reader.followers())) == ([2, 1, 0], [(3, 0), (4, 1)])
+    reader.close()
+    assert adapters.used_by([model], found.plan) == {0: ["a/2", "b/1"]}
+
+
+async def test_a_retry_looks_at_bad_adapters_again(folder):
+    """What was bad may have been mended: a retry looks again, at nothing else."""
+    (folder / "mended").mkdir()
+    model = base(
+        folder, adapters={"mended": str(folder / "mended"), "still": "/nowhere", "good": "/not/looked/at"},
+        bad_adapters={"mended": "no weights", "still": "no weights"}, adapter_rank=16,
+    )  # fmt: skip
+    (folder / "mended").rmdir()
+    write_adapter(folder / "mended")
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec([]), models=[model], form=OpenAIForm(), policy=Policy(), output=None,
+        identity="", code={}, created=0.0,
+    )  # fmt: skip
+
+    async def offload(target, order, progress):
+        assert target == adapters.CHECK
+        return adapters.check_offloaded(order, progress)
+
+    found = await adapters.AdapterWork(adapters.NoAdapters, offload).check_again(spec)
+    assert list(found.models[0].bad_adapters) == ["still"]
+
+
+async def test_nobody_fetches():
+    """The stand-in refuses, naming what was wanted."""
+    with pytest.raises(InvalidInput, match="acme/a"):
+        await adapters.NoAdapters().ensure("p", "base", ["acme/a"])
+
+
+@pytest.mark.parametrize(("argument", "rank"), [({}, 64), ({"max-lora-rank": 16}, 16)])
+def test_room_grows_with_what_was_fetched(folder, argument, rank):
+    """The engine gets room for the ranks that were fetched, unless somebody has settled it."""
+    model = base(folder, adapter_rank=16, engine_args=argument)
+    found = adapters.with_fetched(model, {"acme/a": Had("acme/a/1", folder="/a", rank=40)})
+    assert found.adapter_rank == rank
