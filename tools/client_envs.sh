@@ -13,6 +13,7 @@ tritonclient tritonclient[http,grpc]==2.73.0 ml_dtypes
 kserve kserve
 opensearch opensearch-py==3.2.0
 opensearch_ml opensearch-py==3.2.0 opensearch-py-ml==1.3.0
+predibase predibase==2025.10.3
 functions numpy pandas pydantic
 LIST
 }

@@ -29,11 +29,13 @@ from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services.catalogue import Catalogue
+from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.late_replies import LateReplies
 from batchmill.services.job_desk import JobDesk
 from batchmill.services.keys import KeyService
+from batchmill.services.links import LinkService
 from batchmill.services.live_calls import LiveCalls
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.tasks import RemoteTasks
@@ -114,7 +116,7 @@ class _Server:
     def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int, rows_drain_s: float) -> None:
         self._config, self._catalogue, self._sock, self._rows_drain_s = config, catalogue, sock, rows_drain_s
         self._clock: Clock = SystemClock()
-        self._owner = Owner(config, lock, serves=True)
+        self._owner = Owner(config, lock, serves=True, bases=catalogue)
         self._stopping = asyncio.Event()
         self._listener: Listener | None = None
         self._grpc: GrpcServer | None = None
@@ -125,6 +127,7 @@ class _Server:
         self._sweeping: asyncio.Task[None] | None = None
         self._late: LateReplies | None = None
         self._tasks: RemoteTasks | None = None
+        self._datasets: DatasetService | None = None
 
     async def open(self) -> Running:
         config, clock = self._config, self._clock
@@ -158,6 +161,8 @@ class _Server:
         self._late.open()
         self._tasks = services.remote_tasks
         await self._tasks.open()
+        self._datasets = services.datasets
+        await self._datasets.open()
         app = observers.open(self._root)
         lane = Lane(self._root) if app is self._root else None  # the span of a traced request is made on the normal way
         self._listener = Listener(app, self._sock, drain_s=REQUESTS_DRAIN_S, lane=lane)
@@ -177,13 +182,17 @@ class _Server:
         assert versions is not None
         remote = self._owner.remote
         assert remote is not None
+        adapters = self._owner.adapters
+        assert adapters is not None
         self._catalogue.attach(versions, remote.models)
+        self._catalogue.attach_adapters(adapters)
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
         files = FileService(database, config.data_dir, clock, config.server)
         webhooks = WebhookService(database, clock, config, vault.box)
         await files.sweep()
         desk = JobDesk(jobs, files, self._catalogue)
+        links = LinkService(database, clock, vault.box)
         tasks = RemoteTasks(
             database, remote.models, remote.calls, JobTasks(database, desk), clock=clock, entry=config.ml_commons
         )
@@ -191,6 +200,8 @@ class _Server:
             jobs=desk,
             files=files,
             uploads=UploadService(database, files, clock),
+            links=links,
+            datasets=DatasetService(database, files, links, clock, config),
             keys=self._owner.keys,
             catalogue=self._catalogue,
             live=LiveCalls(jobs.live, self._catalogue, clock),
@@ -203,6 +214,7 @@ class _Server:
             remote_models=remote.models,
             remote_calls=remote.calls,
             remote_tasks=tasks,
+            adapters=adapters,
             late=LateReplies(database, clock, functions, webhooks.courier),
             config=config,
             clock=clock,
@@ -232,6 +244,8 @@ class _Server:
             await self._late.close(at_once=at_once)
         if self._tasks is not None:
             await self._tasks.close()
+        if self._datasets is not None:
+            await self._datasets.close()
         if self._functions is not None:
             await self._functions.close()
         if self._observers is not None:
@@ -260,7 +274,8 @@ async def _refuse_open_door(config: Config, clock: Clock) -> None:
 async def _sweep_for_ever(services: Services, clock: Clock) -> None:
     """What has had its time goes, and what was only remembered is written down."""
     duties: list[Callable[[], Awaitable[object]]] = [
-        services.files.sweep, services.uploads.sweep, services.keys.write_uses,
+        services.files.sweep, services.uploads.sweep, services.keys.write_uses, services.datasets.sweep,
+        services.links.sweep, services.adapters.sweep,
     ]  # fmt: skip
     while True:
         await clock.sleep(SWEEP_S)

@@ -23,6 +23,7 @@ DIALECTS = {
     "open_inference": "batchmill.dialects.open_inference.dialect:OpenInferenceDialect",
     "inferless": "batchmill.dialects.inferless.dialect:InferlessDialect",
     "ml_commons": "batchmill.dialects.ml_commons.dialect:MlCommonsDialect",
+    "predibase": "batchmill.dialects.predibase.dialect:PredibaseDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
 FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"  # a variable that grpc reads when it is imported

@@ -56,6 +56,11 @@ class FileReply(Response):
         headers["content-length"] = str(self._span.last - self._span.first)
         super().__init__(None, status, headers, media_type=media)
 
+    @property
+    def is_to_the_end(self) -> bool:
+        """It has the last byte of the file: who has taken it needs no more of it."""
+        return not self._is_head and self.status_code != 416 and self._span.last == self._file.size_bytes
+
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
         try:

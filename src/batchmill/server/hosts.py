@@ -7,6 +7,8 @@ import re
 import socket
 from collections.abc import Sequence
 
+from starlette.requests import Request
+
 from batchmill.errors import Forbidden, InvalidInput
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
@@ -68,3 +70,8 @@ def is_everywhere(bound: str) -> bool:
 
 def is_loopback(bound: str) -> bool:
     return bound.lower() == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
+
+
+def base_of(request: Request) -> str:
+    """The server's address as whoever asks has written it, and so the one that he can reach it by."""
+    return f"{request.url.scheme}://{request.headers['host']}"

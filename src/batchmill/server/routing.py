@@ -73,6 +73,8 @@ class Routes:
 
         `after`: an operation that had the path and does not want it; what it means to those that come behind it.
         """
+        if path.startswith("//"):  # of a client whose base URL ends with a slash
+            path = f"/{path.lstrip('/')}"
         template, parameters = None if after is not None else self._exact.get(path), {}
         if template is None:
             template, parameters = self._match(path, after)

@@ -11,7 +11,10 @@ from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 
 # The door that took a job -> the word its events begin with, and the beginning of its ids there.
-DOORS = {"openai": ("batch", "batch_"), "native": ("job", "job_"), "ml_commons": ("job", "job_")}
+DOORS = {
+    "openai": ("batch", "batch_"), "native": ("job", "job_"), "ml_commons": ("job", "job_"),
+    "predibase": ("job", "job_"),
+}  # fmt: skip
 ENDINGS = {
     JobState.COMPLETED: "completed",
     JobState.FAILED: "failed",

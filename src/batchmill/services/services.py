@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from batchmill.config import Config
     from batchmill.jobs.tallies import ModelGauge
     from batchmill.ports import Clock
+    from batchmill.services.adapters.service import AdapterService
     from batchmill.services.catalogue import Catalogue
+    from batchmill.services.datasets.service import DatasetService
     from batchmill.services.files import FileService
     from batchmill.services.functions.calls import FunctionCalls
     from batchmill.services.functions.late_replies import LateReplies
     from batchmill.services.functions.versions import ModelVersions
     from batchmill.services.job_desk import JobDesk
     from batchmill.services.keys import KeyService
+    from batchmill.services.links import LinkService
     from batchmill.services.live_calls import LiveCalls
     from batchmill.services.remote.calls import RemoteCalls
     from batchmill.services.remote.connectors import ConnectorService
@@ -34,6 +37,8 @@ class Services(Struct, frozen=True):
     jobs: JobDesk
     files: FileService
     uploads: UploadService
+    links: LinkService  # that carry what they allow
+    datasets: DatasetService
     keys: KeyService
     catalogue: Catalogue
     live: LiveCalls
@@ -47,6 +52,7 @@ class Services(Struct, frozen=True):
     remote_models: RemoteModels
     remote_calls: RemoteCalls
     remote_tasks: RemoteTasks
+    adapters: AdapterService
     config: Config
     clock: Clock
     stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now

@@ -221,7 +221,8 @@ async def test_an_answer_behind_a_link(deployed):
     assert (fetched.status_code, fetched.json()) == (200, {"data": [[1, 20]]})
     forged = link[:-2] + ("AA" if not link.endswith("AA") else "BB")
     for other in (forged, link.partition("?")[0], link.replace("file-", "file-0")):
-        assert (await deployed.http.get(other)).status_code == 404
+        refused = await deployed.http.get(other)
+        assert refused.status_code == 403 and "altered" in refused.json()["error"]
     assert (await deployed.call("doubler/latest", -1, response_format="links")).status_code == 400
 
 

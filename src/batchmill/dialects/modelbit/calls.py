@@ -15,12 +15,13 @@ from starlette.responses import Response
 from batchmill.dialects.modelbit.errors import envelope
 from batchmill.dialects.modelbit.express import ExpressRows
 from batchmill.dialects.modelbit.later import Later
-from batchmill.dialects.modelbit.links import Links, base_of
+from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.requests import Wanted, is_batch, read_wanted
 from batchmill.dialects.modelbit.urls import PATHS, branch_of, is_certain, is_ours
 from batchmill.errors import BatchmillError, ModelFailed, UnknownName
 from batchmill.server.bodies import Refusal
 from batchmill.server.function_replies import Events, answer, reply_of
+from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Elsewhere, Operation, json_reply
 from batchmill.services.places import Places
 from batchmill.services.services import Services

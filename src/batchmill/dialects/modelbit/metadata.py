@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill.dialects.modelbit.links import base_of
 from batchmill.dialects.modelbit.urls import PATHS, SLASH, branch_of, is_ours
+from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.text_errors import SCHEMA
 from batchmill.services.functions.names import MAIN

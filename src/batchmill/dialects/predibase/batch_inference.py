@@ -1,0 +1,220 @@
+"""Batch inference: jobs over datasets, with the adapters that their rows name. Source: the published client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from batchmill.dialects.predibase.batch_job import DOOR, Job, job_of
+from batchmill.dialects.predibase.datasets import CONFLICT, MISSING, why_failed
+from batchmill.dialects.predibase.downloads import Downloads
+from batchmill.dialects.predibase.server_config import ServerConfig, of_server_config
+from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.datasets.records import OPENAI, DatasetRecord, DatasetState
+from batchmill.services.files import FileRecord
+from batchmill.services.job_desk import NO_RESULTS, ResultIds
+from batchmill.services.places import Places
+from batchmill.services.repeats import once_for
+from batchmill.services.services import Services
+from batchmill.states import JobState
+from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Scope
+
+ROUTE = "POST /v2/batch-inference"
+ALL = "/v2/batch-inference"
+ONE = f"{ALL}/{{job_id}}"
+LIST_DEFAULT, LIST_MAX = 10, 1000
+SHOWN_CHARS = 80
+HIDDEN = "***"  # in the place of a token
+TO_STOP = (JobState.CANCELLING, JobState.CANCELLED)
+
+
+class CreateJob(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    dataset: Annotated[str, Meta(min_length=1, max_length=600, description="NAME, CONNECTION/NAME or a uuid.")]
+    server_config: ServerConfig
+
+
+class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
+    limit: Annotated[int, Meta(ge=1, le=LIST_MAX)] = LIST_DEFAULT
+
+
+class Jobs(Struct, frozen=True):
+    jobs: list[Job]
+
+
+class JobPage(Struct, frozen=True):
+    """The newest first."""
+
+    data: Jobs
+
+
+class ResultLink(Struct, frozen=True):
+    """It works once, for an hour."""
+
+    url: str
+
+
+class BatchInference:
+    def __init__(self, services: Services, downloads: Downloads) -> None:
+        self._services, self._downloads = services, downloads
+        self._desk = services.jobs
+        self._show = partial(job_of, hide=Places(services.config.data_dir).hide)
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "createBatchInference", "POST", ALL, "Run the rows of a dataset on a base model and its adapters",
+                Scope.SUBMIT, self.create, body=CreateJob, reply=Job, status=201,
+                errors=(MISSING, CONFLICT, 422, 503), spends_itself=True,
+            ),
+            Operation(
+                "listBatchInference", "GET", ALL, "Jobs, the newest first", Scope.READ, self.list,
+                query=ListJobs, reply=JobPage,
+            ),
+            Operation("getBatchInference", "GET", ONE, "One job", Scope.READ, self.get, reply=Job, errors=(MISSING,)),
+            Operation(
+                "cancelBatchInference", "POST", f"{ONE}/cancel", "Run no more of its rows; finished ones are kept",
+                Scope.SUBMIT, self.cancel, status=204, errors=(MISSING, CONFLICT, 503),
+            ),
+            Operation(
+                "linkBatchInferenceResults", "GET", f"{ONE}/results", "A link to the results, which works once",
+                Scope.READ, self.results, reply=ResultLink, errors=(MISSING, CONFLICT),
+            ),
+        )  # fmt: skip
+
+    async def create(self, call: Call) -> Response:
+        key, arrived = call.request.headers.get("idempotency-key"), self._services.clock.now()
+        once = once_for(call.caller, ROUTE, call.raw, key, 0, arrived=arrived)
+        # An order that is known already is answered whatever has become of its dataset, its model or the key's rate.
+        job = await self._desk.ordered(once)
+        if job is None:
+            call.spend()
+            job = await self._submit(call, once)
+        call.on_delivered(lambda: self._desk.answered(once.key))
+        # From here on the job is stored: whatever fails now, the client gets its id, and does not send the order again.
+        try:
+            view, results = await self._desk.show_with_results(call.caller, job)
+        except BatchmillError:
+            view, results = self._as_ordered(job, call), NO_RESULTS
+        return json_reply(self._show(view, results), 201)
+
+    async def get(self, call: Call) -> Response:
+        view, results = await self._own(call.caller, call.path["job_id"])
+        reasons = []
+        if not JobState(view.state).is_at_rest:
+            reasons = (await self._desk.explain(call.caller, view.id)).reasons
+        return json_reply(self._show(view, results, reasons=reasons))
+
+    async def list(self, call: Call) -> Response:
+        query: ListJobs = call.query
+        found = await self._desk.list_with_results(call.caller, JobQuery(origin=DOOR, limit=query.limit))
+        return json_reply(JobPage(Jobs([self._show(view, results) for view, results in found])))
+
+    async def cancel(self, call: Call) -> Response:
+        """Asked again of a job that is cancelled, it is no error: the client repeats its POSTs."""
+        view, _ = await self._own(call.caller, call.path["job_id"])
+        if view.state not in TO_STOP:
+            try:
+                await self._desk.cancel(call.caller, view.id)
+            except InvalidTransition:
+                view, results = await self._own(call.caller, view.id)
+                if view.state not in TO_STOP:
+                    raise InvalidTransition(
+                        f"the job {view.id} is {self._show(view, results).status}: it can be cancelled no more",
+                        code="job_has_ended",
+                    ) from None
+        return Response(None, 204)
+
+    async def results(self, call: Call) -> Response:
+        view, results = await self._own(call.caller, call.path["job_id"])
+        shown = self._show(view, results)
+        if not JobState(view.state).is_at_rest or view.state == JobState.PAUSED:
+            raise InvalidTransition(
+                f"the job {view.id} is {shown.status}: its results can be downloaded once it is completed",
+                code="results_not_ready",
+            )
+        if results.output is None:
+            why = f": {shown.error}" if shown.error else ""
+            raise InvalidTransition(
+                f"the job {view.id} is {shown.status} and has no results{why}", code="no_results"
+            )  # fmt: skip
+        return json_reply(ResultLink(self._downloads.url(call.request, call.caller.project, results.output)))
+
+    async def _own(self, caller: Caller, job_id: str) -> tuple[JobView, ResultIds]:
+        """A job of this caller's that came this way. Raises: UnknownName for every other id, in one sentence."""
+        try:
+            view, results = await self._desk.show_with_results(caller, job_id)
+        except UnknownName:
+            view = None
+        if view is None or (view.origin or {}).get("door") != DOOR:
+            raise UnknownName(f"there is no batch inference job {job_id[:SHOWN_CHARS]!r}", code="unknown_job")
+        return view, results
+
+    async def _submit(self, call: Call, once: Once) -> str:
+        """The id of the job that an order became."""
+        asked: CreateJob = call.body
+        services, caller = self._services, call.caller
+        settings = of_server_config(asked.server_config)
+        record = await services.datasets.find(caller.project, asked.dataset)
+        _check_runnable(record)
+        model = services.llms.spec(caller, await services.llms.keep_token(caller, settings))
+        async with services.datasets.hold(record) as file:
+            order = self._order(call, record, file, model, once)
+            return (await self._desk.submit(caller, order)).id
+
+    def _order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
+        config = self._services.config
+        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+        return JobOrder(
+            DatasetSpec([str(self._services.files.path(file))], format="openai", **limits),
+            [model],
+            policy=Policy(on_invalid="fail", on_engine_failure="fail"),
+            together=True,
+            rows_max=config.server.rows_max,
+            project=call.caller.project,
+            origin=_origin(call) | {"dataset_id": record.id},
+            once=once,
+        )
+
+    def _as_ordered(self, job: str, call: Call) -> JobView:
+        """The job as it was ordered, where it cannot be looked at just now."""
+        now = self._services.clock.now()
+        return JobView(job, JobState.VALIDATING, call.caller.project, origin=_origin(call), created=now)
+
+
+def _origin(call: Call) -> dict[str, Any]:
+    """What is kept with the job for this API alone."""
+    return {"door": DOOR, "key": call.caller.key, "request": _without_token(call.raw)}
+
+
+def _without_token(raw: bytes) -> dict[str, Any]:
+    """The order as it was sent, to be shown again."""
+    request = msgspec.json.decode(raw)
+    config = request["serverConfig"]
+    if config.get("hfToken") is not None:
+        config["hfToken"] = HIDDEN
+    return request
+
+
+def _check_runnable(record: DatasetRecord) -> None:
+    """Raises: InvalidTransition while a dataset is checked, InvalidDataset for one whose rows cannot be run."""
+    if record.state == DatasetState.CHECKING:
+        raise InvalidTransition(
+            f"the rows of the dataset {record.name!r} are still being checked: wait until it is connected",
+            code="dataset_pending",
+        )
+    if record.state == DatasetState.FAILED:
+        raise InvalidDataset(
+            f"the dataset {record.name!r} cannot be run: {why_failed(record)}", code="dataset_failed"
+        )  # fmt: skip
+    if record.details.format != OPENAI:
+        raise InvalidDataset(
+            f"the dataset {record.name!r} is a table ({record.details.format}): batch inference takes JSON lines of "
+            'OpenAI batch rows, {"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}',
+            code="not_batch_rows",
+        )

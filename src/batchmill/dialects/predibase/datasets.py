@@ -1,0 +1,186 @@
+"""Datasets: an upload by a signed link, its name, and what became of it. Source: the published client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from batchmill.dialects.predibase.downloads import GONE, Downloads, Signed
+from batchmill.errors import InvalidInput
+from batchmill.server.hosts import base_of
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.services.datasets.names import CONNECTION, extension_of
+from batchmill.services.datasets.records import DatasetRecord, DatasetState
+from batchmill.services.files import FILENAME_CHARS_MAX
+from batchmill.services.services import Services
+from batchmill.types import Problem, Scope
+
+UPLOAD = "/v2/datasets/upload"
+ARRIVAL = "/predibase/uploads/{dataset_id}"
+ONE = "/v2/datasets/{dataset_id}"
+PROBLEMS_SHOWN = 5
+MISSING, CONFLICT = 404, 409
+
+
+class BeginUpload(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    file_name: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]
+    mime_type: Annotated[str, Meta(max_length=256)] = ""
+    region: str | None = None  # refused: a server has one place
+
+
+class UploadBegun(Struct, frozen=True, rename="camel"):
+    """`requiredHeaders` stays away: the published client cannot read any."""
+
+    presigned_url: str
+    upload_token: str
+
+
+class NameUpload(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    name: str
+    upload_token: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Arrived(Struct, frozen=True):
+    bytes: int
+
+
+class ByName(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    connection_name: str = CONNECTION
+
+
+class Connection(Struct, frozen=True):
+    name: str
+    type: Literal["file"] = "file"
+
+
+class Dataset(Struct, frozen=True, rename="camel"):
+    uuid: str
+    name: str
+    connection: Connection
+    status: Literal["pending", "connected", "failed"]
+    last_error: str | None
+    file_name: str
+    format: str  # openai, csv, parquet
+    bytes: int
+    rows: int | None  # None: not counted
+    created_at: float  # seconds since the epoch
+
+
+class DownloadLink(Struct, frozen=True, rename="camel"):
+    url: str
+    file_extension: str
+
+
+class Datasets:
+    def __init__(self, services: Services, downloads: Downloads) -> None:
+        self._datasets, self._downloads = services.datasets, downloads
+        self._bytes_max = services.config.server.file_bytes_max
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "beginDatasetUpload", "POST", UPLOAD, "Begin an upload: a link to PUT the file to", Scope.SUBMIT,
+                self.begin, body=BeginUpload, reply=UploadBegun, errors=(CONFLICT,),
+            ),
+            Operation(
+                "putDataset", "PUT", ARRIVAL, "The bytes of an upload, by its link", None, self.receive,
+                query=Signed, body=Content("*/*"), reply=Arrived, errors=(403, MISSING, CONFLICT, GONE, 503),
+                body_bytes_max=self._bytes_max,
+            ),
+            Operation(
+                "nameDatasetUpload", "PUT", UPLOAD, "Name an upload that has arrived; its rows are checked next",
+                Scope.SUBMIT, self.name, body=NameUpload, reply=Dataset, errors=(MISSING, CONFLICT),
+            ),
+            Operation(
+                "getDataset", "GET", "/v1/datasets/name/{name}", "One dataset, by its name", Scope.READ, self.get,
+                query=ByName, reply=Dataset, errors=(MISSING,),
+            ),
+            Operation(
+                "linkDataset", "GET", f"{ONE}/download-link", "A link to a dataset's file, which works once",
+                Scope.READ, self.link, reply=DownloadLink, errors=(MISSING,),
+            ),
+            Operation(
+                "deleteDataset", "DELETE", ONE, "Delete a dataset", Scope.SUBMIT, self.delete, status=204,
+                errors=(MISSING, CONFLICT),
+            ),
+        )  # fmt: skip
+
+    async def begin(self, call: Call) -> Response:
+        asked: BeginUpload = call.body
+        if asked.region is not None:
+            raise InvalidInput(
+                f"there is no region {asked.region[:64]!r}: this server keeps datasets in one place; leave `region` "
+                "out",
+                code="unknown_region",
+            )
+        begun = await self._datasets.begin(call.caller.project, asked.file_name, asked.mime_type)
+        place = f"{base_of(call.request)}{ARRIVAL.format(dataset_id=begun.id)}"
+        return json_reply(UploadBegun(f"{place}?signature={begun.signature}", begun.id))
+
+    async def receive(self, call: Call) -> Response:
+        query: Signed = call.query
+        file = await self._datasets.receive(call.path["dataset_id"], query.signature, call.request.stream())
+        return json_reply(Arrived(file.bytes))
+
+    async def name(self, call: Call) -> Response:
+        asked: NameUpload = call.body
+        return json_reply(shown(await self._datasets.name(call.caller.project, asked.upload_token, asked.name)))
+
+    async def get(self, call: Call) -> Response:
+        query: ByName = call.query
+        return json_reply(
+            shown(await self._datasets.get(call.caller.project, query.connection_name, call.path["name"]))
+        )  # fmt: skip
+
+    async def link(self, call: Call) -> Response:
+        record = await self._datasets.by_id(call.caller.project, call.path["dataset_id"])
+        async with self._datasets.hold(record) as file:
+            url = self._downloads.url(call.request, call.caller.project, file.id)
+        return json_reply(DownloadLink(url, extension_of(record.details.filename)))
+
+    async def delete(self, call: Call) -> Response:
+        await self._datasets.remove(call.caller.project, call.path["dataset_id"])
+        return Response(None, 204)
+
+
+def shown(record: DatasetRecord) -> Dataset:
+    details = record.details
+    return Dataset(
+        uuid=record.id,
+        name=record.name or "",
+        connection=Connection(record.connection),
+        status=_status(record.state),
+        last_error=why_failed(record),
+        file_name=details.filename,
+        format=details.format,
+        bytes=details.bytes,
+        rows=details.rows,
+        created_at=record.created,
+    )
+
+
+def _status(state: str) -> Literal["pending", "connected", "failed"]:
+    match DatasetState(state):
+        case DatasetState.CONNECTED:
+            return "connected"
+        case DatasetState.FAILED:
+            return "failed"
+        case _:
+            return "pending"
+
+
+def why_failed(record: DatasetRecord) -> str | None:
+    """What is wrong with a dataset that failed, with its first lines. The client shows it as it is."""
+    if record.state != DatasetState.FAILED:
+        return None
+    return told(record.details.problems, record.details.problems_total) or record.details.message
+
+
+def told(problems: Sequence[Problem], total: int) -> str:
+    """The first lines that are wrong, in one sentence each; empty where there are none."""
+    lines = [f"line {each.line}: {each.message}" for each in problems[:PROBLEMS_SHOWN]]
+    more = total - len(lines)
+    return "; ".join([*lines, f"and {more:,} more"] if more > 0 and lines else lines)

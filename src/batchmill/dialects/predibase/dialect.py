@@ -1,0 +1,42 @@
+"""Predibase's API on the wire, as its published package speaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from batchmill.dialects.predibase import errors
+from batchmill.dialects.predibase.batch_inference import BatchInference
+from batchmill.dialects.predibase.datasets import Datasets
+from batchmill.dialects.predibase.downloads import Downloads
+from batchmill.dialects.predibase.users import Users
+from batchmill.errors import BatchmillError
+from batchmill.server.operations import Operation
+from batchmill.server.text_errors import SCHEMA
+from batchmill.services.places import Places
+from batchmill.services.services import Services
+
+
+class PredibaseDialect:
+    name = "predibase"
+
+    def __init__(self, services: Services) -> None:
+        self._places = Places(services.config.data_dir)
+        downloads = Downloads(services)
+        self._groups = (
+            Users(services),
+            Datasets(services, downloads),
+            BatchInference(services, downloads),
+            downloads,
+        )
+
+    def operations(self) -> Sequence[Operation]:
+        return [operation for group in self._groups for operation in group.operations()]
+
+    def refusal(self, error: BatchmillError) -> Response:
+        return errors.refusal(error, self._places.hide(error.message))
+
+    def error_schema(self) -> dict[str, Any]:
+        return SCHEMA

@@ -1,0 +1,59 @@
+"""Who asks: the first call of the published client, which wants every key of the reply and a status of exactly 200."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from msgspec import Struct
+from starlette.responses import Response
+
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.services import Services
+from batchmill.types import Scope
+
+ANYBODY = "anybody"  # who asks without a key, where there are none
+NAMESPACE = uuid.UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # of ids that follow from a key's own
+
+
+class Subscription(Struct, frozen=True, rename="camel"):
+    """There is nothing to subscribe to: whoever runs the server decides who may use it."""
+
+    id: str = "batchmill"
+    tier: str = "ENTERPRISE"
+    is_trial: bool = False
+    expiration: str | None = None
+    days_remaining_in_plan: int | None = None
+    active: bool = True
+
+
+class Tenant(Struct, frozen=True, rename="camel"):
+    """A project: its name stands in the addresses of deployments."""
+
+    name: str
+    short_code: str
+    subscription: Subscription = Subscription()
+
+
+class User(Struct, frozen=True):
+    id: str
+    username: str
+    uuid: str
+    tenant: Tenant
+
+
+class Users:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def operations(self) -> Sequence[Operation]:
+        return [
+            Operation(
+                "currentUser", "GET", "/users/current", "The project that the key belongs to", Scope.READ, self.current,
+                reply=User,
+            )
+        ]  # fmt: skip
+
+    async def current(self, call: Call) -> Response:
+        name, project = call.caller.key or ANYBODY, call.caller.project
+        return json_reply(User(name, name, str(uuid.uuid5(NAMESPACE, f"{project}/{name}")), Tenant(project, project)))

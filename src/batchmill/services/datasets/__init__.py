@@ -1,0 +1,1 @@
+"""Datasets that have names: uploads that were checked, for whoever runs jobs over them by name."""

@@ -1,0 +1,288 @@
+"""Named datasets of projects: they arrive by a signed link, get their name, and are checked before a job may read them.
+
+The order is the promise: bytes and their record durable -> named -> checked -> connected. What a crash leaves unnamed
+is swept, and a check that was cut off is done again. Knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import filecmp
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill import faults
+from batchmill.config import Config
+from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
+from batchmill.jobs.offload import Children
+from batchmill.ports import Clock
+from batchmill.services import links
+from batchmill.services.datasets import checking, records
+from batchmill.services.datasets.checking import Checked, CheckOrder
+from batchmill.services.datasets.names import CONNECTION, checked_name, format_of
+from batchmill.services.datasets.records import DatasetRecord, DatasetState, Details
+from batchmill.services.file_records import FileRecord
+from batchmill.services.files import FileService, checked_filename
+from batchmill.services.links import LinkService
+from batchmill.store.database import Database
+
+log = logging.getLogger("batchmill.server")
+
+PURPOSE = "dataset"  # of the file that holds its bytes
+UPLOAD = "the upload of"  # what its link is for
+LIFETIME_S = 3600.0  # of the link, and how long an upload may wait for its name
+UNNAMED_MAX = 1000  # uploads of a project that are under way
+SWEEP_MAX = 200
+CHECKS_AT_ONCE = 2  # each reads its whole dataset in processes of its own
+MEDIA_CHARS_MAX = 256
+SHOWN_CHARS = 80  # of what nobody knows, in a message
+
+
+class Begun(Struct, frozen=True):
+    """An upload that may arrive: whoever has the signature may bring it."""
+
+    id: str
+    signature: str
+
+
+class DatasetService:
+    """Raises, everywhere: UnknownName (`unknown_dataset`, `unknown_connection`) for what this project does not have."""
+
+    def __init__(
+        self, database: Database, files: FileService, links: LinkService, clock: Clock, config: Config
+    ) -> None:
+        self._database, self._files, self._links, self._clock = database, files, links, clock
+        self._config, self._children = config, Children()
+        self._room = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._checks: dict[str, asyncio.Task[None]] = {}  # by dataset
+        self._naming: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by project and name
+
+    async def open(self) -> None:
+        """Go on with the checks that an earlier process did not end."""
+        for record in await self._database.read(records.unchecked):
+            self._begin_check(record)
+
+    async def close(self) -> None:
+        """Leave the checks that run: they are done again."""
+        for check in self._checks.values():
+            check.cancel()
+        if self._checks:
+            await asyncio.wait(list(self._checks.values()))
+        await self._children.close()
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    async def begin(self, project: str, filename: str, media: str = "") -> Begun:
+        """An upload under way. Raises: InvalidInput for a name that cannot be shown; Conflict: too many wait."""
+        details = Details(checked_filename(filename), media[:MEDIA_CHARS_MAX], format_of(filename, media))
+        now = self._clock.now()
+        record = DatasetRecord(
+            str(uuid.uuid4()), project, CONNECTION, None, None, DatasetState.ARRIVING, details, now, now
+        )  # fmt: skip
+        await self._database.write(records.insert, record, UNNAMED_MAX)
+        return Begun(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
+
+    async def receive(self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes]) -> FileRecord:
+        """The bytes of an upload: durable when this returns, and its link is used up. What breaks off may come again.
+
+        Raises: Refused for a link that does not hold (any more); TooLarge, StorageFull.
+        """
+        link = await self._links.open(signature, UPLOAD, dataset_id)
+        record = await self._database.read(records.find, dataset_id)
+        if record is None:
+            raise _ended(dataset_id)
+
+        def arrive(db: sa.Connection, file: FileRecord) -> None:
+            links.use(db, link)
+            if records.arrived(db, dataset_id, file.id, file.bytes, self._clock.now()) is None:
+                raise _ended(dataset_id)
+
+        writer = await self._files.writer(link.project)
+        try:
+            async for piece in pieces:
+                await writer.write(piece)
+            return await writer.commit(purpose=PURPOSE, filename=record.details.filename, within=arrive)
+        finally:
+            await writer.discard()
+
+    async def name(self, project: str, dataset_id: str, name: str) -> DatasetRecord:
+        """Name an upload that has arrived; from now on it is checked. Done twice, it is once.
+
+        The same bytes under the name they have already are that dataset. A dataset that failed gives its name away.
+
+        Raises: InvalidInput for a name that no URL can hold; InvalidTransition while nothing has arrived; Conflict
+        (`dataset_exists`) where other rows have the name.
+        """
+        checked_name(name)
+        async with self._naming.setdefault((project, name), asyncio.Lock()):
+            record = await self._database.read(records.find, dataset_id)
+            if record is None or record.project != project:
+                raise UnknownName(
+                    f"there is no upload {dataset_id[:SHOWN_CHARS]!r}: begin another", code="unknown_upload"
+                )  # fmt: skip
+            if (known := await self._named_before(record, name)) is not None:
+                return known
+            if record.file is None:
+                raise InvalidTransition(
+                    "nothing of this upload has arrived: PUT the file to its presignedUrl first, whole",
+                    code="upload_incomplete",
+                )
+            if (same := await self._same(record, name)) is not None:
+                await self._database.write(records.is_same, record.id, same.id)
+                return same
+            named = await self._database.write(records.give_name, record.id, name, self._clock.now())
+        faults.point("after_name")
+        if named.state == DatasetState.CHECKING:
+            self._begin_check(named)
+        return named
+
+    async def _named_before(self, record: DatasetRecord, name: str) -> DatasetRecord | None:
+        """The dataset that an upload was named before, when this is only asked again. Raises: Conflict."""
+        known = record
+        if record.details.same_as is not None:
+            known = await self._database.read(records.find, record.details.same_as) or record
+        if known.name == name:
+            return known
+        if known.name is not None:
+            raise Conflict(
+                f"this upload is the dataset {known.name!r} already: upload it again for another name",
+                code="upload_named",
+            )
+        return None
+
+    async def _same(self, record: DatasetRecord, name: str) -> DatasetRecord | None:
+        """The dataset of this name, where it holds the same bytes. Raises: Conflict where it holds others."""
+        other = await self._database.read(records.find_named, record.project, record.connection, name)
+        if other is None or other.state == DatasetState.FAILED:
+            return None
+        if other.details.bytes == record.details.bytes and other.details.format == record.details.format:
+            paths = [self._files.home / each.file for each in (record, other) if each.file is not None]
+            with contextlib.suppress(FileNotFoundError):  # whose bytes somebody has deleted
+                if await self._files.disk.run(filecmp.cmp, *paths, False):
+                    return other
+        raise records.taken(name)
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    async def get(self, project: str, connection: str, name: str) -> DatasetRecord:
+        if connection != CONNECTION:
+            raise UnknownName(
+                f"there is no connection {connection[:SHOWN_CHARS]!r}: uploaded datasets are in {CONNECTION!r}, the "
+                "only one there is",
+                code="unknown_connection",
+            )
+        record = await self._database.read(records.find_named, project, connection, name)
+        if record is None:
+            raise _unknown(name)
+        return record
+
+    async def by_id(self, project: str, dataset_id: str) -> DatasetRecord:
+        record = await self._database.read(records.find, dataset_id)
+        if record is None or record.project != project or record.name is None:
+            raise _unknown(dataset_id)
+        return record
+
+    async def find(self, project: str, reference: str) -> DatasetRecord:
+        """The dataset that NAME, CONNECTION/NAME or an id means; a name goes before an id."""
+        connection, slash, name = reference.rpartition("/")
+        with contextlib.suppress(UnknownName):
+            return await self.get(project, connection if slash else CONNECTION, name)
+        if slash:
+            return await self.get(project, connection, name)
+        return await self.by_id(project, reference)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, record: DatasetRecord) -> AsyncIterator[FileRecord]:
+        """Its file, which nobody deletes before the job that reads it is stored."""
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                file = await held.enter_async_context(self._files.hold(record.project, record.file or ""))
+            except UnknownName:
+                raise UnknownName(
+                    f"the file of the dataset {record.name!r} was deleted: delete the dataset too, and upload it again",
+                    code="unknown_dataset",
+                ) from None
+            yield file
+
+    # -- away -------------------------------------------------------------------------------------------------------
+
+    async def remove(self, project: str, dataset_id: str) -> None:
+        """Raises: Conflict (`file_in_use`) while a job that has not ended reads it."""
+        record = await self.by_id(project, dataset_id)
+        await self._drop(record)
+
+    async def sweep(self) -> int:
+        """Take away what nobody has named in its time; returns how much."""
+        gone = await self._database.read(records.unnamed, self._clock.now() - LIFETIME_S, SWEEP_MAX)
+        for record in gone:
+            with contextlib.suppress(Conflict):  # a job made before it was replaced reads it still
+                await self._drop(record)
+        return len(gone)
+
+    async def _drop(self, record: DatasetRecord) -> None:
+        """The bytes first: a record without them is met, bytes without one would stay for ever."""
+        if record.file is not None:
+            with contextlib.suppress(UnknownName):
+                await self._files.delete(record.project, record.file)
+        await self._database.write(records.delete, record.id)
+        if (check := self._checks.get(record.id)) is not None:
+            check.cancel()
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _begin_check(self, record: DatasetRecord) -> None:
+        task = self._checks[record.id] = asyncio.create_task(self._check(record))
+
+        def ended(done: asyncio.Task[None]) -> None:
+            del self._checks[record.id]
+            if not done.cancelled() and (error := done.exception()) is not None:
+                log.error("the check of the dataset %s failed", record.id, exc_info=error)
+
+        task.add_done_callback(ended)
+
+    async def _check(self, record: DatasetRecord) -> None:
+        """Have every row looked at, and write down what was found."""
+        details, state = record.details, DatasetState.FAILED
+        path = self._files.home / (record.file or "")
+        try:
+            async with self._room:
+                found = await self._looked_at(path)
+            details = replace(
+                details, rows=found.rows, problems=found.problems, problems_total=found.problems_total
+            )  # fmt: skip
+            state = DatasetState.FAILED if found.rejected else DatasetState.CONNECTED
+        except BatchmillError as error:
+            told = error.message.replace(str(path), details.filename)
+            details = replace(details, message=told if error.blame == "caller" else f"it could not be checked: {told}")
+            if error.blame != "caller":
+                log.warning("the dataset %s could not be checked: %s", record.id, error.message)
+        await self._database.write(records.checked, record.id, details, state, self._clock.now())
+
+    async def _looked_at(self, path: Path) -> Checked:
+        limits = self._config.limits
+        order = CheckOrder(
+            str(path), str(self._config.data_dir), limits.line_bytes_max, limits.depth_max, self._config.server.rows_max
+        )
+        answer = await self._children.offload(checking.TARGET, msgspec.json.encode(order), _unseen)
+        return msgspec.json.decode(answer, type=Checked)
+
+
+def _unseen(share: float) -> None:
+    """Nobody watches how far it is."""
+
+
+def _ended(dataset_id: str) -> Refused:
+    return Refused(f"the upload {dataset_id[:SHOWN_CHARS]} is not awaited any more: begin another", code=links.EXPIRED)
+
+
+def _unknown(name: str) -> UnknownName:
+    return UnknownName(f"there is no dataset {name[:SHOWN_CHARS]!r}", code="unknown_dataset")

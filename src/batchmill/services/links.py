@@ -1,0 +1,102 @@
+"""Links that say themselves what they allow: signed, for one thing of one project, until a time; some work only once.
+
+A signature is sealed by the server's box for the purpose and the thing it is for: altered, or put behind another
+address, it cannot be opened. A link that works once is written down when it has been used, and then refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import InvalidConfig, Refused
+from batchmill.ports import Clock
+from batchmill.services.secrets.box import SecretBox
+from batchmill.store.database import Database
+from batchmill.store.dataset_tables import used_links
+
+SIGNATURE_CHARS_MAX = 1024
+SWEEP_MAX = 10_000  # used links that are forgotten at once
+UNREADABLE = "secret_unreadable"  # SecretBox: it was sealed for something else, or by another server
+ALTERED, EXPIRED, USED = "link_altered", "link_expired", "link_used"
+
+
+class Link(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a signature holds. Times are seconds since the epoch, UTC."""
+
+    id: str
+    project: str
+    expires: float
+
+
+class LinkService:
+    """Raises, everywhere: Refused (`link_altered`, `link_expired`, `link_used`)."""
+
+    def __init__(self, database: Database, clock: Clock, box: SecretBox) -> None:
+        self._database, self._clock, self._box = database, clock, box
+
+    def sign(self, purpose: str, subject: str, project: str, lifetime_s: float) -> str:
+        """A signature that fits into a query as it is."""
+        link = Link(secrets.token_hex(16), project, self._clock.now() + lifetime_s)
+        sealed = self._box.seal(msgspec.json.encode(link), _owner(purpose, subject))
+        return base64.urlsafe_b64encode(sealed).decode().rstrip("=")
+
+    async def open(self, signature: str, purpose: str, subject: str) -> Link:
+        """The link that a signature is, of this purpose and this very thing."""
+        link = self._read(signature, _owner(purpose, subject))
+        if link.expires <= self._clock.now():
+            raise Refused("this link has expired: ask for a new one", code=EXPIRED)
+        await self._database.read(check_unused, link)
+        return link
+
+    async def use_up(self, link: Link) -> None:
+        """From now on it is refused; done twice, it is once."""
+        await self._database.write(_note, link)
+
+    async def sweep(self) -> int:
+        """Forget the used links that have expired; returns how many."""
+        return await self._database.write(_forget, self._clock.now())
+
+    def _read(self, signature: str, owner: str) -> Link:
+        try:
+            sealed = base64.b64decode(signature + "=" * (-len(signature) % 4), b"-_", validate=True)
+            return msgspec.json.decode(self._box.open(sealed, owner), type=Link)
+        except InvalidConfig as error:
+            if error.code != UNREADABLE:
+                raise  # the server's key file itself
+        except (binascii.Error, ValueError, msgspec.MsgspecError):
+            pass  # no signature of ours has such a form
+        raise Refused(
+            "this link was altered, or was not given by this server with the keys it has now: ask for a new one",
+            code=ALTERED,
+        ) from None
+
+
+def use(db: sa.Connection, link: Link) -> None:
+    """Use a link up, within the transaction of what it was used for. Raises: Refused, when somebody was first."""
+    check_unused(db, link)
+    _note(db, link)
+
+
+def check_unused(db: sa.Connection, link: Link) -> None:
+    """Raises: Refused."""
+    if db.execute(sa.select(used_links.c.id).where(used_links.c.id == link.id)).first() is not None:
+        raise Refused("this link has been used, and works only once: ask for a new one", code=USED)
+
+
+def _note(db: sa.Connection, link: Link) -> None:
+    db.execute(used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires))
+
+
+def _forget(db: sa.Connection, now: float) -> int:
+    some = sa.select(used_links.c.id).where(used_links.c.expires <= now).limit(SWEEP_MAX)
+    return db.execute(used_links.delete().where(used_links.c.id.in_(some))).rowcount
+
+
+def _owner(purpose: str, subject: str) -> str:
+    return f"the link to {purpose} {subject}"
