@@ -15,7 +15,7 @@ from batchmill.jobs import live_asks
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.pool import PoolWorker
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.states import PauseReason
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, ModelSpec
 from batchmill.wire.messages import LIVE_ASKS_BYTES, Abandon, Answer, Answers, Asks, Drain, Failed, Ready

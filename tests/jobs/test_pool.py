@@ -13,8 +13,13 @@ from fakes.scripted_workers import ScriptedExecutor
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import pool
+from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.pool import Death, Pool, PoolWorker
+from batchmill.jobs.machine import Machine
+from batchmill.jobs.pool import Death, Pool, PoolTools
+from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.replicas import Load
+from batchmill.jobs.rooms import Rooms
 from batchmill.jobs.service import JobService
 from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
@@ -45,16 +50,24 @@ class Owner:
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failure.set_result(failure)
 
+    def load(self, key: str) -> Load:
+        return Load()
+
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         self.deaths += 1
         return self.death
+
+
+def tools(executor, owner, clock=None, machine: Machine | None = None) -> PoolTools:
+    clock = clock or SystemClock()
+    return PoolTools(executor, owner, clock, Rooms(machine or Machine()), EngineLog(clock))
 
 
 @pytest.fixture
 async def stage(tmp_path):
     """(what starts workers, who hears, the pool)."""
     executor, owner = ScriptedExecutor(), Owner()
-    made = Pool("key", MODEL, tmp_path, executor=executor, listener=owner, clock=SystemClock())
+    made = Pool("key", MODEL, tmp_path, tools(executor, owner))
     yield executor, owner, made
     executor.gate.set()
     await made.stop(at_once=True)
@@ -81,7 +94,7 @@ class Full:
 async def test_a_full_disk_is_no_fault_of_the_model(tmp_path):
     """Where there is no room to start a worker its jobs wait for room; they have not failed."""
     owner = Owner()
-    made = Pool("key", MODEL, tmp_path, executor=Full(), listener=owner, clock=SystemClock())
+    made = Pool("key", MODEL, tmp_path, tools(Full(), owner))
     failure = await owner.failure
     assert (failure.code, failure.reason) == ("storage_full", PauseReason.STORAGE_FULL)
     await made.stop(at_once=True)
@@ -196,7 +209,7 @@ async def test_a_pool_begins_after_the_one_before(tmp_path):
     executor = ScriptedExecutor()
     over = asyncio.Event()
     before = asyncio.create_task(over.wait())
-    made = Pool("key", MODEL, tmp_path, executor=executor, listener=Owner(), clock=HeldClock(), after=before)
+    made = Pool("key", MODEL, tmp_path, tools(executor, Owner(), HeldClock()), after=before)
     for _ in range(5):
         await asyncio.sleep(0)
     assert executor.is_quiet

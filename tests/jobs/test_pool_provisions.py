@@ -11,8 +11,10 @@ from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import ModelFailed
-from batchmill.jobs.pool import Death, Pool, PoolWorker
+from batchmill.jobs.pool import Death, Pool
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
+from batchmill.jobs.replicas import Load
 from batchmill.types import Commit, ModelSpec, Provision
 from batchmill.wire.messages import Failed, Provide
 
@@ -52,6 +54,9 @@ class Listener:
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failure.set_result(failure)
+
+    def load(self, key: str) -> Load:
+        return Load()
 
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()

@@ -9,8 +9,10 @@ import pytest
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.jobs import pools as keeping
-from batchmill.jobs.pool import Death, Pool, PoolWorker
+from batchmill.jobs.pool import Death, Pool
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
+from batchmill.jobs.replicas import Load
 from batchmill.states import PauseReason
 from batchmill.types import Commit, FunctionSpec, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Ready
@@ -62,6 +64,9 @@ class Stage:
     def failed(self, pool: Pool, failure: Failed) -> None:
         if not self.pools.try_with_more_room(pool):
             self.failures.append(failure)
+
+    def load(self, key: str) -> Load:
+        return Load()
 
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()

@@ -14,6 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.executors.channel import Channel, open_channel
+from batchmill.models import devices
 from batchmill.wire import messages
 from batchmill.wire.messages import Start, ToOwner
 
@@ -71,6 +72,7 @@ class LocalExecutor:
                 # -P: the folder we stand in is the user's, and a queue.py there is not the library's
                 sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                env=_environment(start.gpus),
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
             )  # fmt: skip
         theirs.close()
@@ -92,6 +94,14 @@ class LocalExecutor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             pid_file.unlink(missing_ok=True)
+
+
+def _environment(gpus: list[str] | None) -> dict[str, str]:
+    """A worker sees the devices that are its own, where somebody deals them."""
+    if gpus is None:
+        return dict(os.environ)
+    own = ",".join(gpus)
+    return {**os.environ, devices.DEALT: own, devices.VISIBLE: own}
 
 
 def _started(pid: int) -> str:

@@ -12,14 +12,17 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
-from batchmill.jobs import recovery, scheduler
+from batchmill.jobs import scheduler
+from batchmill.jobs.burials import bury
 from batchmill.jobs.claims import Claim, Claims
 from batchmill.jobs.commits import Books
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.ledger import Standing, Verdict
 from batchmill.jobs.live import LivePath
-from batchmill.jobs.pool import Death, Pool, PoolWorker
+from batchmill.jobs.pool import Death, Pool
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
+from batchmill.jobs.replicas import Load
 from batchmill.jobs.shard_notes import ShardNote
 from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
 from batchmill.models.provisions import NothingProvided
@@ -71,8 +74,10 @@ class Dispatcher:
     ) -> None:
         self._books, self._clock, self._weights = books, clock, weights or {}
         self.tallies = Tallies()
-        self._pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions)
-        self.provide = self._pools.provide
+        pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions)
+        self._pools, self.provide, self.share = pools, pools.provide, pools.share
+        self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
+        self.tallies.adapters = pools.adapters
         self.live = LivePath(self._pools, self.tallies, clock)
         self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()
         self._runs: dict[str, JobRun] = {}
@@ -127,6 +132,7 @@ class Dispatcher:
             else:
                 pool = self._pools.use(job_id, spec.models[number], keys[number])
             self._claims_of(pool).forget()
+            self._pools.rescale(keys[number])
         if job_id in self._left:
             run.take_over(self._left.pop(job_id).shards)
             self._behind[job_id] = run
@@ -214,15 +220,9 @@ class Dispatcher:
         run = self._runs.get(job_id)
         if run is None:
             return 0
-        ahead = 0
-        for key in {self._keys[job_id][number] for number in run.models_left}:
-            candidates = [claim.candidate for claim in self._reckon(key)]
-            mine = [each for each in candidates if each.job == job_id]
-            if mine:
-                before = [each for each in candidates if scheduler.order_of(each) < scheduler.order_of(mine[0])]
-                higher = [each for each in before if each.rank > mine[0].rank]
-                ahead = max(ahead, len(before if run.is_waiting else higher))
-        return ahead
+        keys = {self._keys[job_id][number] for number in run.models_left}
+        queues = [[claim.candidate for claim in self._reckon(key)] for key in keys]
+        return max((scheduler.ahead_of(job_id, run.is_waiting, each) for each in queues), default=0)
 
     def gauges(self) -> list[ModelGauge]:
         """What the workers of every model do now."""
@@ -293,7 +293,8 @@ class Dispatcher:
         """Lease the shards and send them on their way."""
         for match, standing in zip(matches, await self._lease(matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
-            if standing is None or worker.name not in pool.workers or not self._may_give(run, worker):
+            is_there = worker.name in pool.workers and not worker.is_leaving
+            if standing is None or not is_there or not self._may_give(run, worker):
                 run.put_back(match.shard, died=False)
                 if job_id in worker.opened:
                     worker.wants.add(job_id)
@@ -326,10 +327,9 @@ class Dispatcher:
         spec = run.spec
         if spec.id not in worker.opened:
             worker.opened.add(spec.id)
-            files = run.files
-            adapters = spec.models[model].adapter_set()
+            places = str(run.files.dataset), str(run.files.segments)
             worker.handle.send(
-                Open(spec.id, spec.identity, spec.form, str(files.dataset), str(files.segments), adapters)
+                Open(spec.id, spec.identity, spec.form, *places, adapters=spec.models[model].adapter_set())
             )
 
     # -- claims -------------------------------------------------------------------------------------------------------
@@ -367,6 +367,10 @@ class Dispatcher:
     def wanted(self, pool: Pool) -> None:
         self._work.set()
 
+    def load(self, key: str) -> Load:
+        left = [(run.rows_left_of(model), run.shards_left_of(model)) for run, model in self._runs_of(key)]
+        return Load(rows=sum(rows for rows, _ in left), shards=sum(shards for _, shards in left))
+
     async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
         price = pool.model.price
         cost = None if price is None else price.cost(commit.usage)
@@ -395,6 +399,14 @@ class Dispatcher:
             run.cost += cost or 0.0
             run.counted(commit)
             run.check_budget()
+            if len(run.spec.models) > 1 and job_id in self._keys:
+                self._leave_finished(job_id, pool.key)
+
+    def _leave_finished(self, job_id: str, key: str) -> None:
+        """A job of several models holds none of them whose rows have all run: the others may need the room."""
+        run = self._runs[job_id]
+        if not any(run.rows_left_of(number) for number, each in enumerate(self._keys[job_id]) if each == key):
+            self._pools.leave(key, job_id)
 
     def released(self, worker: PoolWorker, job_id: str) -> None:
         self._leave_less(worker.name, [job_id])
@@ -447,6 +459,10 @@ class Dispatcher:
 
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         """What a dead worker finished is adopted; the rest of its shards goes to others."""
+
+        def told(commit: Commit, cost: float | None) -> None:
+            self._told(pool, commit, cost, Verdict.COUNTED)
+
         async with self._burying:
             worker.opened.clear()
             worker.revoked.clear()
@@ -458,28 +474,10 @@ class Dispatcher:
             by_row = False
             for run in [run for run in self._runs.values() if run.is_held_by(worker.name)]:
                 suspects = run.suspects
-                adopted += await self._bury(pool, worker, run, died=code != 0 and not worker.is_ended)
+                adopted += await bury(self._books, worker, run, died=code != 0 and not worker.is_ended, told=told)
                 by_row = by_row or run.suspects > suspects
             self._work.set()
             return Death(adopted, by_row)
-
-    async def _bury(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
-        """Adopt for one job; returns what was adopted. A worker that did not die by itself is nobody's fault."""
-        shards = run.held_by(worker.name)
-        if died:
-            recovery.note_suspect(run, worker.home / f"{worker.name}.suspect")
-        try:
-            found = await self._books.call(
-                recovery.adopt, self._books.ledger, run.spec, run.generation, run.plan, run.files, worker.name
-            )
-        except BatchmillError as error:
-            run.pause(error)
-            return []
-        for commit, cost in found:
-            self._told(pool, commit, cost, Verdict.COUNTED)
-        for shard in shards:
-            run.put_back(shard, died=died)
-        return [commit for commit, _ in found]
 
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; returns when they have gone."""

@@ -120,6 +120,10 @@ class JobRun:
         """Rows of this model without an outcome."""
         return self._rows_left[model]
 
+    def shards_left_of(self, model: int) -> int:
+        """Shards of this model with rows undone."""
+        return self._shards_left[model]
+
     def row_cost(self, model: int) -> float | None:
         """What a row of this model costs lately, in tokens where it has any; None: no row has been counted."""
         return self._row_costs[model].now()

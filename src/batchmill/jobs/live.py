@@ -9,7 +9,8 @@ from typing import Any
 
 from batchmill.errors import BatchmillError, ModelFailed, StorageFull, TooLarge, Unavailable
 from batchmill.jobs.live_asks import BYTES_IN_FLIGHT_MAX, Cancel, HearAnswer, Line, LiveAsk
-from batchmill.jobs.pool import Pool, PoolWorker
+from batchmill.jobs.pool import Pool
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.tallies import Tallies
 from batchmill.ports import Clock
@@ -226,7 +227,10 @@ class LivePath:
             async with asyncio.timeout(self._loading_s):
                 return await self._worker(user, model, key)
         except TimeoutError:
-            raise Unavailable(f"{model.name!r} is still being loaded after {self._loading_s:g} s; try again") from None
+            pool = self._pools.get(key)
+            why = "" if pool is None else pool.waits
+            text = f"{model.name!r} is still being loaded after {self._loading_s:g} s"
+            raise Unavailable(text + (f", for {why}" if why else "") + "; try again") from None
 
     async def _worker(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
         """The ready worker with the fewest live requests, once there is one."""

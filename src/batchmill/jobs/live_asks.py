@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable
-from batchmill.jobs.pool import PoolWorker
+from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.types import Ask, LiveHead, ModelSpec
 from batchmill.wire.messages import Answer
 from batchmill.wire.raised import Raised

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable
+from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
-from batchmill.jobs.claims import Weight
+from batchmill.jobs.engine_log import EngineLog, last_lines
+from batchmill.jobs.machine import Asked, Place, Room, must_be_there
+from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.replicas import Load, Standing
+from batchmill.jobs.rooms import Rooms
+from batchmill.models import redaction
 from batchmill.models.provisions import NothingProvided
-from batchmill.ports import Clock, Executor, Provisions, WorkerHandle
+from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Ask, Commit, EngineStats, Lease, LiveHead, ModelSpec, Provision
+from batchmill.types import Commit, Lease, ModelSpec, Provision
 from batchmill.wire.messages import (
-    LIVE_ASKS_BYTES,
-    Abandon,
-    Answer,
     Answered,
     Answers,
-    Asks,
     Chunk,
     Drain,
     Failed,
@@ -32,7 +35,6 @@ from batchmill.wire.messages import (
     Heartbeat,
     Left,
     Note,
-    Provide,
     Ready,
     Record,
     Released,
@@ -48,90 +50,7 @@ FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a si
 GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
-
-
-# None: the answer is complete. An Ask has one Answer, or an error.
-Hear = Callable[[Answer | LiveHead | bytes | Exception | None], None]
-
-
-class PoolWorker:
-    """A worker and what it holds."""
-
-    def __init__(self, name: str, home: Path, handle: WorkerHandle, provision: Provision = Provision()) -> None:
-        self.name, self.home, self.handle, self.provision = name, home, handle, provision
-        self.is_ready = False
-        self.is_ended = False  # we have killed it: its end is nobody's fault
-        self.wants: set[str] = set()  # jobs of which it has room for one more grant
-        self.weights: dict[str, Weight] = {}  # job -> what it was told of it
-        self.calls: dict[int, Hear] = {}  # live request -> who hears its answer
-        self.opened: set[str] = set()  # jobs it was told of and may get grants of
-        self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
-        self.stats = EngineStats()
-        self.heard = 0.0
-        self._asks: list[Ask] = []  # of this turn of the loop: they go in one message
-
-    def end(self) -> None:
-        """Kill it because we want it gone."""
-        self.is_ended = True
-        self.handle.kill()
-
-    def provide(self, provision: Provision) -> None:
-        """Give it the secrets of now, if it has others."""
-        if provision != self.provision:
-            self.provision = provision
-            self.handle.send(Provide(provision))
-
-    def close(self, job_id: str) -> None:
-        """It gets no more of this job."""
-        self.opened.discard(job_id)
-        self.wants.discard(job_id)
-        self.weights.pop(job_id, None)
-
-    def hear(self, message: Head | Chunk | Answered) -> None:
-        """Pass on a piece of an answer; nobody hears one that was abandoned."""
-        match message:
-            case Head(id_, piece) | Chunk(id_, piece):
-                hear = self.calls.get(id_)
-            case Answered(id_, raised):
-                hear, piece = self.calls.pop(id_, None), None if raised is None else raised.error()
-        if hear is not None:
-            hear(piece)
-
-    def ask(self, ask: Ask, hear: Hear) -> None:
-        """Have it answer a call, with all the others of this turn of the loop."""
-        self.calls[ask.id] = hear
-        if not self._asks:
-            asyncio.get_running_loop().call_soon(self._send_asks)
-        self._asks.append(ask)
-
-    def _send_asks(self) -> None:
-        asks, self._asks = self._asks, []
-        begin = size = 0
-        for at, ask in enumerate(asks):
-            size += len(ask.body) + len(ask.head)
-            if size > LIVE_ASKS_BYTES and at > begin:
-                self.handle.send(Asks(asks[begin:at]))
-                begin, size = at, len(ask.body) + len(ask.head)
-        if asks:
-            self.handle.send(Asks(asks[begin:]))
-
-    def abandon(self, ask_id: int) -> None:
-        """Nobody waits for this answer any more."""
-        if self.calls.pop(ask_id, None) is not None:
-            self._send_asks()
-            self.handle.send(Abandon(ask_id))
-
-    def answer(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            hear = self.calls.pop(answer.id, None)
-            if hear is not None:
-                hear(answer)
-
-    def end_calls(self, error: BatchmillError) -> None:
-        """It answers nothing any more."""
-        calls, self.calls = self.calls, {}
-        for hear in calls.values():
-            hear(error)
+REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
 
 
 class Death(Struct, frozen=True):
@@ -150,72 +69,195 @@ class PoolListener(Protocol):
     def left(self, worker: PoolWorker, lease: Lease) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
+    def load(self, key: str) -> Load: ...
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
+
+
+class PoolTools(Struct, frozen=True):
+    """What every pool of a data directory works with."""
+
+    executor: Executor
+    listener: PoolListener
+    clock: Clock
+    rooms: Rooms
+    log: EngineLog
+    provisions: Provisions = NothingProvided()
+
+
+class _Replica:
+    """One of the model's workers, and those that take its place."""
+
+    def __init__(self, number: int, *, is_extra: bool) -> None:
+        self.number, self.is_extra = number, is_extra
+        self.worker: PoolWorker | None = None
+        self.is_waiting = False  # for room, or for another try: nothing of it runs
+        self.is_leaving = False
+        self.failures = 0  # in a row
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def dearness(self) -> tuple[bool, bool, int, int]:
+        """Those that are missed least come first."""
+        worker = self.worker
+        busy = 0 if worker is None else len(worker.calls) + len(worker.opened)
+        return (not self.is_waiting, worker is not None and worker.is_ready, busy, -self.number)
 
 
 class Pool:
     def __init__(
-        self,
-        key: str,
-        model: ModelSpec,
-        home: Path,
-        *,
-        executor: Executor,
-        listener: PoolListener,
-        clock: Clock,
-        after: asyncio.Task[None] | None = None,
-        provisions: Provisions = NothingProvided(),
+        self, key: str, model: ModelSpec, home: Path, tools: PoolTools, *, after: asyncio.Task[None] | None = None
     ) -> None:
         """Start the workers; once `after` is done, where one is given."""
-        self._provisions = provisions
         self._provided: Provision | None = None  # since secrets have changed
         self.key, self.model, self._home = key, model, home
-        self._executor, self._listener, self._clock, self._after = executor, listener, clock, after
+        self._tools, self._listener, self._clock, self._after = tools, tools.listener, tools.clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
         self._deaths = self._row_deaths = self._call_deaths = 0
         self.failure: Failed | None = None
         self.was_ready = False  # a worker of it has been ready
-        self.sums = CallSums()
+        self.sums, self.adapters = CallSums(), AdapterSums()
         self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
-        self._tending = [asyncio.create_task(self._tend(replica)) for replica in range(max(1, model.workers))]
-        for task in self._tending:
-            task.add_done_callback(self._tended)
+        self.standing = Standing(0)
+        self._replicas: dict[int, _Replica] = {}
+        self.scale(Standing(must_be_there(model)))
         self._watching = asyncio.create_task(self._watch())
 
-    async def _tend(self, replica: int) -> None:
-        """Keep one worker alive until the pool stops."""
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def scale(self, standing: Standing) -> None:
+        """Have as many replicas as are wanted. Those that are too many finish what they have."""
+        if self._stopping or self.failure is not None:
+            return
+        self.standing = standing
+        staying = [each for each in self._replicas.values() if not each.is_leaving]
+        free = (number for number in itertools.count() if number not in self._replicas)
+        for number in itertools.islice(free, max(0, standing.wanted - len(staying))):
+            is_extra = sum(not each.is_leaving for each in self._replicas.values()) >= must_be_there(self.model)
+            replica = self._replicas[number] = _Replica(number, is_extra=is_extra)
+            replica.task = asyncio.create_task(self._tend(replica))
+            replica.task.add_done_callback(lambda task, replica=replica: self._tended(replica, task))
+        for replica in sorted(staying, key=lambda each: each.dearness)[: max(0, len(staying) - standing.wanted)]:
+            self._let_go(replica)
+
+    def shed(self, number: int) -> None:
+        """Let a replica go that its model can run without, for another model."""
+        self.standing = Standing(self.standing.wanted - 1)
+        self._let_go(self._replicas[number])
+
+    def _let_go(self, replica: _Replica) -> None:
+        replica.is_leaving = True
+        self._tools.log.add(self.key, "stopping", "it is not needed any more", replica.number)
+        if replica.is_waiting and replica.task is not None:
+            replica.task.cancel()
+        elif replica.worker is not None:
+            replica.worker.drain()
+
+    def extras(self) -> list[Place]:
+        """Replicas that the model can run without, those that are missed least first."""
+        staying = sorted(
+            (each for each in self._replicas.values() if not each.is_leaving and self._has_room(each)),
+            key=lambda each: each.dearness,
+        )
+        return [self._place(each) for each in staying[: max(0, len(staying) - must_be_there(self.model))]]
+
+    def places(self, *, leaving: bool = False) -> list[Place]:
+        """The room that it holds; `leaving`: of replicas that are about to end."""
+        return [
+            self._place(each)
+            for each in self._replicas.values()
+            if self._has_room(each) and (self._stopping or each.is_leaving or not leaving)
+        ]
+
+    def _place(self, replica: _Replica) -> Place:
+        return Place(self.key, replica.number)
+
+    def _has_room(self, replica: _Replica) -> bool:
+        return self._tools.rooms.machine.holds(self._place(replica))
+
+    @property
+    def replicas(self) -> int:
+        """How many run or start."""
+        return sum(not each.is_waiting for each in self._replicas.values())
+
+    @property
+    def waits(self) -> str:
+        """For what the first of its replicas that has no room waits; empty: none does."""
+        told = (self._tools.rooms.why(self._place(each)) for each in self._replicas.values() if each.is_waiting)
+        return next(filter(None, told), "")
+
+    def _goes_on(self, replica: _Replica) -> bool:
+        return not (self._stopping or replica.is_leaving or self.failure is not None)
+
+    async def _tend(self, replica: _Replica) -> None:
+        """Keep one worker alive until the pool stops, or the replica is not needed."""
         if self._after is not None:
+            replica.is_waiting = True
             await asyncio.wait({self._after})
-        while not self._stopping and self.failure is None:
+            replica.is_waiting = False
+        if flaw := self._tools.rooms.machine.never(self.model):
+            self._fail(Failed("machine_too_small", flaw, PauseReason.ENGINE_FAILED))
+        while self._goes_on(replica):
+            room = await self._take_room(replica)
+            try:
+                await self._serve(replica, room)
+            finally:
+                self._tools.rooms.give_back(self._place(replica))
+            if self._goes_on(replica):
+                replica.is_waiting = True
+                await self._clock.sleep(min(REST_MAX_S, REST_S * 2 ** (replica.failures - 1)))
+                replica.is_waiting = False
+
+    async def _take_room(self, replica: _Replica) -> Room:
+        needs = self._tools.rooms.machine.needs_of(self.model)
+        replica.is_waiting = True
+        room = await self._tools.rooms.take(
+            Asked(self._place(replica), self.model.name, needs, replica.is_extra),
+            lambda why: self._tools.log.add(self.key, "waiting", why, replica.number),
+        )
+        replica.is_waiting = False
+        return room
+
+    async def _serve(self, replica: _Replica, room: Room) -> None:
+        """Start workers, one after another, until the replica is needed no more or fails."""
+        log = self._tools.log
+        is_first = True
+        while self._goes_on(replica):
             name = uuid.uuid4().hex
-            home = self._home / f"worker-{replica}"
+            home = self._home / f"worker-{replica.number}"
             provision = await self._provision()
             if provision is None:
                 return
+            log.add(self.key, "starting" if is_first else "restarted", replica=replica.number)
+            is_first = False
             try:
-                handle = await self._executor.start(Start(name, self.model, str(home), replica, provision))
+                handle = await self._tools.executor.start(
+                    Start(name, self.model, str(home), replica.number, provision, room.gpus)
+                )
             except OSError as error:
                 self._fail(_not_started(error))
                 return
-            worker = PoolWorker(name, home, handle, provision)
+            worker = replica.worker = PoolWorker(name, home, handle, provision, replica.number)
             try:
-                failed = await self._listen(worker)
+                failed = await self._listen(replica, worker)
             finally:  # nobody hears it any more: whoever waits for an answer of it is told
                 worker.is_ready = False
                 is_answering = bool(worker.calls)
                 worker.end_calls(self._lost())
             code = await handle.wait()
+            replica.worker = None
             del self.workers[name]
             death = await self._listener.died(self, worker, code)
-            if failed or self._stopping:
+            if self._stopping or replica.is_leaving:
+                log.add(self.key, "stopped", replica=replica.number)
                 return
-            self._count_death(worker, death, code, is_answering=is_answering)
+            if failed or self._count_death(worker, death, code, is_answering=is_answering):
+                return
 
     async def _provision(self) -> Provision | None:
         """What the workers are given; None where a secret is missing, and the model has failed for that."""
         try:
-            return await self._provisions.of(self.model)
+            return await self._tools.provisions.of(self.model)
         except BatchmillError as error:
             self._fail(Failed(error.code, error.message, PauseReason.ENGINE_FAILED))
             return None
@@ -228,13 +270,13 @@ class Pool:
             for worker in self.workers.values():
                 worker.provide(provision)
 
-    async def _listen(self, worker: PoolWorker) -> bool:
+    async def _listen(self, replica: _Replica, worker: PoolWorker) -> bool:
         """Hear a worker out until it has gone; True when it said that it has failed."""
         worker.heard = self._clock.monotonic()
         self.workers[worker.name] = worker
         if self._provided is not None:
             worker.provide(self._provided)
-        if self._stopping:  # since it was asked for
+        if self._stopping or replica.is_leaving:  # since it was asked for
             worker.end()
         failed = False
         async for message in worker.handle.messages():
@@ -248,15 +290,15 @@ class Pool:
             return ModelFailed(self.failure.message)
         return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
 
-    def _count_death(self, worker: PoolWorker, death: Death, code: int, *, is_answering: bool) -> None:
+    def _count_death(self, worker: PoolWorker, death: Death, code: int, *, is_answering: bool) -> bool:
         """Give the model up when its workers die one after another; a row that is to blame is given up instead.
 
-        A live request that kills a worker must not fail the jobs there.
+        A live request that kills a worker must not fail the jobs there. True where this replica is given up for now.
         """
         for commit in death.adopted:
-            self._got_through(commit)
+            self._got_through(worker, commit)
         if worker.is_ended:
-            return
+            return False
         if death.by_row:
             self._deaths = 0
             self._row_deaths += 1
@@ -265,19 +307,37 @@ class Pool:
         else:
             self._deaths += 1
         deaths = max(self._deaths, self._row_deaths, self._call_deaths)
-        if self._deaths >= DEATHS_MAX or max(self._row_deaths, self._call_deaths) >= ROW_DEATHS_MAX:
-            text = f"{deaths} workers of {self.model.name!r} died one after another (exit code {code})"
-            text += f"; see {worker.home / worker.name}.log"
-            self._fail(Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+        log = worker.home / f"{worker.name}.log"
+        told = redaction.mask(last_lines(log))
+        text = f"a worker died (exit code {code})" + (f"; its last lines:\n{told}" if told else f"; see {log}")
+        self._tools.log.add(self.key, "failed", text, worker.replica)
+        if self._deaths < DEATHS_MAX and max(self._row_deaths, self._call_deaths) < ROW_DEATHS_MAX:
+            return False
+        text = f"{deaths} workers of {self.model.name!r} died one after another (exit code {code}); see {log}"
+        self._give_up(worker, Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+        return True
 
-    def _got_through(self, commit: Commit) -> None:
+    def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
+        """One replica among others that are ready rests for a while; the only one is the model's failure."""
+        others = [each for each in self.ready() if each is not worker]
+        if failure.reason is not PauseReason.ENGINE_FAILED or not others or self._row_deaths >= ROW_DEATHS_MAX:
+            self._fail(failure)
+            return
+        self._replicas[worker.replica].failures += 1
+        self._deaths = self._call_deaths = 0
+        self._tools.log.add(self.key, "failed", failure.message, worker.replica)
+
+    def _got_through(self, worker: PoolWorker, commit: Commit) -> None:
         """Rows were finished: the deaths before them were not the model's. That a row was given up proves nothing."""
         self._deaths = self._call_deaths = 0
         if commit.rows_ok or commit.errors.keys() - {GIVEN_UP}:
             self._row_deaths = 0
+            if worker.replica in self._replicas:
+                self._replicas[worker.replica].failures = 0
 
-    def _tended(self, task: asyncio.Task[None]) -> None:
+    def _tended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
         """A worker that nobody tends any more is heard of, not waited for."""
+        self._replicas.pop(replica.number, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
             self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
@@ -295,17 +355,19 @@ class Pool:
                 worker.hear(message)
                 if isinstance(message, Answered):
                     self._call_deaths = 0
-            case Ready():
+            case Ready() if not worker.is_leaving:
                 worker.is_ready = self.was_ready = True
+                self._tools.log.add(self.key, "ready", replica=worker.replica)
                 self._change()
                 self._listener.wanted(self)
             case Want(job):
                 worker.wants.add(job)
                 self._listener.wanted(self)
             case Record(commit):
-                self._got_through(commit)
+                self._got_through(worker, commit)
                 await self._listener.record(self, worker, commit)
             case Heartbeat(stats):
+                self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
                 worker.stats = stats
             case Note():
                 await self._listener.note(worker, message)
@@ -314,7 +376,7 @@ class Pool:
             case Released(job):
                 self._listener.released(worker, job)
             case Failed(job=None):
-                self._fail(message)
+                self._give_up(worker, message)
                 return True
             case Failed():
                 self._listener.failed(self, message)
@@ -323,6 +385,10 @@ class Pool:
     def _fail(self, failure: Failed) -> None:
         if self.failure is None:
             self.failure = failure
+            self._tools.log.add(self.key, "failed", failure.message)
+            for replica in self._replicas.values():
+                if replica.is_waiting and replica.task is not None:
+                    replica.task.cancel()
             self._listener.failed(self, failure)
             self._change()
 
@@ -360,6 +426,11 @@ class Pool:
         return found
 
     @property
+    def requests(self) -> int:
+        """Live requests that are being answered, or wait."""
+        return self.waiting + sum(len(worker.calls) for worker in self.workers.values())
+
+    @property
     def waiting(self) -> int:
         """Live requests that no worker is ready for."""
         return len(self._waiters)
@@ -390,9 +461,15 @@ class Pool:
         self._watching.cancel()
         if at_once:
             self.kill()
+        for replica in self._replicas.values():
+            if replica.is_waiting and replica.task is not None:
+                replica.task.cancel()
         for worker in self.workers.values():
             worker.handle.send(Drain())
-        _, late = await asyncio.wait(self._tending, timeout=END_S if at_once else DRAIN_S)
+        tending = {each.task for each in self._replicas.values() if each.task is not None}
+        if not tending:
+            return
+        _, late = await asyncio.wait(tending, timeout=END_S if at_once else DRAIN_S)
         self.kill()
         if late:
             _, late = await asyncio.wait(late, timeout=END_S)

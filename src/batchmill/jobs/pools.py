@@ -14,15 +14,25 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
+from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
-from batchmill.jobs.pool import Pool, PoolListener, PoolWorker
+from batchmill.jobs.engine_log import EngineLog
+from batchmill.jobs.machine import Leaver, Machine
+from batchmill.jobs.pool import Pool, PoolListener, PoolTools
+from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.replicas import COOLDOWN_DEFAULT_S, follow, needed
+from batchmill.jobs.rooms import Rooms
 from batchmill.models import functions
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
-from batchmill.types import ModelSpec
+from batchmill.types import EngineState, EngineView, ModelSpec
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
 IDLE_FUNCTIONS_MAX = 16  # as many of deployed functions, which hold no device and no model's weights
+SCALE_S = 1.0  # between two looks at what there is to do for models that scale
+# How users that are no jobs are called.
+LIVE = ("live ", "calls ")
+NO_JOBS = (*LIVE, "loaded ", "kept ")
 SUMS_MAX = 10_000  # models whose calls are summed; those that were first used longest ago are forgotten
 
 
@@ -63,8 +73,11 @@ class Pools:
         linger_s: float,
         provisions: Provisions = NothingProvided(),
     ) -> None:
-        self._data_dir, self._executor, self._clock, self._listener = data_dir, executor, clock, listener
-        self._linger_s, self._provisions = linger_s, provisions
+        self._data_dir, self._clock, self._listener, self._linger_s = data_dir, clock, listener, linger_s
+        self._rooms, self._log = Rooms(Machine()), EngineLog(clock)
+        self._rooms.make_room, self._rooms.use_of = self._make_room, self._use_of
+        self._tools = PoolTools(executor, listener, clock, self._rooms, self._log, provisions)
+        self._scaling: asyncio.Task[None] | None = None
         self._providing: asyncio.Task[None] | None = None
         self._is_stale = False  # workers may have secrets that are others now
         self._codes = CodeDigests()
@@ -75,6 +88,7 @@ class Pools:
         self.endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
         self._sums: dict[str, CallSums] = {}  # pool key -> what its workers have counted, whichever pool had them
         self._second_tries: set[str] = set()  # keys of pools that were started again with more room
+        self.adapters = AdapterSums()
         self.is_closed = False
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -145,12 +159,11 @@ class Pools:
 
     def _start(self, key: str, model: ModelSpec, after: asyncio.Task[None] | None) -> Pool:
         home = self._data_dir / "workers" / key[:16]
-        pool = Pool(
-            key, _everybodys(model), home, executor=self._executor, listener=self._listener, clock=self._clock,
-            after=after, provisions=self._provisions,
-        )  # fmt: skip
-        pool.sums = self.sums(key)
-        self._pools[key] = pool
+        everybodys = msgspec.structs.replace(_everybodys(model), scaling=model.scaling)
+        pool = self._pools[key] = Pool(key, everybodys, home, self._tools, after=after)
+        pool.sums, pool.adapters = self.sums(key), self.adapters
+        if model.scaling is not None and (self._scaling is None or self._scaling.done()):
+            self._scaling = asyncio.create_task(self._follow_loads())
         return pool
 
     def leave(self, key: str, user: str) -> None:
@@ -186,19 +199,116 @@ class Pools:
         pool = self._pools.get(key)
         if pool is None:
             return
-        if self._linger_s <= 0 or at_once or pool.failure is not None:
+        if self._linger_s <= 0 or at_once or pool.failure is not None or (pool.waits and not pool.replicas):
             self.retire(key, at_once=at_once)
             return
-        self._idle[key] = asyncio.create_task(self._linger(key))
+        self._idle[key] = asyncio.create_task(self._linger(key, self._cooldown_of(pool)))
         is_function = pool.model.function is not None
         idle = [each for each in self._idle if (self._pools[each].model.function is not None) is is_function]
         for each in idle[: -IDLE_FUNCTIONS_MAX if is_function else -IDLE_POOLS_MAX]:
             self.retire(each)
+        self._rooms.review()
 
-    async def _linger(self, key: str) -> None:
-        await self._clock.sleep(self._linger_s)
+    async def _linger(self, key: str, seconds: float) -> None:
+        await self._clock.sleep(seconds)
         if self._idle.get(key) is asyncio.current_task():
             self.retire(key)
+
+    def _cooldown_of(self, pool: Pool) -> float:
+        scaling = pool.model.scaling
+        if scaling is not None and scaling.cooldown_s is not None:
+            return scaling.cooldown_s
+        return self._linger_s or COOLDOWN_DEFAULT_S
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def keep(self, model: ModelSpec) -> None:
+        """Hold the least number of replicas that the model is to have, whether anybody uses them or not.
+
+        Where that is none, nothing is held. Its pool, if there is one, scales from now on as this says.
+        """
+        key = self.key_of(model)
+        least = 0 if model.scaling is None else model.scaling.replicas_min
+        pool = self.use(_keeper(key), model, key) if least else self._pools.get(key)
+        if pool is not None and pool.model.scaling != model.scaling:
+            pool.model = msgspec.structs.replace(pool.model, scaling=model.scaling)
+            self.rescale(key)
+        if not least:
+            self.leave(key, _keeper(key))
+
+    def let_go(self, model: ModelSpec) -> None:
+        """Hold it no more: its replicas end when nobody has used them for a while."""
+        key = self.key_of(model)
+        self.leave(key, _keeper(key))
+
+    def rescale(self, key: str) -> None:
+        """Have as many replicas as there is work for."""
+        pool = self._pools.get(key)
+        scaling = None if pool is None else pool.model.scaling
+        if pool is None or scaling is None:
+            return
+        load = self._listener.load(key)
+        load = msgspec.structs.replace(load, requests=load.requests + pool.requests)
+        need, before = needed(scaling, load), pool.standing.wanted
+        pool.scale(follow(pool.standing, need, now=self._clock.monotonic(), cooldown_s=self._cooldown_of(pool)))
+        if pool.standing.wanted != before:
+            text = f"{pool.standing.wanted} instead of {before}: {load.requests} requests and {load.rows} rows"
+            self._log.add(key, "scaled", text)
+
+    async def _follow_loads(self) -> None:
+        while any(pool.model.scaling is not None for pool in self._pools.values()):
+            for key in list(self._pools):
+                self.rescale(key)
+            await self._clock.sleep(SCALE_S)
+
+    def view(self, model: ModelSpec, code: Mapping[str, str] | None = None) -> EngineView:
+        """The replicas of a model now, and what became of them."""
+        key = self.key_of(model, code)
+        pool, events = self._pools.get(key), self._log.of(key)
+        if pool is None:
+            ending = sum(each.replicas for each in self.dying if each.key == key)
+            failure = self._log.failure(key)
+            state = EngineState.STOPPING if ending else EngineState.FAILED if failure else EngineState.STOPPED
+            return EngineView(state, ending, message=failure, events=events)
+        if pool.failure is not None:
+            return EngineView(EngineState.FAILED, pool.replicas, message=pool.failure.message, events=events)
+        ready, waits = sum(worker.is_ready for worker in pool.workers.values()), pool.waits
+        state = EngineState.READY if ready else EngineState.STARTING
+        if waits and not pool.replicas:
+            state = EngineState.WAITING
+        return EngineView(state, pool.replicas, ready, pool.standing.wanted, waits, events)
+
+    def share(self, machine: Machine) -> None:
+        """Have workers share what this machine has. Before the first is started; until then it has no limits."""
+        assert not self._pools, "nothing has been taken yet"
+        self._rooms.machine = machine
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Replicas wait: have pools that nobody uses leave, then what others can run without."""
+        leaving = [place for pool in self.dying for place in pool.places()]
+        leaving += [place for pool in self._pools.values() for place in pool.places(leaving=True)]
+        idle = [Leaver(self._pools[key].places(), is_idle=True) for key in self._idle]
+        used = [pool for key, pool in self._pools.items() if key not in self._idle and pool.model.scaling is not None]
+        extras = [Leaver([place], is_idle=False) for pool in used for place in pool.extras()]
+        for each in self._rooms.machine.clearances(leaving, [*idle, *extras]):
+            if each.is_idle:
+                self.retire(each.places[0].key)
+            else:
+                self._pools[each.places[0].key].shed(each.places[0].replica)
+
+    def _use_of(self, key: str) -> str:
+        """What uses a pool, for people."""
+        if key not in self._pools:
+            return "it is ending"
+        users = self._users.get(key, set())
+        jobs = sum(not user.startswith(NO_JOBS) for user in users)
+        if jobs:
+            return "a job runs on it" if jobs == 1 else f"{jobs} jobs run on it"
+        if any(user.startswith(LIVE) for user in users):
+            return "live requests use it"
+        return "it is kept ready" if users else "nobody uses it"
 
     def provide(self) -> None:
         """Secrets have changed: workers are given those of now."""
@@ -259,6 +369,8 @@ class Pools:
         self.is_closed = True
         if self._providing is not None:
             self._providing.cancel()
+        if self._scaling is not None:
+            self._scaling.cancel()
         for key in list(self._pools):
             self.retire(key, at_once=at_once)
         if at_once:
@@ -269,14 +381,19 @@ class Pools:
 
 
 def _everybodys(model: ModelSpec) -> ModelSpec:
-    """A model whichever of its names a job's rows may use, and whatever other ways there are.
+    """A model whichever of its names a job's rows may use, and whatever other ways and however many replicas there are.
 
     An engine that has room for adapters is told with each job which ones there are.
     """
-    model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[])
+    model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[], scaling=None)
     if model.engine == "llm" and model.adapter_rank:
         return msgspec.structs.replace(model, adapters={}, adapter_names={}, bad_adapters={})
     return model
+
+
+def _keeper(key: str) -> str:
+    """Who holds a pool because of `keep`."""
+    return f"kept {key}"
 
 
 async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -51,6 +51,15 @@ def order_of(candidate: Candidate) -> tuple:
     return -candidate.rank, urgency, candidate.ahead, deadline, candidate.created, candidate.job
 
 
+def ahead_of(job: str, is_waiting: bool, candidates: Sequence[Candidate]) -> int:
+    """How many are served before this job; once it has rows at a worker only those of higher rank are."""
+    mine = next((each for each in candidates if each.job == job), None)
+    if mine is None:
+        return 0
+    before = [each for each in candidates if order_of(each) < order_of(mine)]
+    return len(before if is_waiting else [each for each in before if each.rank > mine.rank])
+
+
 def is_late(deadline: float | None, now: float, *, work: float, per_s: float | None) -> bool:
     """Whether a job with so much work left misses its deadline unless it has the workers to itself.
 
@@ -79,7 +88,8 @@ def shard_rows(model: ModelSpec, rows: int) -> int:
     if model.is_handed_over:
         return handed_over_rows(model)
     least, most = SHARD_ROWS[model.engine]
-    return max(least, min(most, rows // (max(1, model.workers) * SHARDS_PER_WORKER)))
+    workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
+    return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
 
 
 def handed_over_rows(model: ModelSpec) -> int:

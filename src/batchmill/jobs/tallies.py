@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.pool import Pool
 from batchmill.types import Commit, EngineStats, LiveHead
 
@@ -31,6 +32,10 @@ class ModelGauge(Struct, frozen=True):
     jobs: int  # that have rows left for it
     jobs_waiting: int  # of these, those of which no worker has a row
     rows_waiting: int  # rows of these jobs without an outcome
+    replicas: int = 0  # that run or start
+    wanted: int = 0
+    waits: str = ""  # for what a replica waits that the machine has no room for
+    adapters_loaded: int = 0  # in all workers together
 
 
 class Tallies:
@@ -41,6 +46,7 @@ class Tallies:
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (project, model, "input", "cached" or "output")
         self.errors: Counter[tuple[str, str, str]] = Counter()  # (project, model, code)
         self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the answer; 0 where there was none)
+        self.adapters = AdapterSums()
         self._codes: set[str] = set()
 
     def count(self, project: str, model: str, commit: Commit) -> None:
@@ -86,4 +92,8 @@ def gauge(pool: Pool, *, rows_left: Sequence[int], waiting: int) -> ModelGauge:
         jobs=len(rows_left),
         jobs_waiting=waiting,
         rows_waiting=sum(rows_left),
+        replicas=pool.replicas,
+        wanted=pool.standing.wanted,
+        waits=pool.waits,
+        adapters_loaded=sum(each.adapters_loaded for each in stats),
     )

@@ -26,6 +26,7 @@ class ModelAtWork(Struct, frozen=True):
     name: str
     is_ready: bool  # at least one worker is
     stats: Sequence[EngineStats]
+    waits: str = ""  # for what a replica waits that the machine has no room for
 
 
 def reasons(view: JobView, models: Sequence[ModelAtWork], ahead: int) -> list[str]:
@@ -58,7 +59,10 @@ def _engines(models: Sequence[ModelAtWork]) -> list[str]:
     found = []
     for model in models:
         notes = list(dict.fromkeys(stats.note for stats in model.stats if stats.note))
-        if not model.is_ready:
+        if model.waits:
+            more = "another copy of " if model.is_ready else ""
+            found.append(f"{more}the model {model.name!r} waits for room: {model.waits}")
+        elif not model.is_ready:
             found.append(f"the model {model.name!r} is still starting" + (f": {'; '.join(notes)}" if notes else ""))
         else:
             found += [f"the model {model.name!r}: {note}" for note in notes]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from batchmill.errors import ModelFailed
-from batchmill.models import secrets
+from batchmill.models import devices, secrets
 from batchmill.models.secrets import Secret
 from batchmill.types import FunctionSpec
 
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
-DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # What a process needs of the machine it runs on. Nothing else of ours is user code's to see: keys lie there.
 KEPT = frozenset(
     {
@@ -32,7 +30,7 @@ def environment_of(
     chosen[REPLICA_VARIABLE] = replica = ours.get(REPLICA_VARIABLE, "0")
     chosen |= function.environment
     chosen |= {name: resolve(reference).reveal() for name, reference in function.secrets.items()}
-    chosen[DEVICES_VARIABLE] = ",".join(_devices(function.gpus, int(replica), ours))
+    chosen[devices.VISIBLE] = ",".join(_devices(function.gpus, int(replica), ours))
     return chosen
 
 
@@ -40,7 +38,10 @@ def _devices(count: int, replica: int, ours: Mapping[str, str]) -> list[str]:
     """The GPUs of this worker alone; none for a function that asks for none."""
     if not count:
         return []
-    there = _gpus(ours)
+    dealt = ours.get(devices.DEALT)
+    if dealt is not None:
+        return dealt.split(",")[:count]
+    there = devices.visible(ours)
     mine = there[replica * count : (replica + 1) * count]
     if len(mine) < count:
         raise ModelFailed(
@@ -49,11 +50,3 @@ def _devices(count: int, replica: int, ours: Mapping[str, str]) -> list[str]:
             code="too_few_gpus",
         )
     return mine
-
-
-def _gpus(ours: Mapping[str, str]) -> list[str]:
-    visible = ours.get(DEVICES_VARIABLE)
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    paths = Path("/dev").glob("nvidia[0-9]*")
-    return [str(number) for number in sorted(int(path.name[6:]) for path in paths if path.name[6:].isdecimal())]

@@ -326,6 +326,11 @@ def _name_of(entry: ModelEntry) -> str:
 def _check(spec: ModelSpec) -> None:
     if not 1 <= spec.workers <= WORKERS_MAX:
         raise InvalidInput(f"workers must be 1 to {WORKERS_MAX}, not {spec.workers}")
+    if spec.workers != 1 and spec.scaling is not None:
+        raise InvalidInput(
+            f"{spec.workers} workers: {spec.name!r} has {spec.scaling.replicas_min} to {spec.scaling.replicas_max} "
+            "replicas by its configuration; leave the flag out"
+        )
     for name in spec.adapters:
         if name in (spec.name, spec.source):
             raise InvalidInput(f"the adapter {name!r} has the name of its model: give it another")
