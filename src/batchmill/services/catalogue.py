@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
+from batchmill.errors import BatchmillError, InvalidConfig, Unavailable, UnknownName
 from batchmill.models import registry
 from batchmill.services.adapters import merging
 from batchmill.services.adapters.records import AdapterRecord
@@ -18,14 +18,15 @@ from batchmill.services.adapters.service import AdapterService
 from batchmill.services.functions.names import LATEST, MAIN, read_reference
 from batchmill.services.functions.records import READY
 from batchmill.services.functions.versions import ModelVersions
+from batchmill.services.llms.bases import served_here
+from batchmill.services.llms.service import LlmDeployment, LlmService
 from batchmill.services.remote.models import RemoteModel, RemoteModels
-from batchmill.types import Caller, ModelSpec
+from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.forms import URLS
 
 VERSIONS_MAX = 10  # of a deployed function: the newest, which rows of a job may name
 REMOTE_MAX = 200  # of a project's models that are connectors: the newest, which rows may name beside the job's own
-MEDIA_FLAG, NO_HOST = "allowed-media-domains", "media.invalid"  # a name that no host can have: RFC 2606
 
 
 class Served(Struct, frozen=True):
@@ -44,6 +45,7 @@ class Catalogue:
         self._versions: ModelVersions | None = None
         self._remote: RemoteModels | None = None
         self._adapters: AdapterService | None = None
+        self._llms: LlmService | None = None
         self._models: dict[str, ModelSpec] = {}
         self._served: dict[str, Served] = {}
         place = f"{config.file}: " if config.file is not None else ""
@@ -52,7 +54,7 @@ class Catalogue:
                 model = registry.resolve(name, config, cwd=cwd)
             except BatchmillError as error:
                 raise InvalidConfig(f"{place}models.{name}: {error.message}", code=error.code) from None
-            model = self._models[name] = _guarded(model)
+            model = self._models[name] = served_here(model, config)
             for served in (Served(name, model), *(Served(adapter, model, adapter) for adapter in model.adapters)):
                 if served.name in self._served:
                     other = self._served[served.name].model.name
@@ -67,8 +69,13 @@ class Catalogue:
         """And what is registered as an adapter of a language model."""
         self._adapters = adapters
 
+    def attach_llms(self, llms: LlmService) -> None:
+        """And language models that were deployed over an API."""
+        self._llms, llms.around = llms, self
+
     def names(self, caller: Caller) -> list[Served]:
-        """What a caller may use: each model before its adapters, functions by name and alias, then remote models."""
+        """What a caller may use: each model before its adapters, deployments, functions by name and alias, then remote
+        models."""
         own: list[Served] = []
         for model in self._models.values():
             own += [
@@ -77,6 +84,7 @@ class Catalogue:
                 if self.may(caller, served.name)
             ]
             own += self._adapters_of(caller, model)
+        own += [Served(each.name, self._limited(caller, each)) for each in self._answering(caller)]
         for name in self._deployed(caller):
             found = self._names_of(name)
             own += [Served(text, _spec(found[text])) for text in sorted(found) if text == name or _is_alias(text)]
@@ -93,6 +101,8 @@ class Catalogue:
         served = self._served.get(name)
         if served is not None and self.may(caller, name):
             return replace(served, model=self.with_room(served.model))
+        if (deployment := self._deployment(caller, name)) is not None:
+            return Served(name, self._limited(caller, deployment))
         function, branch, version = read_reference(name)
         if self._versions is not None and function in self._deployed(caller):
             return Served(name, _spec(self._versions.choose(function, branch, version).version))
@@ -117,6 +127,12 @@ class Catalogue:
             spec = self.with_adapters(caller, replace(model, allowed=allowed))
             if spec.allowed:
                 found.append(spec)
+        taken = {name for spec in found for name in spec.allowed or ()}
+        for deployment in self._answering(caller):
+            spec = self._limited(caller, deployment)
+            own = [name for name in spec.allowed or () if name not in taken]
+            taken.update(own)
+            found.append(replace(spec, allowed=own))
         found += [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
         return found + [self._remote_spec(model) for model in self._registered(caller)[-REMOTE_MAX:]]
 
@@ -132,17 +148,70 @@ class Catalogue:
             return served.model
         return next(spec for spec in self.specs(caller) if spec.name == served.model.name)
 
+    # -- deployed language models -------------------------------------------------------------------------------------
+
+    revision = property(lambda self: 0 if self._adapters is None else self._adapters.revision)  # see llms' `Around`
+
+    def holder(self, project: str, name: str) -> str:
+        """Who has this name; empty: nobody that the project could mean by it."""
+        if name in self._served:
+            return "a model of the configuration"
+        if self._versions is not None and name in self._versions.names():
+            return "a function"
+        if self._remote is not None and self._remote.find(name, project) is not None:
+            return "a connector's model"
+        found = None if self._adapters is None else self._adapters.find_ready(project, name)
+        return "" if found is None else "an adapter"
+
+    def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
+        """A deployment's model with the adapters that a project registered for it or its base."""
+        everything = Caller(project, Scope.ADMIN)
+        if model.name == base or self._llms is None or not self._llms.is_deployed(project, model.name):
+            found = self.with_adapters(everything, replace(model, name=base))
+            return replace(found, name=model.name)
+        return self.with_adapters(everything, model, (base,))
+
+    def _answering(self, caller: Caller) -> list[LlmDeployment]:
+        return [] if self._llms is None else [each for each in self._llms.deployed(caller) if each.answers]
+
+    def _deployment(self, caller: Caller, name: str) -> LlmDeployment | None:
+        """Raises: Unavailable for one that was stopped."""
+        found = None if self._llms is None else self._llms.find(caller, name)
+        if found is not None and not found.answers:
+            why = found.problem if found.is_broken else "it was stopped: start it"
+            raise Unavailable(f"the deployment {name!r} answers nothing: {why}", code="llm_stopped")
+        return found
+
+    @staticmethod
+    def _limited(caller: Caller, deployment: LlmDeployment) -> ModelSpec:
+        """A deployment's model, with those names that the caller may use."""
+        model = deployment.model
+        names = [model.name, *model.adapters, *model.adapter_names]
+        return replace(model, allowed=[name for name in names if caller.models is None or name in caller.models])
+
+    def _llm_for(self, caller: Caller, base: str) -> ModelSpec | None:
+        """What serves the adapters of a base: a model of the configuration, or a deployment."""
+        if base in self._models:
+            return self._models[base]
+        for each in self._answering(caller):
+            if base in (each.name, each.settings.base_model) and each.settings.takes_adapters:
+                return each.model
+        return None
+
     # -- adapters of language models ----------------------------------------------------------------------------------
 
     def base(self, caller: Caller, name: str) -> ModelSpec:
         """The model that adapters may be registered for. Raises: UnknownName."""
+        if self._llms is not None and self._llms.bases.offers(caller, name):
+            return self._llms.bases.find(caller, name)
         return self.find(caller, name).model
 
     def is_taken(self, project: str, name: str) -> bool:
         """Something that is no registered adapter is called so."""
         functions = set() if self._versions is None else set(self._versions.names())
         remote = None if self._remote is None else self._remote.find(name, project)
-        return name in self._served or name in functions or remote is not None
+        deployed = self._llms is not None and self._llms.is_deployed(project, name)
+        return name in self._served or name in functions or remote is not None or deployed
 
     def with_room(self, model: ModelSpec, bases: Sequence[str] = ()) -> ModelSpec:
         """A model whose engine has room for the adapters registered for it, or for one of `bases`."""
@@ -191,7 +260,7 @@ class Catalogue:
 
     def _found_adapter(self, caller: Caller, name: str) -> Served | None:
         found = None if self._adapters is None else self._adapters.find_ready(caller.project, name)
-        model = None if found is None else self._models.get(found.base)
+        model = None if found is None else self._llm_for(caller, found.base)
         return None if model is None else self.with_adapter(caller, model, name)
 
     def _registered(self, caller: Caller) -> list[RemoteModel]:
@@ -270,9 +339,12 @@ class Catalogue:
         remote = self._found_remote(caller, name)
         if remote is not None and remote.id == name:  # what was registered is its project's own, whatever others list
             return True
+        if self._llms is not None and self._llms.is_deployed(caller.project, name):
+            return caller.models is None or name in caller.models
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
-        if project is not None and project.functions is not None and name not in self._served:
+        is_llm = name in self._served or (self._llms is not None and self._llms.bases.is_base(name))
+        if project is not None and project.functions is not None and not is_llm:
             allowed = project.functions
         return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)
 
@@ -290,13 +362,3 @@ def _age(version: ModelVersion) -> float:
 def _is_alias(text: str) -> bool:
     label = text.partition("@")[2]
     return bool(label) and "/" not in label and label != LATEST and not label.isdigit()
-
-
-def _guarded(model: ModelSpec) -> ModelSpec:
-    """An engine server of ours fetches no image or video that a caller names: it stands inside, the caller may not.
-
-    Media inside a request are taken. `engine_args = { allowed-media-domains = "example.com" }` opens a host.
-    """
-    if model.engine != "llm" or any(name.replace("_", "-") == MEDIA_FLAG for name in model.engine_args):
-        return model
-    return replace(model, engine_args={**model.engine_args, MEDIA_FLAG: NO_HOST})

@@ -50,7 +50,7 @@ class Bases:
 
     def find(self, caller: Caller, name: str) -> ModelSpec:
         """Raises: UnknownName (`unknown_base_model`), alike for what is not there and what the caller may not use."""
-        if not self.may(caller, name) or not self._is_base(name):
+        if not self.offers(caller, name):
             raise self._unknown(caller, name)
         return self.get(name)
 
@@ -66,7 +66,12 @@ class Bases:
         allowed = None if project is None else project.models
         return (caller.models is None or name in caller.models) and (allowed is None or name in allowed)
 
-    def _is_base(self, name: str) -> bool:
+    def offers(self, caller: Caller, name: str) -> bool:
+        """It is a base model that this caller may use."""
+        return self.may(caller, name) and self.is_base(name)
+
+    def is_base(self, name: str) -> bool:
+        """Somebody may deploy it."""
         if name in self._config.models:
             return self._config.models[name].engine == KIND
         if name in self._entry.base_models:

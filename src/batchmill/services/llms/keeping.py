@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -33,7 +33,7 @@ class Engines(Protocol):
     def engine_of(self, model: ModelSpec) -> EngineView: ...
 
     def keep(self, model: ModelSpec) -> None:
-        """Have as many replicas as its scaling says at least, whether they are used or not."""
+        """Have as many replicas as its scaling says at least, whether they are used or not; those there scale so."""
 
     def let_go(self, model: ModelSpec) -> None:
         """The end of `keep`."""
@@ -69,7 +69,7 @@ class _Kept:
 
     def __init__(self, model: ModelSpec) -> None:
         self.model = model  # what calls and jobs get
-        self.holds = False
+        self.is_on = False  # it may have an engine
         self.held: ModelSpec | None = None  # what `keep` was told
         self.wanted: ModelSpec | None = None  # while an exchange is under way
         self.exchange: asyncio.Task[None] | None = None
@@ -126,13 +126,19 @@ class Keeper:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def want(self, key: str, model: ModelSpec, *, holds: bool, preloaded: list[str]) -> bool:
+    def want(self, key: str, model: ModelSpec, *, is_on: bool = True, preloaded: Sequence[str] = ()) -> bool:
         """Serve this model from now on; one that runs in its place goes on until the new one is ready.
+
+        Args:
+            is_on: False lets its engine go.
+            preloaded: names of adapters of the model that an engine is given when it has started.
 
         Returns: whether it is served already; if not, `moved` tells how it went.
         """
         kept = self._kept.setdefault(key, _Kept(model))
-        kept.holds, kept.preloaded = holds, preloaded
+        if kept.preloaded != list(preloaded):
+            kept.preloaded, kept.warmed_at = list(preloaded), 0.0
+        kept.is_on, kept.failed = is_on, None
         is_served = self._want(key, kept, model)
         self._hold(kept)
         return is_served
@@ -151,13 +157,19 @@ class Keeper:
         kept.model = model
         return True
 
-    def refresh(self, key: str, model: ModelSpec) -> None:
-        """Serve the same with other adapters; with another engine, where they need one."""
+    def refresh(self, key: str, model: ModelSpec) -> bool:
+        """Serve the same with other adapters; with another engine, where they need one.
+
+        Returns: whether it was taken in: it is not while an exchange is under way.
+        """
         kept = self._kept[key]
-        is_new = kept.model != model and (kept.failed is None or not _is_one_engine(kept.failed, model))
-        if kept.wanted is None and is_new:
+        if kept.wanted is not None:
+            return False
+        is_refused = kept.failed is not None and _is_one_engine(kept.failed, model)
+        if kept.model != model and not is_refused:
             self._want(key, kept, model)
             self._hold(kept)
+        return True
 
     def start(self, key: str) -> None:
         """Have an engine ready, which stays as if it had just been called."""
@@ -168,7 +180,7 @@ class Keeper:
         """Let go of it: its engine ends when nobody uses it."""
         kept = self._kept.pop(key)
         self._stop_exchange(kept)
-        kept.holds = False
+        kept.is_on = False
         self._hold(kept)
 
     def note(self, key: str, kind: str, message: str = "") -> None:
@@ -180,12 +192,11 @@ class Keeper:
     # -- holding ------------------------------------------------------------------------------------------------------
 
     def _hold(self, kept: _Kept) -> None:
-        wanted = kept.model if kept.holds and self._is_open else None
-        if kept.held is not None and wanted is not None and _is_one_engine(kept.held, wanted):
-            return
-        if kept.held is not None:
-            self._engines.let_go(kept.held)
-        if wanted is not None:
+        wanted, held = kept.model if kept.is_on and self._is_open else None, kept.held
+        is_one = wanted is not None and held is not None and _is_one_engine(held, wanted)
+        if held is not None and not is_one:
+            self._engines.let_go(held)
+        if wanted is not None and not (is_one and held is not None and held.scaling == wanted.scaling):
             self._engines.keep(wanted)
         kept.held = wanted
 
@@ -304,12 +315,15 @@ class Keeper:
 
 
 def _is_one_engine(mine: ModelSpec, other: ModelSpec) -> bool:
-    """The same engine serves both: which adapters there are does not matter to one that has room for them."""
+    """The same engine serves both, however many replicas of it there are to be.
+
+    Which adapters there are does not matter to one that has room for them.
+    """
     return _engine(mine) == _engine(other)
 
 
 def _engine(model: ModelSpec) -> ModelSpec:
-    model = replace(model, allowed=None, adapter_patterns=[])
+    model = replace(model, allowed=None, adapter_patterns=[], scaling=None)
     if model.adapter_rank:
         return replace(model, adapters={}, adapter_names={}, bad_adapters={})
     return model

@@ -41,20 +41,24 @@ STARTED = (EngineState.READY, EngineState.STARTING)
 class Around(Protocol):
     """What else there is that has names, and which adapters."""
 
+    revision: int  # of adapters: rises with every change
+
     def holder(self, project: str, name: str) -> str:
         """Who has this name: "a model of the configuration"; empty: nobody."""
 
-    def with_adapters(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
-        """A model with the adapters that a project registered for its base."""
+    def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
+        """A model with the adapters that a project registered for it and its base, and room for everybody's."""
 
 
 class Nothing:
     """As `Around`, where nothing else is known."""
 
+    revision = 0
+
     def holder(self, project: str, name: str) -> str:
         return ""
 
-    def with_adapters(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
+    def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         return model
 
 
@@ -87,6 +91,7 @@ class LlmService:
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
         self._shown: list[LlmDeployment] | None = None  # those of the configuration
+        self._seen: dict[str, tuple[int, ModelSpec]] = {}  # id -> what its model was made of
         self._opened = clock.now()
 
     async def load(self) -> None:
@@ -112,8 +117,7 @@ class LlmService:
         for deployment in self._all():  # what has names is known now
             self._want(deployment)
         for deployment in self._configured():
-            least = deployment.settings.scaling.replicas_min
-            self._keeper.want(deployment.id, deployment.model, holds=least > 0, preloaded=[])
+            self._keeper.want(deployment.id, self.around.adapted("", deployment.name, deployment.model))
         self._keeper.open()
 
     async def close(self) -> None:
@@ -143,11 +147,14 @@ class LlmService:
         found = self._of(caller.project).get(name)
         return self._fresh(found) if found is not None and self._may(caller, found) else None
 
+    def is_deployed(self, project: str, name: str) -> bool:
+        """There is such a deployment, whoever may use it."""
+        return name in self._of(project)
+
     def view(self, deployment: LlmDeployment) -> EngineView:
         """Its engine, and what became of it lately."""
         if deployment.is_configured:
-            base = self.around.with_adapters(deployment.project, deployment.name, deployment.model)
-            return self._keeper.view_of(base)
+            return self._keeper.view_of(self.around.adapted(deployment.project, deployment.name, deployment.model))
         view = self._keeper.view(deployment.id)
         if deployment.is_broken:
             return replace(view, state=EngineState.FAILED, message=deployment.problem)
@@ -173,8 +180,7 @@ class LlmService:
             is_ours = self._may(caller, deployment) and not deployment.is_stopped
             if is_ours and self._serves(deployment, settings):
                 return self._fresh(deployment).model
-        model = model_of(base, settings, name=name)
-        return self._with_adapters(caller.project, settings, model)
+        return self._with_adapters(caller.project, settings, model_of(base, settings, name=name))
 
     def _serves(self, deployment: LlmDeployment, settings: LlmSettings) -> bool:
         """Its engine runs, with just these settings. One that was given a token serves jobs that bring none."""
@@ -288,6 +294,7 @@ class LlmService:
         unused = await self._tokens.unused(tokens_of(gone))
         await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, gone.id))
         del self._records[gone.project][gone.name]
+        self._seen.pop(gone.id, None)
         self._keeper.drop(gone.id)
         return gone
 
@@ -360,24 +367,26 @@ class LlmService:
     def _want(self, deployment: LlmDeployment) -> bool:
         settings = deployment.serving if deployment.serving is not None and deployment.problem else deployment.settings
         if deployment.is_broken:
-            return True
+            return self._keeper.want(deployment.id, deployment.model, is_on=False)
         model = model_of(self.bases.get(settings.base_model), settings, name=deployment.name)
         return self._keeper.want(
             deployment.id,
             self._with_adapters(deployment.project, settings, model),
-            holds=settings.scaling.replicas_min > 0 and not deployment.is_stopped,
+            is_on=not deployment.is_stopped,
             preloaded=settings.preloaded_adapters,
         )
 
     def _with_adapters(self, project: str, settings: LlmSettings, model: ModelSpec) -> ModelSpec:
-        if not settings.takes_adapters:
-            return model
-        return self.around.with_adapters(project, settings.base_model, model)
+        return self.around.adapted(project, settings.base_model, model) if settings.takes_adapters else model
 
     def _fresh(self, deployment: LlmDeployment) -> LlmDeployment:
         """With the model that is served, and the adapters of now."""
-        settings = deployment.serving or deployment.settings
-        self._keeper.refresh(deployment.id, self._with_adapters(deployment.project, settings, deployment.model))
+        seen = self.around.revision, deployment.model
+        if self._seen.get(deployment.id) != seen:
+            settings = deployment.serving or deployment.settings
+            merged = self._with_adapters(deployment.project, settings, deployment.model)
+            if self._keeper.refresh(deployment.id, merged):
+                self._seen[deployment.id] = seen
         return replace(deployment, model=self._keeper.model(deployment.id))
 
     def _put(self, deployment: LlmDeployment) -> None:

@@ -7,11 +7,11 @@ import hashlib
 import msgspec
 from msgspec.structs import replace
 
-from batchmill.config import SCALING_LIMITS
 from batchmill.errors import InvalidInput
 from batchmill.services.llms.arguments import checked
 from batchmill.services.llms.tokens import VARIABLE
 from batchmill.types import LlmSettings, ModelSpec, Scaling
+from batchmill.types.machines import LEAST_AND_MOST
 
 MEMORY_BYTES_MAX, GPUS_MAX = 2**50, 1_024
 PRELOADED_MAX = 1_000
@@ -40,8 +40,8 @@ def read(settings: LlmSettings, *, gpus_max: int | None) -> LlmSettings:
 
 
 def _check_scaling(scaling: Scaling) -> None:
-    for name, (low, high) in SCALING_LIMITS.items():
-        value = getattr(scaling, name)
+    for name, (low, high) in LEAST_AND_MOST.items():
+        value = getattr(scaling, name, None)  # GPUs are not among them
         if value is not None and not low <= value <= high:
             raise InvalidInput(f"{name} must be {low:,} to {high:,}, not {value}", code="invalid_setting")
     if scaling.replicas_min > scaling.replicas_max:
@@ -73,7 +73,7 @@ def model_of(base: ModelSpec, settings: LlmSettings, *, name: str | None = None)
         made = replace(made, adapters={}, adapter_names={}, bad_adapters={}, adapter_patterns=[], adapter_rank=0)
     if made == base and name is None:
         return base
-    return replace(made, name=name or f"{base.name}{MARK}{digest_of(settings)}")
+    return replace(made, name=name or f"{base.name}{MARK}{digest_of(settings)}", alias=base.name)
 
 
 def digest_of(settings: LlmSettings) -> str:

@@ -1,0 +1,103 @@
+"""Language models that batchmill serves itself: deployed, looked at, changed, started and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+from starlette.responses import Response
+
+from batchmill.dialects.native.views import Shown
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.llms import views
+from batchmill.services.llms.door import change
+from batchmill.services.llms.records import LlmDeployment
+from batchmill.services.services import Services
+from batchmill.types import EngineEvent, EngineView, Scope
+from batchmill.wire.native import PREFIX
+from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmEventsQuery, LlmInfo, LlmList, NewLlm
+
+LLMS = f"{PREFIX}/llms"
+ONE = f"{LLMS}/{{name}}"
+MISSING, TAKEN = 404, 409
+
+
+class Llms:
+    def __init__(self, services: Services, shown: Shown) -> None:
+        self._llms, self._shown = services.llms, shown
+
+    def operations(self) -> Sequence[Operation]:
+        admin, read = Scope.ADMIN, Scope.READ
+        return (
+            Operation(
+                "deployLlm", "POST", LLMS, "Deploy a language model", admin, self.create, body=NewLlm, reply=LlmInfo,
+                status=201, errors=(MISSING, TAKEN),
+            ),
+            Operation("llms", "GET", LLMS, "Language models that are served here", read, self.list, reply=LlmList),
+            Operation(
+                "llm", "GET", ONE, "A language model, and how its engine is", read, self.show, reply=LlmInfo,
+                errors=(MISSING,),
+            ),
+            Operation(
+                "changeLlm", "PATCH", ONE, "Change a deployment; it answers meanwhile", admin, self.change,
+                body=LlmChange, reply=LlmInfo, errors=(MISSING, TAKEN),
+            ),
+            Operation(
+                "removeLlm", "DELETE", ONE, "Remove a deployment", admin, self.remove, reply=LlmInfo,
+                errors=(MISSING, TAKEN),
+            ),
+            Operation(
+                "llmEvents", "GET", f"{ONE}/events", "What became of a deployment lately", read, self.events,
+                query=LlmEventsQuery, reply=LlmEvents, errors=(MISSING,),
+            ),
+            Operation(
+                "startLlm", "POST", f"{ONE}/start", "Have an engine ready now", admin, self.start, reply=LlmInfo,
+                errors=(MISSING,),
+            ),
+            Operation(
+                "stopLlm", "POST", f"{ONE}/stop", "Let it answer nothing until it is started", admin, self.stop,
+                reply=LlmInfo, errors=(MISSING, TAKEN),
+            ),
+        )  # fmt: skip
+
+    async def create(self, call: Call) -> Response:
+        asked: NewLlm = call.body
+        settings = views.settings_of(asked)
+        made = await self._llms.create(call.caller, asked.name, settings, description=asked.description)
+        return self._reply(made, 201)
+
+    async def list(self, call: Call) -> Response:
+        found = [self._info(each) for each in self._llms.list(call.caller)]
+        return json_reply(LlmList(found, self._llms.bases.names(call.caller)))
+
+    async def show(self, call: Call) -> Response:
+        return self._reply(self._llms.get(call.caller, call.path["name"]))
+
+    async def change(self, call: Call) -> Response:
+        return self._reply(await change(self._llms, call.caller, call.path["name"], call.body))
+
+    async def remove(self, call: Call) -> Response:
+        gone = await self._llms.delete(call.caller, call.path["name"])
+        return json_reply(views.info(gone, EngineView()))
+
+    async def events(self, call: Call) -> Response:
+        query: LlmEventsQuery = call.query
+        view = self._llms.view(self._llms.get(call.caller, call.path["name"]))
+        after = 0.0 if query.after is None else query.after
+        return json_reply(LlmEvents([self._event(each) for each in view.events if each.at > after]))
+
+    async def start(self, call: Call) -> Response:
+        return self._reply(await self._llms.start(call.caller, call.path["name"]))
+
+    async def stop(self, call: Call) -> Response:
+        return self._reply(await self._llms.stop(call.caller, call.path["name"]))
+
+    def _reply(self, deployment: LlmDeployment, status: int = 200) -> Response:
+        return json_reply(self._info(deployment), status)
+
+    def _info(self, deployment: LlmDeployment) -> LlmInfo:
+        found = views.info(deployment, self._llms.view(deployment))
+        return replace(found, message=self._shown.text(found.message))
+
+    def _event(self, event: EngineEvent) -> EngineEvent:
+        return replace(event, message=self._shown.text(event.message))

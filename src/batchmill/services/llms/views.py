@@ -1,0 +1,81 @@
+"""Deployments of language models as batchmill's own API and command line have them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
+
+from batchmill.services.llms.bases import MEDIA_FLAG
+from batchmill.services.llms.records import LlmDeployment
+from batchmill.types import EngineView, LlmSettings, Needs, Scaling
+from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm
+
+SCALING = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests")
+NEEDS = ("memory_bytes", "gpus")
+OWN = ("base_model", "engine_args", "hf_token", "takes_adapters", "preloaded_adapters")
+
+
+def settings_of(asked: NewLlm) -> LlmSettings:
+    told = asdict(asked)
+    return LlmSettings(
+        **{name: told[name] for name in OWN}, scaling=_scaling(Scaling(), told), needs=_needs(Needs(), told)
+    )
+
+
+def changed(settings: LlmSettings, asked: LlmChange) -> LlmSettings | None:
+    """The settings with what is said of them; None: nothing is."""
+    told = {name: value for name, value in asdict(asked).items() if value is not UNSET and name != "description"}
+    if not told:
+        return None
+    return replace(
+        settings,
+        **{name: told[name] for name in OWN if name in told},
+        scaling=_scaling(settings.scaling, told),
+        needs=_needs(settings.needs, told),
+    )
+
+
+def _scaling(before: Scaling, told: dict[str, Any]) -> Scaling:
+    """A least number above the most that was not said raises that."""
+    blank = Scaling()
+    said = {name: told[name] for name in SCALING if name in told}
+    found = replace(before, **{name: getattr(blank, name) if said[name] is None else said[name] for name in said})
+    if said.get("replicas_max") is None and found.replicas_min > found.replicas_max:
+        return replace(found, replicas_max=found.replicas_min)
+    return found
+
+
+def _needs(before: Needs, told: dict[str, Any]) -> Needs:
+    return replace(before, **{name: told[name] or 0 for name in NEEDS if name in told})
+
+
+def info(deployment: LlmDeployment, view: EngineView) -> LlmInfo:
+    settings, model = deployment.settings, deployment.model
+    scaling = settings.scaling if model.scaling is None or deployment.is_updating else model.scaling
+    return LlmInfo(
+        id=deployment.id,
+        name=deployment.name,
+        base_model=settings.base_model,
+        state=view.state,
+        replicas=view.replicas,
+        ready=view.ready,
+        wanted=view.wanted,
+        message=view.message,
+        engine_args={name: value for name, value in settings.engine_args.items() if name != MEDIA_FLAG},
+        has_hf_token=settings.hf_token is not None,
+        **{name: getattr(scaling, name) for name in SCALING},
+        memory_bytes=model.needs.memory_bytes,
+        gpus=model.needs.gpus,
+        takes_adapters=settings.takes_adapters,
+        preloaded_adapters=settings.preloaded_adapters,
+        adapters=[*model.adapters, *model.adapter_names],
+        price=model.price,
+        description=deployment.description,
+        is_configured=deployment.is_configured,
+        is_stopped=deployment.is_stopped,
+        is_updating=deployment.is_updating,
+        created=deployment.created,
+        changed=deployment.changed,
+    )
