@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from batchmill.services.keys import KeyService
     from batchmill.services.links import LinkService
     from batchmill.services.live_calls import LiveCalls
+    from batchmill.services.llms.service import LlmService
     from batchmill.services.remote.calls import RemoteCalls
     from batchmill.services.remote.connectors import ConnectorService
     from batchmill.services.remote.groups import ModelGroups
@@ -53,6 +54,7 @@ class Services(Struct, frozen=True):
     remote_calls: RemoteCalls
     remote_tasks: RemoteTasks
     adapters: AdapterService
+    llms: LlmService
     config: Config
     clock: Clock
     stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now

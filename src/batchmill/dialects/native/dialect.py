@@ -8,11 +8,13 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.dialects.native import errors
+from batchmill.dialects.native.adapters import Adapters
 from batchmill.dialects.native.files import Files
 from batchmill.dialects.native.following import Following
 from batchmill.dialects.native.functions import Functions
 from batchmill.dialects.native.jobs import Jobs
 from batchmill.dialects.native.keys import Keys
+from batchmill.dialects.native.llms import Llms
 from batchmill.dialects.native.looking import Looking
 from batchmill.dialects.native.orders import Orders
 from batchmill.dialects.native.views import Shown
@@ -34,6 +36,8 @@ class NativeDialect:
             Looking(services, self._shown, orders),
             Keys(services),
             Functions(services, self._shown),
+            Llms(services, self._shown),
+            Adapters(services, self._shown),
         )
 
     def operations(self) -> Sequence[Operation]:

@@ -94,7 +94,7 @@ class Looking:
         return json_reply(ModelList([self._info(spec, pools.get(spec.name)) for spec in specs]))
 
     def _info(self, spec: ModelSpec, pool: ModelGauge | None) -> ModelInfo:
-        adapters = [name for name in spec.adapters if spec.allowed is None or name in spec.allowed]
+        adapters = [name for name, adapter in spec.targets().items() if adapter is not None]
         told = None
         if pool is not None:
             note = self._shown.text(pool.failure or pool.note)

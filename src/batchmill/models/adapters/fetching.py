@@ -190,6 +190,7 @@ def _copy_folder(source: Path, place: Path) -> None:
                 "a model hub",
                 code="invalid_source",
             )
+        check_size(name, (root / name).stat().st_size)
         write_file(place, name, lambda each, write: _read_pieces(root / each, write))
 
 

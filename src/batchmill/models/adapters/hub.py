@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import disable_progress_bars
 
@@ -29,7 +29,8 @@ def download(source: str, place: Path, work: Path, token: str | None) -> None:
     repository, _, revision = source.partition("@")
     try:
         if constants.HF_HUB_OFFLINE:
-            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(FILES)))
+            found = [hf_hub_download(repository, name, revision=revision or None) for name in FILES]
+            folder = Path(found[0]).parent
         else:
             folder = _download(repository, revision or None, work / "download", token)
     except (hub_errors.HfHubHTTPError, hub_errors.EntryNotFoundError, hub_errors.HFValidationError, OSError) as error:

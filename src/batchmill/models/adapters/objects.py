@@ -20,6 +20,7 @@ LISTED_MAX = 1000  # files below the prefix that are looked at
 TIMEOUT_S = 1800  # for one file
 CONNECT_S = 10
 RETRY_S = 60
+NOT_THERE = "404 Not Found"  # of a bucket, for which obstore has no error of its own
 
 
 def download(source: str, place: Path) -> None:
@@ -51,7 +52,7 @@ def _read(store: obstore.store.ObjectStore, name: str, write: Callable[[bytes], 
 
 def _translated(source: str, error: exceptions.BaseError) -> BatchmillError:
     told = str(error).strip().partition("\n")[0]
-    if isinstance(error, exceptions.NotFoundError):
+    if isinstance(error, exceptions.NotFoundError) or NOT_THERE in told:
         return InvalidInput(f"there is nothing at {source}: {told}", code="unknown_adapter")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return AuthRefused(f"the object store refused {source}: {told}", code="store_refused")

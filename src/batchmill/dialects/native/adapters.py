@@ -1,0 +1,123 @@
+"""Adapters: registered from where the server may fetch them, or uploaded; looked at, removed. Making is an admin's.
+
+The archive has a media type of its own, so that no web page can send one to a server that asks for no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+from starlette.responses import Response
+
+from batchmill.dialects.native.views import Shown
+from batchmill.errors import Forbidden
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.services.adapters.service import AdapterRecord, unknown_adapter
+from batchmill.services.adapters.views import shown_info
+from batchmill.services.services import Services
+from batchmill.types import Caller, Scope
+from batchmill.wire.adapter_bundles import ADAPTER_MEDIA, BUNDLE_BYTES_MAX
+from batchmill.wire.native import PREFIX
+from batchmill.wire.native_adapters import (
+    AdapterInfo,
+    AdapterList,
+    AdapterQuery,
+    AdapterVersion,
+    NewAdapter,
+    UploadQuery,
+)
+
+ADAPTERS = f"{PREFIX}/adapters"
+ONE = f"{ADAPTERS}/{{name}}"
+MISSING, TAKEN = 404, 409
+
+
+class Adapters:
+    def __init__(self, services: Services, shown: Shown) -> None:
+        self._adapters, self._shown = services.adapters, shown
+
+    def operations(self) -> Sequence[Operation]:
+        admin, read = Scope.ADMIN, Scope.READ
+        return (
+            Operation(
+                "registerAdapter", "POST", ADAPTERS, "Register an adapter; it is fetched from then on", admin,
+                self.register, body=NewAdapter, reply=AdapterInfo, status=202, errors=(MISSING, TAKEN),
+            ),
+            Operation(
+                "uploadAdapter", "POST", f"{ONE}/versions", "Upload an adapter: the body is its archive", admin,
+                self.upload, query=UploadQuery, body=Content(ADAPTER_MEDIA), reply=AdapterInfo, status=201,
+                body_bytes_max=BUNDLE_BYTES_MAX, errors=(MISSING, TAKEN),
+            ),
+            Operation(
+                "listAdapters", "GET", ADAPTERS, "The adapters that the caller may use", read, self.list,
+                query=AdapterQuery, reply=AdapterList,
+            ),
+            Operation(
+                "showAdapter", "GET", ONE, "One adapter", read, self.show, query=AdapterVersion, reply=AdapterInfo,
+                errors=(MISSING,),
+            ),
+            Operation(
+                "removeAdapter", "DELETE", ONE, "Remove a version, or all; jobs that have it keep it", admin,
+                self.remove, query=AdapterVersion, reply=AdapterList, errors=(MISSING,),
+            ),
+        )  # fmt: skip
+
+    async def register(self, call: Call) -> Response:
+        asked: NewAdapter = call.body
+        _check(call.caller, asked.name)
+        record = await self._adapters.register(call.caller, asked.base, asked.name, asked.source, token=asked.token)
+        return json_reply(self._info(record), 202)
+
+    async def upload(self, call: Call) -> Response:
+        query: UploadQuery = call.query
+        name = call.path["name"]
+        _check(call.caller, name)
+        bundle = await asyncio.to_thread(self._adapters.incoming)
+        try:
+            with bundle.open("wb") as file:
+                async for piece in call.request.stream():
+                    await asyncio.to_thread(file.write, piece)
+            record = await self._adapters.take(call.caller, query.base, name, bundle)
+        finally:
+            await asyncio.to_thread(bundle.unlink)
+        return json_reply(self._info(record), 201)
+
+    async def list(self, call: Call) -> Response:
+        query: AdapterQuery = call.query
+        found = self._adapters.list(call.caller.project, query.base)
+        return json_reply(AdapterList([self._info(each) for each in found if _may_see(call.caller, each)]))
+
+    async def show(self, call: Call) -> Response:
+        query: AdapterVersion = call.query
+        record = self._adapters.get(call.caller.project, call.path["name"], query.version)
+        if not _may_see(call.caller, record):
+            raise unknown_adapter(record.name, query.version)
+        return json_reply(self._info(record))
+
+    async def remove(self, call: Call) -> Response:
+        query: AdapterVersion = call.query
+        name = call.path["name"]
+        if not _may(call.caller, name):
+            raise unknown_adapter(name, query.version)
+        gone = await self._adapters.remove(call.caller.project, name, query.version)
+        return json_reply(AdapterList([self._info(each) for each in gone]))
+
+    def _info(self, record: AdapterRecord) -> AdapterInfo:
+        info = shown_info(record)
+        return replace(info, message=self._shown.text(info.message))
+
+
+def _may(caller: Caller, name: str) -> bool:
+    return caller.models is None or name in caller.models
+
+
+def _may_see(caller: Caller, record: AdapterRecord) -> bool:
+    return _may(caller, record.name) or _may(caller, record.own_name)
+
+
+def _check(caller: Caller, name: str) -> None:
+    """Raises: Forbidden for a name that the key may not use."""
+    if not _may(caller, name):
+        raise Forbidden(f"this key may not use the adapter {name!r}, and so not register it")
