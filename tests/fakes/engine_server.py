@@ -26,6 +26,10 @@ from typing import Any
 
 from aiohttp import web
 
+sys.path.insert(0, str(Path(__file__).parent))  # it is run by its path
+
+import completions as completing  # noqa: E402
+
 ENV = os.environ
 HANGS_S = 3600.0
 
@@ -227,6 +231,26 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return web.json_response(reply)
 
 
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Answers as a chat does, token by token. See `completions.py`."""
+    engine = request.app[ENGINE]
+    body, refused = await read_body(request)
+    if refused is not None:
+        return refused
+    if (why := completing.wrong(body)) is not None:
+        return error(400, why, "BadRequestError")
+    if isinstance(body["prompt"], str) and (ending := await suffer(body["prompt"], request)) is not None:
+        return ending
+    await engine.step()
+    model = body.get("model") or engine.options.served_model_name[0]
+    return await completing.answer(request, body, model, lambda text: answer(engine, model, text))
+
+
+async def classify(request: web.Request) -> web.StreamResponse:
+    body, refused = await read_body(request)
+    return refused or completing.classes(body, body.get("model") or request.app[ENGINE].options.served_model_name[0])
+
+
 async def embeddings(request: web.Request) -> web.Response:
     _, refused = await read_body(request)
     usage = {"prompt_tokens": 2, "total_tokens": 2}
@@ -280,9 +304,9 @@ async def serve(options: argparse.Namespace, core: int) -> None:
     app.add_routes([web.get("/health", health), web.get("/v1/models", models), web.get("/metrics", metrics)])
     app.add_routes([web.post("/v1/load_lora_adapter", load_adapter)])
     if options.runner == "pooling":
-        app.add_routes([web.post("/v1/embeddings", embeddings)])
+        app.add_routes([web.post("/v1/embeddings", embeddings), web.post("/classify", classify)])
     else:
-        app.add_routes([web.post("/v1/chat/completions", chat)])
+        app.add_routes([web.post("/v1/chat/completions", chat), web.post("/v1/completions", completions)])
     app.router.add_route("*", "/{path:.*}", not_found)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()

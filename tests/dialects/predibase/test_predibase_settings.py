@@ -192,7 +192,7 @@ def test_an_update_says_what_changes():
 
 
 def test_a_config_comes_back():
-    """What is shown of a deployment is taken again and means the same, as does what a job makes of it; no token is shown."""
+    """What is shown of a deployment, never a token, is taken again and means the same, also as a job's."""
     had = deployment(
         maxTotalTokens=1024, prefixCaching=True, quantization="fp8", customArgs=["--dtype", "half"], hfToken="hf_x"
     )
