@@ -112,7 +112,7 @@ async def test_an_error_of_the_server_is_handed_on(start):
 async def test_an_unknown_model_of_the_server_is_handed_on(start, fake):
     """A 404 that has an envelope is the server's answer; one of its web framework is ours to explain."""
     engine = await start(adapters={"late": fake.adapter("late")})
-    engine._calls._targets["gone"] = None
+    engine._calls._bases.add("gone")
     head, body = await answer_to(engine, chat_request("x", model="gone"))
     assert (head.status, json.loads(body)["error"]["type"]) == (404, "NotFoundError")
 

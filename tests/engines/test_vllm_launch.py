@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from llm_support import FakeVllm
 
-from batchmill.engines.vllm_launch import LORA_RANKS, Machine, find_python, plan_launch
+from batchmill.engines.vllm_launch import (
+    LORA_RANKS,
+    SIDE,
+    Machine,
+    adapter_room,
+    find_python,
+    plan_launch,
+    secret_variables,
+)
 from batchmill.errors import ModelFailed
-from batchmill.types import ModelSpec
+from batchmill.types import Limits, ModelSpec
 
 CPU = Machine([], 64 * 1024**3, cores=64)
 SMALL_CPU = Machine([], 64 * 1024**3, cores=2)
@@ -133,29 +140,71 @@ def test_adapters_get_room_for_the_highest_rank(fake, rank, room):
     assert "--enable-lora" in command
     assert value(command, "max-lora-rank") == str(room)
     assert int(value(command, "max-lora-rank")) in LORA_RANKS
-    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("3", "3")
-    modules = command[command.index("--lora-modules") + 1 :][:2]
-    assert [json.loads(module) for module in modules] == [{"name": k, "path": v} for k, v in adapters.items()]
+    assert "--lora-modules" not in command
 
 
-def test_many_adapters_take_bounded_room(fake):
-    """A hundred adapters are all served, few of them in one batch of a GPU."""
-    adapters = {f"a{number}": fake.adapter(f"a{number}") for number in range(100)}
-    command = launch(fake.model(adapters=adapters), machine=GPUS).command
-    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == ("4", "64")
+def many(fake, count=100):
+    return {f"a{number}": fake.adapter(f"a{number}") for number in range(count)}
 
 
-@pytest.mark.parametrize(("slots", "enough"), [(1, False), (2, False), (3, True), ("3", True)])
-def test_a_cpu_keeps_a_slot_free_of_adapters(fake, slots, enough):
-    """On a CPU the last slot stands for the base model, so the caller may not fill it."""
-    adapters = {name: fake.adapter(name) for name in ("upper", "reverse")}
-    model = fake.model(adapters=adapters, engine_args={"max-loras": slots})
-    if enough:
-        assert value(launch(model).command, "max-loras") == str(slots)
-    else:
-        with pytest.raises(ModelFailed, match="needs a free slot"):
-            launch(model)
-    assert launch(model, machine=GPUS)
+@pytest.mark.parametrize(
+    ("machine", "count", "fields", "active", "kept"),
+    [
+        (GPUS, 100, {}, "4", "64"),
+        (GPUS, 2, {}, "2", "2"),
+        (CPU, 100, {}, "8", "8"),
+        (CPU, 2, {}, "2", "2"),
+        (CPU, 100, {"limits": Limits(adapters_max=3)}, "3", "3"),
+        (GPUS, 100, {"limits": Limits(adapters_max=3)}, "3", "3"),
+        (CPU, 100, {"engine_args": {"max-cpu-loras": 5}}, "5", "5"),
+        (CPU, 100, {"engine_args": {"max-cpu-loras": 5}, "limits": Limits(adapters_max=3)}, "3", "5"),
+        (CPU, 100, {"engine_args": {"max-loras": 2}}, "2", "8"),
+        (GPUS, 100, {"engine_args": {"max-loras": 70}}, "70", "70"),
+    ],
+)
+def test_adapters_take_bounded_room(fake, machine, count, fields, active, kept):
+    """However many adapters there are, the engine holds a few at a time, as many as the caller says."""
+    command = launch(fake.model(adapters=many(fake, count), **fields), machine=machine).command
+    assert (value(command, "max-loras"), value(command, "max-cpu-loras")) == (active, kept)
+
+
+def test_an_engine_with_room_for_a_rank_knows_no_adapters(fake):
+    """A model that says the rank takes whatever adapters its jobs bring; the server is started without any."""
+    plan = launch(fake.model(adapter_rank=64))
+    assert (value(plan.command, "max-lora-rank"), value(plan.command, "max-loras")) == ("64", "8")
+    assert plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in launch(fake.model()).command
+
+
+def test_the_room_is_a_number_from_1_on(fake):
+    """A limit of no adapters is refused, not taken for another one."""
+    with pytest.raises(ModelFailed, match="adapters_max is 0"):
+        adapter_room(fake.model(adapter_rank=8, limits=Limits(adapters_max=0)), CPU)
+
+
+def test_a_bad_adapter_keeps_no_engine_from_starting(fake):
+    """An adapter that is known to be bad is not read: only its rows fail."""
+    model = fake.model(adapters={"a": fake.adapter("a"), "bad": "/no/such"}, bad_adapters={"bad": "it is not there"})
+    assert value(launch(model).command, "max-lora-rank") == "16"
+
+
+def test_our_plugin_stands_beside_those_of_the_caller(fake):
+    """A choice of plugins keeps ours; without a choice vLLM takes all."""
+    assert launch(fake.model(), env={"VLLM_PLUGINS": "theirs"}).env["VLLM_PLUGINS"] == "theirs,batchmill_adapters"
+    assert "VLLM_PLUGINS" not in launch(fake.model()).env
+    (points,) = SIDE.glob("*.dist-info/entry_points.txt")
+    assert "batchmill_adapters = batchmill_adapters:register" in points.read_text()
+
+
+def test_secrets_become_variables(fake, monkeypatch):
+    """What a model says of secrets reaches the server's environment; what would lead elsewhere is refused."""
+    monkeypatch.setenv("THEIR_TOKEN", "hf_abcdefgh12345678")
+    assert secret_variables(fake.model(secrets={"HF_TOKEN": "env:THEIR_TOKEN"})) == {"HF_TOKEN": "hf_abcdefgh12345678"}
+    for name in ("PYTHONPATH", "VLLM_API_KEY", "BATCHMILL_GPUS", "a b"):
+        with pytest.raises(ModelFailed, match=name):
+            secret_variables(fake.model(secrets={name: "env:THEIR_TOKEN"}))
+    with pytest.raises(ModelFailed, match="NOT_THERE"):
+        secret_variables(fake.model(secrets={"HF_TOKEN": "env:NOT_THERE"}))
 
 
 def test_a_rank_pattern_counts(fake):
@@ -214,6 +263,17 @@ def test_a_downloaded_model_is_looked_at_too(fake, tmp_path):
     (snapshot / "config.json").write_text('{"auto_map": {}}')
     with pytest.raises(ModelFailed, match="auto_map"):
         launch(ModelSpec("m", "llm", "org/name"), env={"HF_HUB_CACHE": str(tmp_path / "hub")})
+
+
+def test_gpus_that_were_dealt_are_taken(fake):
+    """Where somebody deals the devices, the engine sees those and no others, and says when they are too few."""
+    env = {"BATCHMILL_GPUS": "2,5", "BATCHMILL_REPLICA": "7", "CUDA_VISIBLE_DEVICES": "0"}
+    machine = Machine.here(env)
+    assert machine.gpus == ["2", "5"]
+    model = fake.model(engine_args={"tensor-parallel-size": 2})
+    assert launch(model, env=env, machine=machine).env["CUDA_VISIBLE_DEVICES"] == "2,5"
+    with pytest.raises(ModelFailed, match="gpus = 4"):
+        launch(fake.model(engine_args={"tensor-parallel-size": 4}), env=env, machine=machine)
 
 
 def test_replicas_split_the_gpus(fake):

@@ -9,15 +9,19 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 from batchmill.engines import guard
+from batchmill.engines.adapter_counts import AdapterCounts
+from batchmill.engines.adapter_names import Adapter
+from batchmill.engines.adapter_shelf import Shelf
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.flight import Flight
 from batchmill.engines.llm_calls import Calls
 from batchmill.engines.llm_flow import Flow
 from batchmill.engines.llm_live import LiveWay
-from batchmill.engines.vllm_launch import find_python
+from batchmill.engines.vllm_launch import Machine, adapter_room, find_python, secret_variables
 from batchmill.engines.vllm_server import VllmServer
 from batchmill.engines.yielding import Yielding
 from batchmill.errors import BatchmillError, JobPaused, ModelFailed, Unavailable
+from batchmill.models.redaction import mask
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
@@ -32,6 +36,7 @@ class LlmEngine:
 
     `engine_args` are vLLM's flags. `limits.in_flight_max` bounds the rows in flight; `limits.attempt_timeout_s` is how
     long the engine may be silent, not one token in or out, before it is started anew: a row alone may take longer.
+    `limits.adapters_max` is how many adapters it holds at once. `secrets` are variables of the server's environment.
     `home` keeps the server's log (`engine-N.log`), and what the next start needs to end a server that was left behind;
     engines that run at the same time may share it, and should.
     """
@@ -47,7 +52,15 @@ class LlmEngine:
         self._flight = Flight(limit_max=model.limits.in_flight_max)
         self._yielding = Yielding()
         self._calls = Calls(model)
-        self._live = LiveWay(self, calls=self._calls, yielding=self._yielding, limits=model.limits, clock=self._clock)
+        self._shelf = Shelf(
+            self,
+            room=adapter_room(model, Machine.here(self._env)),
+            names=self._calls.names,
+            counts=AdapterCounts(),
+            clock=self._clock,
+            timeout_s=model.limits.attempt_timeout_s,
+        )
+        self._live = LiveWay(self, calls=self._calls, shelf=self._shelf, yielding=self._yielding, clock=self._clock)
         self._restarts: list[float] = []  # when, on the monotonic clock
         self._server: VllmServer | None = None
         self._flow: Flow | None = None  # while rows run
@@ -79,9 +92,9 @@ class LlmEngine:
             feed,
             sink,
             calls=self._calls,
+            shelf=self._shelf,
             flight=self._flight,
             yielding=self._yielding,
-            limits=self._model.limits,
             clock=self._clock,
         )
         try:
@@ -96,6 +109,10 @@ class LlmEngine:
     def wake_rows(self) -> None:
         if self._flow is not None:
             self._flow.wake()
+
+    def recall_rows(self, adapter: Adapter) -> None:
+        if self._flow is not None:
+            self._flow.recall(adapter)
 
     async def revived(self, wait_s: float) -> None:
         """Return once the server lives: at once, as a rule. Raises: Unavailable after `wait_s`, or when it is over."""
@@ -133,6 +150,7 @@ class LlmEngine:
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)
+        await self._shelf.stop()
         if self._server is not None:
             await self._server.stop()
 
@@ -142,10 +160,12 @@ class LlmEngine:
         return EngineStats(
             in_flight=in_flight,
             in_flight_limit=self._yielding.limit(self._flight.limit, in_flight, now),
-            note=self._note,
+            note=self._note or self._shelf.note(self._flow.waiting_for_adapters if self._flow is not None else 0),
             live=self._yielding.live,
             kv_usage=gauges.kv_usage,
             cached_share=gauges.cached_share,
+            adapters=self._shelf.counts.stats(now),
+            adapters_loaded=self._shelf.loaded,
         )
 
     async def relaunch(self) -> None:
@@ -156,7 +176,7 @@ class LlmEngine:
         why = self.server.process.complaint()
         while not self._stopped:
             delay_s = self._next_delay(why)
-            self._set_note(f"vLLM died and is started again in {delay_s:g} s ({why.splitlines()[0]})")
+            self._set_note(f"vLLM died and is started again in {delay_s:g} s ({mask(why.splitlines()[0])})")
             await self._clock.sleep(delay_s)
             try:
                 await self._launch()
@@ -169,9 +189,11 @@ class LlmEngine:
         self._restarts.clear()
 
     async def _launch(self) -> None:
+        env = {**self._env, **secret_variables(self._model)}
         self._server = await VllmServer.launch(
-            self._model, self._python, home=self._home, env=self._env, clock=self._clock, note=self._set_note
+            self._model, self._python, home=self._home, env=env, clock=self._clock, note=self._set_note
         )
+        self._shelf.restarted()
         self._tell_waiting()
 
     def _next_delay(self, why: str) -> float:

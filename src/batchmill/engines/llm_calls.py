@@ -8,25 +8,31 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
+from batchmill.engines.adapter_names import Adapter, AdapterNames
 from batchmill.errors import InvalidInput, InvalidRow, UnknownName
-from batchmill.types import LiveRequest, ModelSpec, Row, RowError
+from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
+from batchmill.wire import lorax_fields
 from batchmill.wire.fields import KNOWN_FIELDS, refusal, unknown_fields
-from batchmill.wire.forms import URLS, with_model
+from batchmill.wire.forms import LIVE_URLS, URLS, with_model
 from batchmill.wire.json_bytes import join_object, split_object
 
 POLICY_FLAG = "scheduling-policy"
 LIVE_PRIORITY = -(2**31)  # lower goes first; rows have 0, or what they say themselves
+NAMES_SHOWN = 20
 
 
 class Call:
     """One row on its way through the engine, over all of its attempts."""
 
-    __slots__ = ("attempts", "body", "deaths", "row", "url")
+    __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "row", "turn", "url")
 
-    def __init__(self, row: Row, url: str, body: bytes) -> None:
+    def __init__(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> None:
         self.row = row
         self.url = url
         self.body = body
+        self.adapter = adapter
+        self.turn = -1  # its place among the rows that wait, once it has one
+        self.found_it = True  # its adapter was there when it could go
         self.attempts = 0  # failed calls that the server outlived
         self.deaths = 0  # of the server, while this row was in flight
 
@@ -43,19 +49,23 @@ class Calls:
     """Makes the calls of one model. `known` are the fields that its server understands, by URL."""
 
     def __init__(self, model: ModelSpec, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> None:
-        self._targets = model.targets()
+        self._bases = {name for name, adapter in model.targets().items() if adapter is None}
+        self._adapters = model.adapter_set()
+        self._has_room = bool(model.adapters or model.adapter_rank)
         self._model = model.name
+        self.limits = model.limits
         self._has_priority = has_priority(model.engine_args)
+        self.names = AdapterNames()
         self.known = known
 
-    def live(self, request: LiveRequest) -> bytes:
-        """The body that a live request is sent with. Raises: InvalidInput for one that cannot be sent."""
+    def live(self, request: LiveRequest) -> tuple[bytes, Adapter | None]:
+        """The body that a live request is sent with, and the adapter it needs. Raises: InvalidInput."""
         url = request.url
-        if url not in URLS:
-            raise UnknownName(f"no engine answers {url!r}; there are {', '.join(URLS)}", code="unknown_url")
+        if url not in LIVE_URLS:
+            raise UnknownName(f"no engine answers {url!r}; there are {', '.join(LIVE_URLS)}", code="unknown_url")
         try:
             request.body.decode()  # the parts that are not looked into must be text too
-            members = split_object(request.body)
+            members = lorax_fields.translated(split_object(request.body))
             model = _head.decode(request.body).model or self._model
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
@@ -64,16 +74,38 @@ class Calls:
             raise InvalidInput(text, code="parameter_not_allowed")
         if unknown := [name for name in members if name not in self.known.get(url, members)]:
             raise InvalidInput(refusal(url, unknown, self.known), code="unknown_parameter")
-        if model not in self._targets:
-            raise self._unknown(model)
-        members["model"] = msgspec.Raw(msgspec.json.encode(model))
+        adapter = self._live_adapter(request, model)
+        members["model"] = msgspec.Raw(msgspec.json.encode(self.names.of(adapter) if adapter else model))
         if self._has_priority:
             members["priority"] = msgspec.Raw(b"%d" % LIVE_PRIORITY)
-        return join_object(members)
+        return join_object(members), adapter
 
-    def _unknown(self, model: str) -> UnknownName:
-        served = ", ".join(sorted(self._targets))
-        return UnknownName(f"the model {model!r} is not served here; there are {served}", code="model_not_found")
+    def _live_adapter(self, request: LiveRequest, model: str) -> Adapter | None:
+        if request.adapter is not None and request.adapter_place and self._has_room:
+            return Adapter(request.adapter, request.adapter_place)
+        found = self._adapter(self._adapters, request.adapter or model)
+        if isinstance(found, RowError):
+            if found.code == "bad_adapter":
+                raise InvalidInput(found.message, code=found.code)
+            raise UnknownName(found.message, code="model_not_found")
+        return found
+
+    def _adapter(self, adapters: AdapterSet, name: str) -> Adapter | RowError | None:
+        """What a name in a body means: None is the base."""
+        if name in self._bases:
+            return None
+        own = adapters.names.get(name, name)
+        if own in adapters.bad:
+            return RowError("bad_adapter", adapters.bad[own])
+        place = adapters.places.get(own) if self._has_room else None
+        if place is not None:
+            return Adapter(own, place)
+        return RowError("unknown_model", f"the model {name!r} is not served here; there are {self._served(adapters)}")
+
+    def _served(self, adapters: AdapterSet) -> str:
+        names = sorted({*self._bases, *adapters.places, *adapters.names})
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        return ", ".join(names[:NAMES_SHOWN]) + more
 
     def read(self, row: Row) -> Call | RowError:
         """The call that a row asks for, or why it cannot be made."""
@@ -84,21 +116,27 @@ class Calls:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return RowError("invalid_row", f"the row cannot be read as a request: {error}")
 
-    def _read(self, row: Row) -> Call:
+    def _read(self, row: Row) -> Call | RowError:
         request = row.form.request(row)
         if request.url not in URLS:
             raise InvalidRow(f"no engine answers {request.url!r}; there are {', '.join(URLS)}", code="unknown_url")
-        if unknown := unknown_fields(request.url, request.body, self.known):
+        asked = lorax_fields.in_engine_words(request.body)
+        if unknown := unknown_fields(request.url, asked, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")
-        head = _head.decode(request.body)
+        head = _head.decode(asked)
         if head.stream:
             raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="invalid_parameter")
         if not head.model:
-            return Call(row, request.url, with_model(request.body, self._model))
-        if head.model not in self._targets:
-            served = ", ".join(sorted(self._targets))
-            raise InvalidRow(f"the model {head.model!r} is not served here; there are {served}", code="unknown_model")
-        return Call(row, request.url, request.body)
+            return Call(row, request.url, with_model(asked, self._model))
+        adapters: AdapterSet | None = getattr(row.lease, "adapters", None)
+        found = self._adapter(self._adapters if adapters is None else adapters, head.model)
+        if found is None:
+            return Call(row, request.url, asked)
+        if isinstance(found, RowError):
+            return found
+        name = self.names.of(found)
+        body = asked if name == head.model else with_model(asked, name)
+        return Call(row, request.url, body, found)
 
 
 def has_priority(engine_args: Mapping[str, object]) -> bool:

@@ -9,6 +9,9 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.engines.adapter_names import Adapter
+from batchmill.engines.adapter_queue import AdapterQueue
+from batchmill.engines.adapter_shelf import Place, Shelf
 from batchmill.engines.flight import Flight
 from batchmill.engines.llm_calls import Call, Calls, stable_code
 from batchmill.engines.replies import Reply, read_reply
@@ -16,12 +19,13 @@ from batchmill.engines.retry import is_result
 from batchmill.engines.vllm_server import CallLost, ReplyTooLarge, VllmServer
 from batchmill.engines.yielding import Yielding
 from batchmill.ports import Clock, Feed, Sink
-from batchmill.types import Limits, Outcome, Row, RowError
+from batchmill.types import Outcome, Row, RowError
 
 TUNE_S = 0.5
 RETRY_S = 0.5  # doubled with each attempt of a row
 DEATHS_MAX = 3  # of the server while a row was in flight; from then on it runs alone
 TAKE_SHARE = 16  # rows are taken when one in so many of the limit is free
+AHEAD_MIN = 64  # rows beyond the limit that are looked at, so that their adapters come before their turn
 
 
 class Host(Protocol):
@@ -34,6 +38,14 @@ class Host(Protocol):
 
     def progressed(self) -> None:
         """A row is finished."""
+
+
+class _Flying(Struct, eq=False):
+    """A call that is on its way, and the place of its adapter."""
+
+    call: Call
+    place: Place | None = None
+    is_recalled: bool = False
 
 
 class _Lost(Struct):
@@ -54,26 +66,30 @@ class Flow:
         sink: Sink,
         *,
         calls: Calls,
+        shelf: Shelf,
         flight: Flight,
         yielding: Yielding,
-        limits: Limits,
         clock: Clock,
     ) -> None:
         self._host = host
         self._feed = feed
         self._sink = sink
         self._calls = calls
+        self._shelf = shelf
+        self._counts = shelf.counts
         self._flight = flight
         self._yielding = yielding
-        self._limits = limits
+        self._limits = calls.limits
         self._clock = clock
-        self._ready: deque[Call] = deque()
+        self._queue = AdapterQueue()
         self._suspects: deque[Call] = deque()
-        self._in_flight: dict[asyncio.Task[None], Call] = {}
+        self._in_flight: dict[asyncio.Task[None], _Flying] = {}
+        self._overtaken: tuple[Adapter | None, int] = None, 0  # whose rows wait, and how many later ones have gone
         self._lost: list[_Lost] = []
         self._taking: asyncio.Task[list[Row]] | None = None
         self._ended = False
         self._finished = 0  # rows
+        self._late = 0
         self._bug: BaseException | None = None
         self._wake = asyncio.Event()
         self._moved_at = clock.monotonic()
@@ -85,6 +101,17 @@ class Flow:
     def wake(self) -> None:
         """Look again: the server may have died while nothing was in flight."""
         self._wake.set()
+
+    @property
+    def waiting_for_adapters(self) -> int:
+        """Rows that would have gone, had their adapters been there."""
+        return self._late
+
+    def recall(self, adapter: Adapter) -> None:
+        """Take rows of an adapter out of the engine; they keep their turn."""
+        for task, flying in self._in_flight.items():
+            if flying.call.adapter == adapter and task.cancel():
+                flying.is_recalled = True
 
     def _limit(self) -> int:
         """Rows that may be in flight now."""
@@ -99,6 +126,7 @@ class Flow:
                 if self._lost or not self._host.server.process.is_alive:
                     await self._recover()
                 self._send()
+                self._shelve()
                 self._take()
                 if self._bug is not None:
                     raise self._bug
@@ -107,9 +135,10 @@ class Flow:
                     self._wake.clear()
         finally:
             await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
+            self._shelf.want([])
 
     def _is_done(self) -> bool:
-        return self._ended and not (self._ready or self._suspects or self._in_flight or self._lost)
+        return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost)
 
     @staticmethod
     async def _cancel(tasks: list[asyncio.Task]) -> None:
@@ -129,10 +158,14 @@ class Flow:
         if self._ended or self._taking is not None or self._suspects:
             return
         limit = self._limit()
-        room = limit - len(self._in_flight) - len(self._ready)
+        room = limit + self._ahead() - len(self._in_flight) - len(self._queue)
         if room > 0 and room * TAKE_SHARE >= limit:
             self._taking = asyncio.create_task(self._feed.take(room))
             self._taking.add_done_callback(self._taken)
+
+    def _ahead(self) -> int:
+        """Rows that are taken before there is room for them."""
+        return max(AHEAD_MIN, self._flight.limit // 2) if self._shelf.room else 0
 
     def _taken(self, task: asyncio.Task[list[Row]]) -> None:
         self._taking = None
@@ -147,7 +180,7 @@ class Flow:
             if isinstance(call, RowError):
                 refused.append(Outcome(row, error=call, status=0))
             else:
-                self._ready.append(call)
+                self._queue.push(call)
         if refused:
             self._sink.put(refused)
 
@@ -156,22 +189,68 @@ class Flow:
     def _send(self) -> None:
         """Fill the engine, or run one suspect with nothing beside it."""
         if self._suspects:
-            if not self._in_flight:
-                self._start(self._suspects[0])
+            suspect = self._suspects[0]
+            if not self._in_flight and (suspect.adapter is None or self._shelf.may_go(suspect.adapter)):
+                self._start(suspect)
             return
         limit = self._limit()
-        while self._ready and len(self._in_flight) < limit:
-            self._start(self._ready.popleft())
+        behind = self._first_held_up()
+        while len(self._in_flight) < limit and (call := self._queue.pop(self._shelf.may_go)) is not None:
+            self._start(call)
+            if behind is not None and call.turn > behind[1]:
+                self._overtaken = behind[0], self._overtaken[1] + 1
+        if behind is not None and self._overtaken[1] > limit:
+            self._shelf.make_way(behind[0])
+
+    def _first_held_up(self) -> tuple[Adapter, int] | None:
+        """The first adapter whose rows cannot go, and the turn of the first of them."""
+        adapter = next((each for each in self._queue.adapters() if not self._shelf.may_go(each)), None)
+        if self._overtaken[0] != adapter:
+            self._overtaken = adapter, 0
+        return None if adapter is None else (adapter, self._queue.first_turn(adapter))
+
+    def _shelve(self) -> None:
+        """Have adapters loaded for the rows that wait, in the rows' order; refuse those whose adapter cannot be."""
+        if not self._shelf.room:
+            return
+        suspected = [call.adapter for call in self._suspects if call.adapter is not None]
+        waiting = list(dict.fromkeys([*suspected, *self._queue.adapters()]))
+        for adapter in waiting:
+            if why := self._shelf.failure(adapter):
+                self._refuse(adapter, why)
+        self._shelf.want([adapter for adapter in waiting if not self._shelf.failure(adapter)])
+        self._late = 0
+        if len(self._in_flight) < self._limit():
+            late = [each for each in self._queue.adapters() if not self._shelf.may_go(each)]
+            self._queue.mark_late(late)
+            self._late = sum(self._queue.waiting(each) for each in late)
+
+    def _refuse(self, adapter: Adapter, why: str) -> None:
+        error = RowError("bad_adapter", why)
+        suspects = [call for call in self._suspects if call.adapter == adapter]
+        for call in suspects:
+            self._suspects.remove(call)
+        refused = [*suspects, *self._queue.take_all(adapter)]
+        self._sink.put([Outcome(call.row, error=error, status=0) for call in refused])
 
     def _start(self, call: Call) -> None:
         if not self._in_flight:
             self._moved_at = self._clock.monotonic()
+        place = None
+        if call.adapter is not None:
+            place = self._shelf.use(call.adapter)
+            self._counts.began(call.adapter.name, self._clock.monotonic())
         task = asyncio.create_task(self._call(call))
-        self._in_flight[task] = call
+        self._in_flight[task] = _Flying(call, place)
         task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        del self._in_flight[task]
+        flying = self._in_flight.pop(task)
+        if flying.place is not None:
+            self._counts.ended(flying.place.adapter.name, self._clock.monotonic())
+            self._shelf.let_go(flying.place)
+        if flying.is_recalled and task.cancelled():
+            self._queue.push(flying.call)
         self._task_ended(task)
 
     async def _call(self, call: Call) -> None:
@@ -186,6 +265,8 @@ class Flow:
         except ReplyTooLarge as fault:
             self._finish(call, Outcome(call.row, error=RowError("reply_too_large", str(fault)), status=0))
             return
+        if call.adapter is not None and (restorer := self._calls.names.restorer(call.adapter)) is not None:
+            data = restorer.whole(data)
         reply = read_reply(status, data)
         if is_result(reply):
             self._finish(call, reply.ok(call.row))
@@ -201,6 +282,8 @@ class Flow:
         if self._suspects and call is self._suspects[0]:
             self._suspects.popleft()
         self._sink.put([outcome])
+        if call.adapter is not None:
+            self._counts.answered(call.adapter.name, outcome.usage, found=call.found_it)
         self._finished += 1
         self._moved_at = self._clock.monotonic()
         self._host.progressed()
@@ -226,17 +309,16 @@ class Flow:
 
     def _try_again(self) -> None:
         """The server lives, so the fault is the row's or the moment's."""
-        for lost in reversed(self._take_lost()):
+        for lost in self._take_lost():
             call = lost.call
             call.attempts += 1
             if call.attempts >= self._limits.attempts_max:
                 self._finish(call, lost.outcome or Outcome(call.row, error=lost.cause, status=0))
             elif call.deaths < DEATHS_MAX:
-                self._ready.appendleft(call)
+                self._queue.push(call)
 
     def _bury(self) -> None:
         """The server died. Its rows run again, those that saw it die too often one at a time."""
-        again = []
         for lost in self._take_lost():
             call = lost.call
             call.deaths += 1
@@ -249,8 +331,7 @@ class Flow:
             elif call.deaths >= DEATHS_MAX:
                 self._suspects.append(call)
             else:
-                again.append(call)
-        self._ready.extendleft(reversed(again))
+                self._queue.push(call)
 
     # -- watching the engine -------------------------------------------------------------------------------------------
 

@@ -7,14 +7,17 @@ from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
+from msgspec import Struct
 
+from batchmill.engines.adapter_names import Adapter
+from batchmill.engines.adapter_shelf import Shelf
 from batchmill.engines.llm_calls import Calls
 from batchmill.engines.replies import read_reply
 from batchmill.engines.vllm_server import CallLost, VllmServer
 from batchmill.engines.yielding import Yielding
 from batchmill.errors import Unavailable, UnknownName
 from batchmill.ports import Clock
-from batchmill.types import Limits, LiveHead, LiveRequest
+from batchmill.types import LiveHead, LiveRequest, Usage
 
 RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
 POLL_S = 0.05  # between looks at a server that takes no connection
@@ -36,37 +39,51 @@ class Host(Protocol):
         """Return once the server lives, or raise Unavailable."""
 
 
+class _Asked(Struct, eq=False):
+    """A live request on its way."""
+
+    request: LiveRequest
+    body: bytes
+    adapter: Adapter | None
+    server: VllmServer | None = None  # that was asked last
+    usage: Usage | None = None  # as far as its answer tells: of a stream the pieces of it
+
+
 class LiveWay:
     """Hands live requests to the server, and tells `yielding` how long they take."""
 
-    def __init__(self, host: Host, *, calls: Calls, yielding: Yielding, limits: Limits, clock: Clock) -> None:
+    def __init__(self, host: Host, *, calls: Calls, shelf: Shelf, yielding: Yielding, clock: Clock) -> None:
         self._host = host
         self._calls = calls
+        self._shelf = shelf
+        self._counts = shelf.counts
         self._yielding = yielding
-        self._limits = limits
+        self._limits = calls.limits
         self._clock = clock
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         """As `ports.Engine.predict`."""
-        body = self._calls.live(request)
+        body, adapter = self._calls.live(request)
         self._yielding.began(self._clock.monotonic())
         try:
-            async with aclosing(self._answer(request, body)) as pieces:
+            async with aclosing(self._answer(_Asked(request, body, adapter))) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
             self._yielding.ended(self._clock.monotonic())
             self._host.wake_rows()
 
-    async def _answer(self, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
+    async def _answer(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
         """The reply; asked for again where no server heard of it, and once where a connection broke by itself."""
         until = self._clock.monotonic() + RESTART_WAIT_S
         is_first = True
         while True:
             await self._host.revived(until - self._clock.monotonic())
-            server, has_begun = self._host.server, False
+            asked.server = self._host.server
+            reply = self._reply(asked) if asked.adapter is None else self._of_adapter(asked, asked.adapter)
+            has_begun = False
             try:
-                async with aclosing(self._reply(server, request, body)) as pieces:
+                async with aclosing(reply) as pieces:
                     async for piece in pieces:
                         has_begun = True
                         yield piece
@@ -75,7 +92,7 @@ class LiveWay:
                 if not lost.was_sent and self._clock.monotonic() < until:
                     await self._clock.sleep(POLL_S)
                     continue
-                is_up = await server.is_healthy()
+                is_up = await asked.server.is_healthy()
                 if is_up and is_first and not has_begun:
                     is_first = False
                     continue
@@ -83,9 +100,27 @@ class LiveWay:
                 died = "" if is_up else "; it died and is started again"
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
 
-    async def _reply(self, server: VllmServer, request: LiveRequest, body: bytes) -> AsyncGenerator[LiveHead | bytes]:
+    async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
+        """The reply, with the adapter loaded for as long as it takes, and called by its own name."""
+        async with self._shelf.held(adapter) as was_there:
+            asked.server = self._host.server
+            restorer = self._calls.names.restorer(adapter)
+            self._counts.began(adapter.name, self._clock.monotonic())
+            try:
+                async with aclosing(self._reply(asked)) as pieces:
+                    async for piece in pieces:
+                        yield piece if restorer is None or isinstance(piece, LiveHead) else restorer.feed(piece)
+                if restorer is not None:
+                    yield restorer.rest()
+                self._counts.answered(adapter.name, asked.usage, found=was_there)
+            finally:
+                self._counts.ended(adapter.name, self._clock.monotonic())
+
+    async def _reply(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
         began, count, first = self._clock.monotonic(), 0, b""
-        async with aclosing(server.predict(request.url, body, self._limits.attempt_timeout_s)) as pieces:
+        request, server = asked.request, asked.server
+        assert server is not None, "a server is chosen before it is asked"
+        async with aclosing(server.predict(request.url, asked.body, self._limits.attempt_timeout_s)) as pieces:
             head = await anext(pieces)
             assert isinstance(head, LiveHead), "a reply begins with its head"
             if head.status == 404:
@@ -99,7 +134,8 @@ class LiveWay:
                 first = first or piece
                 yield piece
         if head.status == 200:
-            tokens = count or _tokens(first)
+            asked.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
+            tokens = 0 if asked.usage is None else asked.usage.output_tokens
             self._yielding.answered((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
 
     @staticmethod
@@ -110,12 +146,6 @@ class LiveWay:
             text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"
             raise UnknownName(text, code="url_not_supported")
         return body
-
-
-def _tokens(body: bytes) -> int:
-    """Tokens that an answer in one piece says it has; 0 where it does not."""
-    usage = read_reply(200, body).usage
-    return 0 if usage is None else usage.output_tokens
 
 
 def _has_error(body: bytes) -> bool:

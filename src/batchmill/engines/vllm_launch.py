@@ -12,25 +12,28 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from batchmill.engines.llm_calls import POLICY_FLAG
 from batchmill.engines.vllm_models import adapter_rank, find_files, refuse_remote_code
 from batchmill.errors import ModelFailed
+from batchmill.models import secrets
 from batchmill.types import ModelSpec
 
 Flag = str | int | float | bool | None
 
 PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
+GPUS_VARIABLE = "BATCHMILL_GPUS"  # the devices that are this engine's own, where somebody deals them
 SIDE = Path(__file__).parent / "vllm_side"  # what of ours runs inside vLLM
 SCHEDULER = "batchmill_yield.create"
+PLUGIN = "batchmill_adapters"  # in SIDE, which vLLM finds by its entry point
 MODULE = "vllm.entrypoints.openai.api_server"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has room for
 LORA_RANK_DEFAULT = 16
-LORAS_ACTIVE_MAX = 4  # rows come grouped by adapter, so few are in one batch
-LORAS_KEPT_MAX = 64
+LORAS_ACTIVE_GPU = 4  # in one batch: rows come grouped by adapter
+LORAS_KEPT_GPU = 64  # beside the batch, in the machine's memory
+LORAS_KEPT_CPU = 8
 CPU_KV_GIB_MAX = 4
 CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's own 128 leaves a small model waiting
 SMALL_CPU_CORES = 8  # up to so many, the worker runs inside the engine's process
@@ -54,6 +57,13 @@ _OWNED = {
 }
 # Not for the server: a key would be asked of us, and the rest belongs to another interpreter.
 _DROPPED_VARIABLES = ("VLLM_API_KEY", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+_OWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "PATH",
+    "PYTHONPATH",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_RPC_BASE_PATH",
+)
 
 
 class Launch(Struct, frozen=True):
@@ -75,7 +85,9 @@ class Machine(Struct, frozen=True):
         found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
         visible = env.get("CUDA_VISIBLE_DEVICES")
         names = [str(number) for number in found]
-        if visible is not None:
+        if dealt := env.get(GPUS_VARIABLE):
+            names = [name.strip() for name in dealt.split(",") if name.strip()]
+        elif visible is not None:
             names = [name.strip() for name in visible.split(",") if name.strip()] if found else []
         elif not found and Path("/dev/kfd").exists():
             names = ["rocm"]
@@ -108,8 +120,18 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
             ours["distributed-executor-backend"] = "uni"
     ours |= _lora_flags(model, flags, env, machine)
     command = [python, "-m", MODULE, f"--model={source}", "--served-model-name", *_served_names(model)]
-    command += [f"--uds={socket}", *_lora_modules(model), *_render_flags({**ours, **flags})]
+    command += [f"--uds={socket}", *_render_flags({**ours, **flags})]
     return Launch(command, _environment(flags, socket, env, machine))
+
+
+def secret_variables(model: ModelSpec) -> dict[str, str]:
+    """The variables that hold secrets. Raises: ModelFailed for a secret that is not there, or not the caller's."""
+    for name in model.secrets:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ModelFailed(f"{name!r} is no name of an environment variable", code="invalid_config")
+        if name in _OWN_VARIABLES or name in _DROPPED_VARIABLES or name.startswith("BATCHMILL_"):
+            raise ModelFailed(f"the variable {name!r} is not yours to set for an engine", code="invalid_config")
+    return {name: secrets.resolve(reference).reveal() for name, reference in model.secrets.items()}
 
 
 def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine) -> bool:
@@ -154,41 +176,52 @@ def _render_flags(flags: Mapping[str, Flag]) -> list[str]:
 
 
 def _served_names(model: ModelSpec) -> list[str]:
-    return list(dict.fromkeys([model.name, model.source]))
+    return list(dict.fromkeys(filter(None, (model.name, model.source, model.alias))))
+
+
+def adapter_room(model: ModelSpec, machine: Machine) -> int:
+    """How many adapters an engine of this model holds at once; 0: it takes none.
+
+    Raises: ModelFailed for a number that is none.
+    """
+    if not (model.adapters or model.adapter_rank):
+        return 0
+    flags, asked = read_flags(model.engine_args), model.limits.adapters_max
+    if asked is not None and asked < 1:
+        raise ModelFailed(f"limits.adapters_max is {asked}; it must be a number from 1 on", code="invalid_config")
+    room = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if asked is None else asked
+    if flags.get("max-cpu-loras") is not None:
+        kept = _count(flags, "max-cpu-loras")
+        room = kept if asked is None else min(kept, asked)
+    return room if model.adapter_rank else min(room, len(model.adapters))
 
 
 def _lora_flags(
     model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine
 ) -> dict[str, Flag]:
-    count = len(model.adapters)
-    if not count:
+    kept = adapter_room(model, machine)
+    if not kept:
         return {}
     for name in model.adapters:
         if name in _served_names(model):
             raise ModelFailed(f"the adapter {name!r} has the base model's name; give it another")
-    ranks = [adapter_rank(name, path, env) for name, path in model.adapters.items()]
-    rank = max([LORA_RANK_DEFAULT, *(rank for rank in ranks if rank is not None)])
+    active = min(kept, LORAS_ACTIVE_GPU) if machine.gpus else kept
+    if flags.get("max-loras") is not None:
+        kept = max(kept, _count(flags, "max-loras"))
+    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": _rank_room(model, env)}
+
+
+def _rank_room(model: ModelSpec, env: Mapping[str, str]) -> int:
+    """The rank to make room for: the model's own word, or that of its adapters. Raises: ModelFailed."""
+    rank = model.adapter_rank
+    if not rank:
+        good = {name: path for name, path in model.adapters.items() if name not in model.bad_adapters}
+        ranks = [adapter_rank(name, path, env) for name, path in good.items()]
+        rank = max([LORA_RANK_DEFAULT, *(rank for rank in ranks if rank is not None)])
     room = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
     if room is None:
         raise ModelFailed(f"an adapter has rank {rank}; vLLM serves at most {LORA_RANKS[-1]}")
-    active, kept = min(count, LORAS_ACTIVE_MAX), min(count, LORAS_KEPT_MAX)
-    if not machine.gpus:
-        active = kept = count + 1
-        _refuse_full_slots(flags, count)
-    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": room}
-
-
-def _refuse_full_slots(flags: Mapping[str, Flag], count: int) -> None:
-    """On a CPU one slot must stay free: beside rows of adapters, vLLM 0.32 computes a base row with the last slot.
-
-    Seen: base rows answered as an adapter would. An empty slot is all zeros, which is the base. (In
-    vllm/lora/ops/torch_ops the index -1, "no adapter", selects the last one.)
-    """
-    if flags.get("max-loras") is not None and _count(flags, "max-loras") <= count:
-        raise ModelFailed(
-            f"max-loras = {flags['max-loras']} is too small: on a CPU vLLM needs a free slot beside its {count} "
-            "adapters, or rows of the base model are answered wrongly; leave max-loras out"
-        )
+    return room
 
 
 def _count(flags: Mapping[str, Flag], name: str) -> int:
@@ -201,13 +234,9 @@ def _count(flags: Mapping[str, Flag], name: str) -> int:
     return int(value)
 
 
-def _lora_modules(model: ModelSpec) -> list[str]:
-    """Each adapter as JSON, the one notation in which a path may hold an equals sign."""
-    modules = []
-    for name, path in model.adapters.items():
-        place = str(Path(path).absolute()) if Path(path).is_dir() else path
-        modules.append(msgspec.json.encode({"name": name, "path": place}).decode())
-    return ["--lora-modules", *modules] if modules else []
+def adapter_place(place: str) -> str:
+    """Where the server finds an adapter: it may have another working directory in mind than we have."""
+    return str(Path(place).absolute()) if Path(place).is_dir() else place
 
 
 def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Machine) -> dict[str, str]:
@@ -215,22 +244,44 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
     # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
     chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
     chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if "VLLM_PLUGINS" in env:  # the caller's choice stands, with ours beside it
+        chosen["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], PLUGIN]))
+    chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # on a private socket
     chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIDE), env.get("PYTHONPATH")]))
     if not machine.gpus:
         gib = machine.memory_free_bytes // (4 * 1024**3)
         chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
         if _runs_in_one_process(flags, env, machine):
             chosen |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(machine.cores)}
+    elif env.get(GPUS_VARIABLE):
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_dealt(flags, machine.gpus))
     elif REPLICA_VARIABLE in env:
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(flags, env[REPLICA_VARIABLE], machine.gpus))
     return chosen
 
 
-def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
-    """This replica's own GPUs."""
+def _gpus_needed(flags: Mapping[str, Flag]) -> int:
     each = 1
     for name in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
         each *= _count(flags, name)
+    return each
+
+
+def _dealt(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
+    """The GPUs that were dealt to this engine, if they are enough."""
+    needed = _gpus_needed(flags)
+    if len(gpus) < needed:
+        raise ModelFailed(
+            f"the engine was given the GPUs {', '.join(gpus)} and needs {needed} for its parallel sizes; "
+            f"set gpus = {needed} for the model",
+            code="invalid_config",
+        )
+    return gpus
+
+
+def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
+    """This replica's own GPUs."""
+    each = _gpus_needed(flags)
     first = int(replica) * each
     mine = gpus[first : first + each]
     if len(mine) < each:

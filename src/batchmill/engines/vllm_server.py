@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 
 from batchmill.engines.flight import Gauges, read_gauges
-from batchmill.engines.replies import REPLY_BYTES_MAX
+from batchmill.engines.replies import REPLY_BYTES_MAX, read_reply
 from batchmill.engines.server_process import ServerProcess
-from batchmill.engines.vllm_launch import Machine, plan_launch
+from batchmill.engines.vllm_launch import Machine, adapter_place, plan_launch
 from batchmill.errors import ModelFailed
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, ModelSpec
@@ -24,6 +24,7 @@ POLL_S = 0.2
 PROBE_TIMEOUT_S = 10.0
 KEEPALIVE_S = 4.0  # below vLLM's 5 s: a call must not meet a connection that is being closed
 BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
+_IS_LOADED = "has already been loaded"  # a load whose answer was lost
 BASE_URL = "http://vllm"  # a name for the Host header; the socket decides where it goes
 
 
@@ -147,6 +148,27 @@ class VllmServer:
         finally:
             if reply is not None and not reply.content.at_eof():
                 reply.close()  # the connection goes with it: nobody waits for the rest
+
+    async def load_adapter(self, name: str, place: str, timeout_s: float) -> str:
+        """Have it load an adapter. Returns why it could not, in its own words; empty: it is there. Raises: CallLost."""
+        body = msgspec.json.encode({"lora_name": name, "lora_path": adapter_place(place)})
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, data = await self.post("/v1/load_lora_adapter", body)
+        except TimeoutError:
+            return f"it took longer than {timeout_s:g} s"
+        if status == 200:
+            return ""
+        message = read_reply(status, data).row_error().message
+        return "" if _IS_LOADED in message else message
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it forget an adapter that nobody uses. Raises: CallLost."""
+        status, data = await self.post("/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
+        if status not in (200, 404):
+            raise CallLost(
+                f"it does not let go of the adapter {name!r}: {read_reply(status, data).row_error().message}"
+            )
 
     async def gauges(self) -> Gauges | None:
         """What its metrics say now; None where it does not answer."""

@@ -1,0 +1,82 @@
+"""Rows that wait for their turn, or for their adapter. Pure: an order, and who may go."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+
+from msgspec import Struct
+
+from batchmill.engines.adapter_names import Adapter
+from batchmill.engines.llm_calls import Call
+
+
+class _Group(Struct, eq=False):
+    """The rows of one adapter, the first one first."""
+
+    calls: list[tuple[int, Call]] = []  # a heap
+    late_to: int = -1  # rows up to here could have gone, had their adapter been there
+
+
+class AdapterQueue:
+    """Calls in the order in which they came first; those of an adapter that is not loaded are passed over."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Adapter | None, _Group] = {}
+        self._numbers = count()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, call: Call) -> None:
+        """A call that has come, or comes back to its old place."""
+        if call.turn < 0:
+            call.turn = next(self._numbers)
+        group = self._groups.setdefault(call.adapter, _Group())
+        heapq.heappush(group.calls, (call.turn, call))
+        self._size += 1
+
+    def pop(self, may_go: Callable[[Adapter], bool]) -> Call | None:
+        """The first call that needs no adapter or whose adapter may be used."""
+        free = [group for adapter, group in self._groups.items() if adapter is None or may_go(adapter)]
+        if not free:
+            return None
+        group = min(free, key=lambda group: group.calls[0][0])
+        turn, call = heapq.heappop(group.calls)
+        call.found_it = turn > group.late_to
+        self._drop_empty(call.adapter)
+        self._size -= 1
+        return call
+
+    def mark_late(self, adapters: Iterable[Adapter]) -> None:
+        """There is room for rows of these adapters, which are not loaded."""
+        for adapter in adapters:
+            group = self._groups[adapter]
+            group.late_to = max(turn for turn, _ in group.calls)
+
+    def take_all(self, adapter: Adapter) -> list[Call]:
+        """Every call of an adapter, in order: none of them can be made."""
+        group = self._groups.pop(adapter, _Group())
+        self._size -= len(group.calls)
+        return [call for _, call in sorted(group.calls, key=lambda one: one[0])]
+
+    def adapters(self) -> list[Adapter]:
+        """Those that rows wait for, in the order of their first rows."""
+        waiting = [(group.calls[0][0], adapter) for adapter, group in self._groups.items() if adapter is not None]
+        return [adapter for _, adapter in sorted(waiting, key=lambda one: one[0])]
+
+    def first_turn(self, adapter: Adapter) -> int:
+        return self._groups[adapter].calls[0][0]
+
+    def waiting(self, adapter: Adapter) -> int:
+        """Rows of an adapter."""
+        return len(self._groups[adapter].calls) if adapter in self._groups else 0
+
+    def __iter__(self) -> Iterator[Call]:
+        return (call for group in self._groups.values() for _, call in group.calls)
+
+    def _drop_empty(self, adapter: Adapter | None) -> None:
+        if not self._groups[adapter].calls:
+            del self._groups[adapter]
