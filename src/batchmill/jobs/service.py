@@ -41,7 +41,18 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, RemoteJob, Submitted, Wait
+from batchmill.types import (
+    Amendment,
+    EngineState,
+    JobOrder,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    Once,
+    RemoteJob,
+    Submitted,
+    Wait,
+)
 from batchmill.wire.job_spec import JobSpec
 
 REMOTE_ID_CHARS_MAX = 512
@@ -224,7 +235,9 @@ class JobService:
             for model in drive.models:
                 workers = self._dispatcher.workers_of([model], drive.spec.code)
                 is_ready = any(worker.is_ready for worker in workers)
-                at_work.append(ModelAtWork(model.name, is_ready, [worker.stats for worker in workers]))
+                engine = self._dispatcher.engine_of(model, drive.spec.code)
+                waits_for = engine.message if engine.state != EngineState.FAILED else ""
+                at_work.append(ModelAtWork(model.name, is_ready, [each.stats for each in workers], waits_for))
             ahead = self._dispatcher.ahead_of(view.id)
         first = [drive.waits_for] if drive is not None and drive.waits_for else []
         return Wait(view.id, view.state, [*first, *waits.reasons(view, at_work, ahead), *view.routing], ahead)
