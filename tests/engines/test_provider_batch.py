@@ -184,6 +184,16 @@ async def test_garbled_line(provider: BatchProvider, ground: Ground) -> None:
     assert provider.calls["content"] == 2
 
 
+@pytest.mark.parametrize(("fate", "pages"), [("completes", ["html"] * 3), ("garbled", ["", "html", "html"])])
+async def test_page_instead_of_results(provider: BatchProvider, ground: Ground, fate: str, pages: list[str]) -> None:
+    """A proxy's page where the results should be is none of them: they are asked for again, and no row runs twice."""
+    provider.fates, provider.faults["content"] = [fate], pages
+    await ground.run((HeldLease(10), rows_of(10)))
+    assert sorted(ground.outcomes()) == list(range(10))
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 1
+
+
 @pytest.mark.parametrize(("faults", "left"), [(3, 0), (1000, 1)])
 async def test_files_are_deleted(provider: BatchProvider, ground: Ground, faults: int, left: int) -> None:
     """What was uploaded is deleted though the provider has a bad moment; where it stays, that is told."""

@@ -162,6 +162,8 @@ class Calls:
                     while len(data) < ERROR_BYTES_MAX and (piece := await self._connections.read(response)):
                         data += piece
                     raise self._error(response.status, response.headers, _without(data, closed.secrets))
+                if response.headers.get("content-type", "").startswith("text/html"):
+                    raise TryAgain("a page came where a file was asked for: a proxy's, it may be")
                 while piece := await self._connections.read(response):
                     yield piece
             finally:
