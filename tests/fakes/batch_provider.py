@@ -36,6 +36,7 @@ FATES = (
     "queue_full",  # no room for its tokens now
     "never_ends",
 )
+QUIET_TURNS = 20  # of the event loop
 OPERATIONS = ("upload", "create", "look", "cancel", "list", "files", "content", "delete")
 
 
@@ -100,6 +101,7 @@ class BatchProvider:
         self.file_states: list[str] = []  # what a file is said to be, look by look, before it is processed
         self._random, self._rate, self._left, self._looks = random.Random(seed), rate, faults_max, looks
         self._ids = 0
+        self._at_work = 0  # calls that were heard, and are neither done nor left hanging
         self._closing = asyncio.Event()
 
     async def __aenter__(self) -> BatchProvider:
@@ -134,10 +136,25 @@ class BatchProvider:
         """Batches that somebody would have to pay for."""
         return [batch.id for batch in self.batches.values() if batch.is_running]
 
+    @property
+    def untended(self) -> list[str]:
+        """Of those that run, the ones that nobody has asked to end."""
+        return [id for id in self.running if self.batches[id].status != "cancelling"]
+
+    async def settled(self) -> None:
+        """Once a client that has gone is not heard any more: what it sent is done, or will never be."""
+        quiet = 0
+        while quiet < QUIET_TURNS:  # a call that was read as its connection closed begins a turn or two later
+            assert self._runner.server is not None
+            is_open = any(each.transport is not None for each in self._runner.server.connections)
+            is_quiet = not self._at_work and not is_open
+            quiet = quiet + 1 if is_quiet else 0
+            await asyncio.sleep(0 if is_quiet else 0.001)
+
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        form = await request.post()
+        form = await request.post()  # of an upload that is cut off nothing is kept
         part = form["file"]
         assert isinstance(part, web.FileField), "a file is uploaded as one"
         name, data = part.filename, part.file.read()
@@ -236,6 +253,13 @@ class BatchProvider:
 
     async def _answer(self, request: web.Request, operation: str, do: Any) -> web.StreamResponse:
         """Do what was asked, or what the next fault says."""
+        self._at_work += 1
+        try:
+            return await self._do(request, operation, do)
+        finally:
+            self._at_work -= 1
+
+    async def _do(self, request: web.Request, operation: str, do: Any) -> web.StreamResponse:
         self.calls[operation] += 1
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             error = {
@@ -250,7 +274,9 @@ class BatchProvider:
         if refusal := _refusal(fault):
             return refusal
         if fault == "hung":
+            self._at_work -= 1
             await self._closing.wait()
+            self._at_work += 1
         if fault == "slow":
             await asyncio.sleep(0.05)
         if fault == "reset":

@@ -83,4 +83,5 @@ class RemoteJob(Struct, frozen=True, omit_defaults=True):
     submitted: float | None = None
     changed: float = 0.0  # when the provider last said something new
     message: str = ""  # for people: why it is unknown, what the provider said
+    is_doubtful: bool = False  # it may be there twice: a reply to its making was lost, or its maker was killed
     shard: int = -1  # filled in for whoever looks

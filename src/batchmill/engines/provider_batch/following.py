@@ -33,7 +33,6 @@ class Following:
         self._api, self._course, self._lease = api, course, lease
         self._settings, self._clock = settings, clock
         self._noted_at = 0.0
-        self._is_doubtful = False  # it may be there twice: a reply to its making was lost
 
     async def note(self, **changes: object) -> None:
         """Make durable what is known, with these changes."""
@@ -53,8 +52,8 @@ class Following:
 
     async def find_again(self) -> bool:
         """Whether the provider has the job, of which only the intent is noted. Raises: SubmitUnknown, Left."""
-        self._is_doubtful = True  # what its maker sent may still be on its way
-        found = await self._find()
+        self.job = replace(self.job, is_doubtful=True)  # what its maker sent may still be on its way
+        found = await self._find_twice(lambda job: bool(job.id))
         if found is not None and (found.id or found.input):
             await self._learned(found)
         return bool(self.job.id)
@@ -75,9 +74,9 @@ class Following:
                 await patience.rest(error)
                 if error.is_unseen:
                     continue
-                self._is_doubtful = True
+                self.job = replace(self.job, is_doubtful=True)
                 found = await self._find_twice(is_there)
-                if found is None:
+                if found is None or not is_there(found):
                     continue
                 job = found
             self._course.trouble = ""
@@ -102,14 +101,12 @@ class Following:
             await self.note()
 
     async def _find_twice(self, is_there: Callable[[RemoteJob], bool]) -> RemoteJob | None:
-        """What the provider has; asked again where it has nothing, since its lists may be a moment behind."""
-        for attempt in (1, 2):
-            found = await self._find()
-            if found is not None and is_there(found):
-                return found
-            if attempt == 1:
-                await self._course.sleep(self._settings.poll_s)
-        return None
+        """What the provider has; asked again where that is not it, since its lists may be a moment behind."""
+        found = await self._find()
+        if found is not None and is_there(found):
+            return found
+        await self._course.sleep(self._settings.poll_s)
+        return await self._find()
 
     async def _find(self) -> RemoteJob | None:
         """Raises: SubmitUnknown, once that is noted."""
@@ -158,12 +155,24 @@ class Following:
                 raise Left
             await self._look()
 
-    async def collected(self, message: str) -> None:
+    async def settle(self) -> str:
+        """Have the provider end what it has of an ended job twice; what to say of it.
+
+        Before the job's rows have outcomes: once they have, no lease may come that looks after it.
+        """
+        if not self.job.is_doubtful:
+            return ""
+        try:
+            found = await self._course.persist(lambda: self._api.find(self.job))
+        except SubmitUnknown as error:
+            return f"it may be there twice: {error.message}"
+        is_twice = found is not None and found.id not in ("", self.job.id)
+        return f"{found.id} is the same job once more" if is_twice else ""
+
+    async def collected(self, *told: str) -> None:
         """Note that the rows of an ended job have been read; what was uploaded for it goes."""
-        if self._is_doubtful and (found := await self._find()) is not None and found.id != self.job.id:
-            message = f"{message}; {found.id} is the same job once more".removeprefix("; ")
         left = await self._clean_up()
-        await self.note(state="collected", message="; ".join(filter(None, [message, left])))
+        await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*told, left])))
         # Only now do the rows count that were put before: see `ports.LeaseHandle.note`.
         if left := await self._clean_results():
             await self.note(message="; ".join(filter(None, [self.job.message, left])))

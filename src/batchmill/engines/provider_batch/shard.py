@@ -160,9 +160,15 @@ class Shard:
             self._claimed |= mine
             if mine:
                 works.append(self._go_on(self._follow(job), mine))
-            elif job.state in ("submitted", "cancelling"):
-                works.append(self._follow(job).wind_up())  # every row it holds has its outcome
+            elif job.state in ("submitted", "cancelling", "ended"):
+                works.append(self._end(self._follow(job)))
         return works
+
+    async def _end(self, following: Following) -> None:
+        """A job of which every row has its outcome."""
+        await following.wind_up()
+        if following.job.state == "ended":
+            await following.collected(await following.settle())
 
     async def _go_on(self, following: Following, mine: set[int]) -> None:
         """With a job that an earlier worker noted."""
@@ -266,6 +272,7 @@ class Shard:
             await following.wind_up()
         if following.job.state not in ("ended", "collected"):
             return
+        twice = await following.settle()
         try:
             gathered = await self._collector.collect(following.job, mine)
         except JobGone as error:
@@ -273,7 +280,7 @@ class Shard:
                 await following.note(state="unknown", message=error.message)
                 raise SubmitUnknown(doubt(following.job, error.message)) from None
             gathered = Gathered()  # read once, and deleted: what does not count of it any more must be run again
-        await following.collected(gathered.told() or _message(gathered.refused))
+        await following.collected(gathered.told() or _message(gathered.refused), twice)
         if mine and not self.course.ending:
             await self._again(following, mine, gathered)
 
