@@ -98,6 +98,8 @@ MODEL = '[models.m]\nengine = "vllm"\nsource = "s"\n'
         (MODEL + "workers = 1025", "models.m.workers must be 1 to 1024"),
         (MODEL + "workers = 2\nreplicas = 2", "two names of one number"),
         (MODEL + "price = { input = -1 }", "price.input must be 0 or more"),
+        (MODEL + "price = -0.5", "price.input must be 0 or more"),
+        (MODEL + "price = true", "price"),
         (MODEL + "price = { input = nan }", "price.input must be 0 or more"),
         (MODEL + "limits = { requests_per_minute = 0 }", "requests_per_minute must be more than 0"),
         ("[limits]\ndepth_max = 0", "limits.depth_max must be more than 0"),

@@ -8,16 +8,18 @@ import pytest
 
 from batchmill.cli import jobs as jobs_commands
 from batchmill.errors import BatchmillError
-from batchmill.types import Problem
+from batchmill.types import Price, Problem
 
 
 def test_jobs_are_listed_in_columns(app, call, view):
     """Each job is a line with its state, rows, model and first input."""
-    app.jobs.add(view(rows_ok=4, rows_failed=1, input=["/a", "/b"], cost=0.5))
+    app.jobs.add(view(rows_ok=4, rows_failed=1, input=["/a", "/b"], cost=0.5, prices={"m": Price.of(0.25)}))
     app.jobs.add(view(id="job_2", state="paused", reason="budget", rows=0))
     head, first, second = call("jobs").stdout.splitlines()
-    assert head.split() == ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "MODEL", "CREATED", "INPUT"]
-    assert first.split()[:7] == ["job_1", "running", "5", "10", "1", "$0.5000", "m"] and first.endswith("/a and 1 more")
+    assert head.split() == ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "PRICE", "MODEL", "CREATED", "INPUT"]
+    assert first.split()[:8] == ["job_1", "running", "5", "10", "1", "$0.5000", "0.25", "m"] and first.endswith(
+        "/a and 1 more"
+    )
     assert second.startswith("job_2  paused (budget)")
     lines = [json.loads(line) for line in call("jobs", "--json").stdout.splitlines()]
     assert [line["job"]["id"] for line in lines] == ["job_1", "job_2"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.types import Limits, Policy, Problem, Usage
+from batchmill.types import Limits, Policy, Price, Problem, Usage
 
 RUN = ("run", "in.jsonl", "--model", "function:app.py:f")
 
@@ -128,7 +128,8 @@ def test_a_summary_groups_errors_by_cause(app, call, view, place):
     app.jobs.add(
         view(
             state="completed", rows=1234, rows_ok=1200, rows_failed=34, rows_folded=5, elapsed_s=75.0,
-            usage=Usage(1000, 250, 20), cost=0.0123, output=f"{place}/out.jsonl", errors_output=f"{place}/e.jsonl",
+            usage=Usage(1000, 250, 20), cost=0.0123, prices={"m": Price(0.4, 0.1, 1.6)},
+            output=f"{place}/out.jsonl", errors_output=f"{place}/e.jsonl",
             errors={"timeout": 4, "rate_limited": 30},
             error_samples={"rate_limited": "slow \x1b[31mdown\x07\n\u202enow"},
         )
@@ -145,6 +146,7 @@ def test_a_summary_groups_errors_by_cause(app, call, view, place):
         "  folded    5 share the answer of an identical row",
         "  tokens    1,000 in (25 % cached), 20 out",
         "  cost      $0.0123",
+        "  price     USD 0.4 in, 0.1 cached, 1.6 out per million tokens",
         f"  results   {place}/out.jsonl",
         f"  errors    {place}/e.jsonl",
     ]

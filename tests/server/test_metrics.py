@@ -18,7 +18,7 @@ from batchmill.services.events import EVENT_TYPES, Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
 from batchmill.states import JobState
-from batchmill.types import Commit, Lease, SegmentRef, Usage
+from batchmill.types import AdapterStats, Commit, Lease, SegmentRef, Usage
 
 DOCS = Path(__file__).parents[2] / "docs" / "webhooks-and-metrics.md"
 
@@ -132,11 +132,25 @@ async def test_webhooks_are_counted(jobs: EndedJobs, metrics: Metrics, outbox: O
     assert found["batchmill_webhook_events_waiting",] == 1
 
 
+async def test_adapters_are_counted(jobs: EndedJobs, metrics: Metrics):
+    """Rows, tokens, hits, loads and time of each adapter; whose they are nobody knows, so projects see none."""
+    sums = jobs.jobs.dispatcher.tallies.adapters
+    sums.add("m", [], [AdapterStats("a/1", 8, 100, 40, hits=6, loads=2, busy_s=0.5)])
+    sums.add("m", [], [AdapterStats("b/1")])
+    found = await samples(metrics)
+    names = ("rows_total", "hits_total", "loads_total", "busy_seconds_total", "hit_ratio")
+    assert [found[f"batchmill_adapter_{name}", "a/1", "m"] for name in names] == [8, 6, 2, 0.5, 0.75]
+    assert [found["batchmill_adapter_tokens_total", "a/1", kind, "m"] for kind in ("input", "output")] == [100, 40]
+    assert ("batchmill_adapter_hit_ratio", "b/1", "m") not in found
+    assert not [key for key in await samples(metrics, "p") if key[0].startswith("batchmill_adapter_")]
+
+
 def test_models_are_measured():
     """Every gauge of a model is there; two pools of one name are one model: counts add up, shares are their mean."""
     told = {
         "workers": 2, "ready": 1, "in_flight": 30, "limit": 64, "live": 3, "live_waiting": 4, "kv_usage": 0.5,
-        "note": "", "failure": "", "jobs": 5, "jobs_waiting": 1, "rows_waiting": 1000,
+        "note": "", "failure": "", "jobs": 5, "jobs_waiting": 1, "rows_waiting": 1000, "adapters_loaded": 4,
+        "replicas": 2, "wanted": 3, "waits": "memory",
     }  # fmt: skip
     gauges = [ModelGauge("m", cached_share=0.25, **told), ModelGauge("m", cached_share=None, **told)]
     families = {family.name: family for family in models(gauges)}
@@ -145,6 +159,9 @@ def test_models_are_measured():
     assert values["batchmill_model_rows_in_flight"] == 60
     assert values["batchmill_model_rows_in_flight_limit"] == 128
     assert values["batchmill_model_rows_waiting"] == 2000
+    assert values["batchmill_model_adapters_loaded"] == 8
+    assert (values["batchmill_model_replicas"], values["batchmill_model_replicas_wanted"]) == (4, 6)
+    assert values["batchmill_model_waiting"] == 2
     assert values["batchmill_model_kv_cache_usage_ratio"] == 0.5
     assert values["batchmill_model_prefix_cache_hit_ratio"] == 0.25
 

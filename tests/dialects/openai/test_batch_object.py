@@ -7,7 +7,7 @@ from openai.types import Batch as OpenAIBatch
 from batchmill.dialects.openai.batch_object import batch_id, batch_of, job_id
 from batchmill.services.job_desk import ResultIds
 from batchmill.states import EXPIRED, JobState
-from batchmill.types import JobView, Problem, Usage
+from batchmill.types import JobView, Price, Problem, Usage
 
 ID = "job_0123456789abcdef0123"
 ORIGIN = {"door": "openai", "endpoint": "/v1/embeddings", "input_file_id": "file-1", "completion_window": "24h"}
@@ -118,12 +118,14 @@ def test_an_engine_that_did_not_start_is_an_error():
 
 def test_a_paused_batch_says_why():
     """OpenAI has no word for it: the batch is in progress, and `batchmill` tells the rest."""
-    batch = shown(changed(state=JobState.PAUSED, reason="budget", message="the budget is spent", cost=1.5))
+    told = {"reason": "budget", "message": "the budget is spent", "cost": 1.5, "prices": {"m": Price.of(0.5)}}
+    batch = shown(changed(state=JobState.PAUSED, **told))
     told = batch.model_extra["batchmill"]
     assert batch.status == "in_progress"
     assert told == {
         "job": ID, "state": "paused", "reason": "budget", "message": "the budget is spent",
         "notes": [], "remaining_s": None, "rows_per_s": None, "cost": 1.5,
+        "prices": {"m": {"input": 0.5, "cached": None, "output": 0.5}},
     }  # fmt: skip
 
 

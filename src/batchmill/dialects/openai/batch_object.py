@@ -61,9 +61,6 @@ class BatchUsage(Struct, frozen=True):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-    # What OpenAI's object has no words for; the openai package keeps it in `model_extra`, as `batchmill` below.
-    cost: float | None  # USD; null: no price is known
-    prices: dict[str, Price]  # USD per million tokens, of the models that rows go to
 
 
 class Progress(Struct, frozen=True):
@@ -77,6 +74,7 @@ class Progress(Struct, frozen=True):
     remaining_s: float | None
     rows_per_s: float | None
     cost: float | None  # USD
+    prices: dict[str, Price]  # USD per million tokens, of the models that rows go to
 
 
 class Batch(Struct, frozen=True, kw_only=True):
@@ -151,6 +149,7 @@ def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[
             view.remaining_s,
             view.rows_per_s,
             view.cost,
+            view.prices,
         ),  # fmt: skip
     )
 
@@ -197,6 +196,4 @@ def _usage(view: JobView) -> BatchUsage:
         usage.output_tokens,
         OutputDetails(),
         usage.input_tokens + usage.output_tokens,
-        view.cost,
-        view.prices,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from batchmill import faults
@@ -134,6 +135,7 @@ def document(view: JobView, results: ResultIds, remote: list[RemoteJob]) -> dict
         "message": view.message or None,
         "notes": view.notes,
         "cost": view.cost,
+        "prices": msgspec.to_builtins(view.prices),
         "errors": view.errors,
         "jobs": [_shown(each) for each in remote[:REMOTE_JOBS_MAX]],
         "jobs_total": len(remote),
