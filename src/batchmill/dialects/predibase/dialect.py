@@ -10,7 +10,9 @@ from starlette.responses import Response
 from batchmill.dialects.predibase import errors
 from batchmill.dialects.predibase.batch_inference import BatchInference
 from batchmill.dialects.predibase.datasets import Datasets
+from batchmill.dialects.predibase.deployments import Deployments
 from batchmill.dialects.predibase.downloads import Downloads
+from batchmill.dialects.predibase.serving import Serving
 from batchmill.dialects.predibase.users import Users
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
@@ -30,6 +32,8 @@ class PredibaseDialect:
             Datasets(services, downloads),
             BatchInference(services, downloads),
             downloads,
+            Deployments(services),
+            Serving(services),
         )
 
     def operations(self) -> Sequence[Operation]:
