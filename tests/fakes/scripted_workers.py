@@ -21,6 +21,7 @@ class ScriptedWorker:
 
     def __init__(self, start: Start) -> None:
         self.name, self.home, self.pid = start.worker, start.home, 0
+        self.gpus, self.replica = start.gpus, start.replica
         self.provision = start.provision  # what it was given beside its model
         self.told: list[Struct] = []  # messages of the owner that the test has not asked for yet
         self.was_killed = False
