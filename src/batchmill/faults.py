@@ -49,6 +49,12 @@ ADAPTER_POINTS = (  # and of an adapter that is registered
     "after_adapter_record",  # its version is written down, nothing of it is here
     "after_adapter",  # its folder is whole, its version says fetching
 )
+DATASET_POINTS = (  # and of a dataset that gets a name
+    "after_begin",  # it is awaited, nobody was given the link
+    "after_arrival",  # its bytes and their record are durable, whoever sent them was not told
+    "after_name",  # it has its name, nobody has begun to look at its rows
+    "after_check",  # its rows were looked at, what was found is not written down
+)
 
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")

@@ -32,11 +32,27 @@ class Span(Struct, frozen=True):
 NOTHING = Span(0, 0)
 
 
-class FileReply(Response):
-    """Closes `file` in the end. HEAD gets the same head and no body; who asks for several ranges gets the whole."""
+def _nothing() -> None:
+    """Nobody wants to know."""
 
-    def __init__(self, request: Request, file: OpenFile, *, filename: str, media: str = OCTETS) -> None:
+
+class FileReply(Response):
+    """Closes `file` in the end. HEAD gets the same head and no body; who asks for several ranges gets the whole.
+
+    `before_the_end` is called before the last byte of the file is sent.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        file: OpenFile,
+        *,
+        filename: str,
+        media: str = OCTETS,
+        before_the_end: Callable[[], None] = _nothing,
+    ) -> None:
         self._file, self._is_head = file, request.method == "HEAD"
+        self._before_the_end = before_the_end
         tag, size = f'"{file.record.id}"', file.size_bytes
         headers = {
             "accept-ranges": "bytes",
@@ -71,6 +87,8 @@ class FileReply(Response):
                 if not data:
                     raise EOFError(f"{self._file.record.id} is shorter than its record says")
                 at += len(data)
+                if self.is_to_the_end and at == self._span.last:
+                    self._before_the_end()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

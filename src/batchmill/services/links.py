@@ -21,6 +21,7 @@ from batchmill.store.database import Database
 from batchmill.store.dataset_tables import used_links
 
 SIGNATURE_CHARS_MAX = 1024
+SETTLE_S = 20.0  # after which it is known whether something that was sent has arrived
 SWEEP_MAX = 10_000  # used links that are forgotten at once
 UNREADABLE = "secret_unreadable"  # SecretBox: it was sealed for something else, or by another server
 ALTERED, EXPIRED, USED = "link_altered", "link_expired", "link_used"
@@ -39,6 +40,7 @@ class LinkService:
 
     def __init__(self, database: Database, clock: Clock, box: SecretBox) -> None:
         self._database, self._clock, self._box = database, clock, box
+        self._sent: dict[str, float] = {}  # links under way to being used up -> until when, monotonic
 
     def sign(self, purpose: str, subject: str, project: str, lifetime_s: float) -> str:
         """A signature that fits into a query as it is."""
@@ -51,8 +53,14 @@ class LinkService:
         link = self._read(signature, _owner(purpose, subject))
         if link.expires <= self._clock.now():
             raise Refused("this link has expired: ask for a new one", code=EXPIRED)
+        if self._sent.get(link.id, 0.0) > self._clock.monotonic():
+            raise _used()
         await self._database.read(check_unused, link)
         return link
+
+    def begin_use(self, link: Link) -> None:
+        """What it is for is being sent: it is refused for now, and for good once `use_up` is called."""
+        self._sent[link.id] = self._clock.monotonic() + SETTLE_S
 
     async def use_up(self, link: Link) -> None:
         """From now on it is refused; done twice, it is once."""
@@ -60,6 +68,8 @@ class LinkService:
 
     async def sweep(self) -> int:
         """Forget the used links that have expired; returns how many."""
+        now = self._clock.monotonic()
+        self._sent = {name: until for name, until in self._sent.items() if until > now}
         return await self._database.write(_forget, self._clock.now())
 
     def _read(self, signature: str, owner: str) -> Link:
@@ -86,7 +96,11 @@ def use(db: sa.Connection, link: Link) -> None:
 def check_unused(db: sa.Connection, link: Link) -> None:
     """Raises: Refused."""
     if db.execute(sa.select(used_links.c.id).where(used_links.c.id == link.id)).first() is not None:
-        raise Refused("this link has been used, and works only once: ask for a new one", code=USED)
+        raise _used()
+
+
+def _used() -> Refused:
+    return Refused("this link has been used, and works only once: ask for a new one", code=USED)
 
 
 def _note(db: sa.Connection, link: Link) -> None:

@@ -49,7 +49,12 @@ class Downloads:
         file_id = call.path["file_id"]
         link = await self._links.open(query.signature, DOWNLOAD, file_id)
         file = await self._files.open(await self._files.get(link.project, file_id))
-        reply = FileReply(call.request, file, filename=file.record.filename)
+        reply = FileReply(
+            call.request,
+            file,
+            filename=file.record.filename,
+            before_the_end=lambda: self._links.begin_use(link),
+        )
         if reply.is_to_the_end:
             call.on_delivered(lambda: self._links.use_up(link))
         return reply

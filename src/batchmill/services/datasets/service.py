@@ -89,6 +89,7 @@ class DatasetService:
             str(uuid.uuid4()), project, CONNECTION, None, None, DatasetState.ARRIVING, details, now, now
         )  # fmt: skip
         await self._database.write(records.insert, record, UNNAMED_MAX)
+        faults.point("after_begin")
         return Begun(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
 
     async def receive(self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes]) -> FileRecord:
@@ -110,9 +111,11 @@ class DatasetService:
         try:
             async for piece in pieces:
                 await writer.write(piece)
-            return await writer.commit(purpose=PURPOSE, filename=record.details.filename, within=arrive)
+            file = await writer.commit(purpose=PURPOSE, filename=record.details.filename, within=arrive)
         finally:
             await writer.discard()
+        faults.point("after_arrival")
+        return file
 
     async def name(self, project: str, dataset_id: str, name: str) -> DatasetRecord:
         """Name an upload that has arrived; from now on it is checked. Done twice, it is once.
@@ -265,6 +268,7 @@ class DatasetService:
             details = replace(details, message=told if error.blame == "caller" else f"it could not be checked: {told}")
             if error.blame != "caller":
                 log.warning("the dataset %s could not be checked: %s", record.id, error.message)
+        faults.point("after_check")
         await self._database.write(records.checked, record.id, details, state, self._clock.now())
 
     async def _looked_at(self, path: Path) -> Checked:
