@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -23,20 +22,37 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.machine import Machine
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
-from batchmill.ports import Jobs, Provisions
-from batchmill.services.adapters.door import AdapterClient, AdapterDoor
+from batchmill.ports import Jobs
+from batchmill.services.adapters.door import AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
-from batchmill.services.adapters.service import AdapterService, Bases
-from batchmill.services.functions.deploying import Workshop
-from batchmill.services.functions.door import ModelClient, ModelDoor
-from batchmill.services.functions.trial import Trials
+from batchmill.services.adapters.service import AdapterService
+from batchmill.services.catalogue import Catalogue
+from batchmill.services.data_dirs import (
+    ADAPTERS_DOOR,
+    CONNECTORS_DOOR,
+    DATABASE,
+    KEYS_DOOR,
+    LLMS_DOOR,
+    MODELS_DOOR,
+    SECRETS_DOOR,
+    SOCKET,
+    TAKEOVER_S,
+    TAKEOVER_TRIES,
+    open_vault,
+    open_versions,
+    prepare_data_dir,
+    try_lock,
+)
+from batchmill.services.functions.door import ModelDoor
 from batchmill.services.functions.versions import ModelVersions
-from batchmill.services.key_door import KeyClient, KeyDoor
+from batchmill.services.key_door import KeyDoor
 from batchmill.services.keys import KeyService
-from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
+from batchmill.services.llms.door import LlmDoor
+from batchmill.services.llms.opening import look_around, make_llms
+from batchmill.services.llms.service import LlmService
+from batchmill.services.remote.connector_door import ConnectorDoor
 from batchmill.services.remote.opening import RemoteServices, make_remote
-from batchmill.services.secrets.box import SecretBox
-from batchmill.services.secrets.door import SecretClient, SecretDoor
+from batchmill.services.secrets.door import SecretDoor
 from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
 from batchmill.states import JobState, PauseReason
@@ -46,11 +62,6 @@ from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 log = logging.getLogger("batchmill.owner")
 
-DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
-KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
-ADAPTERS_DOOR = "adapters"
-TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
-TAKEOVER_TRIES = 1200
 LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
 
 Progress = Callable[[float], None]
@@ -59,11 +70,11 @@ Progress = Callable[[float], None]
 class Owner:
     """This process owns the data directory."""
 
-    def __init__(self, config: Config, lock: int, *, serves: bool = False, bases: Bases | None = None) -> None:
+    def __init__(self, config: Config, lock: int, *, serves: bool = False, catalogue: Catalogue | None = None) -> None:
         """
         Args:
             serves: it is a server, whose jobs go on by themselves and whose models stay.
-            bases: the models that adapters may be for; None: those of the configuration.
+            catalogue: of a server; None: what the configuration names is resolved once that matters.
         """
         self._data_dir, self._lock = config.data_dir, lock
         self._told, self._config = config, config if serves else None
@@ -74,7 +85,8 @@ class Owner:
         self.versions: ModelVersions | None = None
         self.remote: RemoteServices | None = None
         self.adapters: AdapterService | None = None
-        self._bases = bases
+        self.llms: LlmService | None = None
+        self._catalogue = catalogue
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
@@ -107,9 +119,7 @@ class Owner:
         await self.versions.load()
         self.remote = make_remote(self._told, self.database, self.vault, SystemClock())
         await self.remote.load()
-        bases = self._bases or late_bases(self._told, self.versions, self.remote.models)
-        self.adapters = self.jobs.adapters = make_adapters(self._told, self.database, self.vault, bases)
-        await self.adapters.load()
+        await self._open_llms(self.jobs, None if gpus is None else len(gpus))
         await self.jobs.recover(resume_doors=config is not None)
         self.keys = KeyService(self.database, SystemClock())
         doors = {
@@ -118,9 +128,27 @@ class Owner:
             SECRETS_DOOR: SecretDoor(self.vault).answer,
             CONNECTORS_DOOR: ConnectorDoor(self.remote).answer,
             ADAPTERS_DOOR: AdapterDoor(self.adapters).answer,
+            LLMS_DOOR: LlmDoor(self.llms).answer,
         }
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
+
+    async def _open_llms(self, jobs: JobService, gpus: int | None) -> None:
+        """Language models that were deployed, and adapters: each has to know of the other."""
+        assert self.database is not None and self.vault is not None, "they come first"
+        assert self.versions is not None and self.remote is not None, "they come first"
+        told, catalogue, remote = self._told, self._catalogue, self.remote.models
+        self.llms = make_llms(
+            told, self.database, self.vault, SystemClock(), engines=jobs.dispatcher, calls=jobs.live, gpus=gpus
+        )
+        await self.llms.load()
+        bases = catalogue or late_bases(told, self.versions, remote, self.llms)
+        self.adapters = jobs.adapters = make_adapters(told, self.database, self.vault, bases)
+        if catalogue is None:
+            look_around(self.llms, told, self.versions, remote, self.adapters)
+        else:
+            catalogue.attach_llms(self.llms)
+        await self.adapters.load()
 
     async def close(self, *, at_once: bool, drain_s: float | None = None) -> None:
         """Pause what runs; guests notice and one of them takes over. Rows in flight may end, in `drain_s` at most.
@@ -132,6 +160,8 @@ class Owner:
         try:
             if self._server is not None:
                 await self._server.close()
+            if self.llms is not None:
+                await self.llms.close()
             if self.remote is not None:
                 await self.remote.close()
             if self.adapters is not None:
@@ -294,125 +324,6 @@ async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
         await jobs.close(at_once=at_once)
 
 
-@contextlib.asynccontextmanager
-async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
-    """The keys of a data directory: those of the process that owns it, so that it knows them at once, or our own.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    async with _owned(config) as (database, client):
-        if database is None:
-            yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
-        else:
-            yield KeyService(database, SystemClock())
-
-
-def open_vault(config: Config, database: Database) -> Vault:
-    """The secrets of a data directory that this process owns."""
-    return Vault(database, SecretBox(config.secrets_key), SystemClock())
-
-
-@contextlib.asynccontextmanager
-async def open_secrets(config: Config) -> AsyncIterator[Vault | SecretClient]:
-    """The secrets of a data directory: those of the process that owns it, so that it knows them at once, or our own.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    async with _owned(config) as (database, client):
-        if database is None:
-            yield SecretClient(lambda message: client.tell(SECRETS_DOOR, message))
-        else:
-            yield open_vault(config, database)
-
-
-@contextlib.asynccontextmanager
-async def open_connectors(config: Config) -> AsyncIterator[ConnectorClient]:
-    """The connectors of a data directory, and the models made of them: those of the process that owns it, or our own.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    async with _owned(config) as (database, client):
-        if database is None:
-            yield ConnectorClient(lambda message: client.tell(CONNECTORS_DOOR, message))
-            return
-        remote = make_remote(config, database, open_vault(config, database), SystemClock())
-        await remote.load()
-        yield ConnectorClient(ConnectorDoor(remote).answer)
-
-
-@contextlib.asynccontextmanager
-async def open_adapters(config: Config) -> AsyncIterator[AdapterClient]:
-    """The adapters of a data directory: those of the process that owns it, or our own.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    async with _owned(config) as (database, client):
-        if database is None:
-            yield AdapterClient(lambda message: client.tell(ADAPTERS_DOOR, message))
-            return
-        vault = open_vault(config, database)
-        versions = open_versions(config.data_dir, database, OwnerProvisions(vault, config.server.private_hosts), config)
-        remote = make_remote(config, database, vault, SystemClock())
-        await versions.load()
-        await remote.load()
-        adapters = make_adapters(config, database, vault, late_bases(config, versions, remote.models))
-        await adapters.load(resumes=False)  # a command is over soon
-        try:
-            yield AdapterClient(AdapterDoor(adapters).answer)
-        finally:
-            await adapters.close()
-
-
-def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:
-    """The deployed functions of a data directory that this process owns; `load` comes next."""
-    taken = frozenset() if config is None else frozenset(config.models)
-    workshop = Workshop(data_dir, Trials(provisions))
-    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
-
-
-def has_models(config: Config) -> bool:
-    """Something may have been deployed here: there is something to look at."""
-    return (config.data_dir / DATABASE).exists()
-
-
-@contextlib.asynccontextmanager
-async def open_models(config: Config) -> AsyncIterator[ModelClient]:
-    """The deployed functions of a data directory: those of the process that owns it, or our own.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    async with _owned(config) as (database, client):
-        if database is None:
-            yield ModelClient(lambda message: client.tell(MODELS_DOOR, message))
-            return
-        provisions = OwnerProvisions(open_vault(config, database), config.server.private_hosts)
-        versions = open_versions(config.data_dir, database, provisions, config)
-        await versions.load()
-        yield ModelClient(ModelDoor(versions).answer)
-
-
-@contextlib.asynccontextmanager
-async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, ControlClient]]:
-    """The database of a data directory, or None and a way to the process that owns it."""
-    prepare_data_dir(config.data_dir)
-    client = ControlClient(config.data_dir / SOCKET)
-    for _ in range(TAKEOVER_TRIES):
-        if (lock := try_lock(config.data_dir)) is not None:
-            database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
-            try:
-                yield database, client
-            finally:
-                database.close()
-                os.close(lock)
-            return
-        with contextlib.suppress(OwnerGone):
-            await client.check()
-            yield None, client
-            return
-        await asyncio.sleep(TAKEOVER_S)
-    raise InvalidConfig(f"{config.data_dir} is locked by a process that does not answer on its control socket; end it")
-
-
 async def preview_validate(order: JobOrder, config: Config, progress: Progress) -> SealReport:
     """Check every row of an order; none is run."""
     prepare_data_dir(config.data_dir)
@@ -450,28 +361,3 @@ async def partial_results(config: Config, job_id: str, out: BinaryIO) -> int:
     finally:
         path.unlink()
     return rows
-
-
-def prepare_data_dir(data_dir: Path) -> None:
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = data_dir / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InvalidConfig(
-            f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
-        ) from None
-
-
-def try_lock(data_dir: Path) -> int | None:
-    """The owner's lock, held until its descriptor is closed; None while another process holds it."""
-    fd = os.open(data_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    os.ftruncate(fd, 0)
-    os.write(fd, f"{os.getpid()}\n".encode())
-    return fd

@@ -116,7 +116,7 @@ class _Server:
     def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int, rows_drain_s: float) -> None:
         self._config, self._catalogue, self._sock, self._rows_drain_s = config, catalogue, sock, rows_drain_s
         self._clock: Clock = SystemClock()
-        self._owner = Owner(config, lock, serves=True, bases=catalogue)
+        self._owner = Owner(config, lock, serves=True, catalogue=catalogue)
         self._stopping = asyncio.Event()
         self._listener: Listener | None = None
         self._grpc: GrpcServer | None = None
@@ -186,6 +186,9 @@ class _Server:
         assert adapters is not None
         self._catalogue.attach(versions, remote.models)
         self._catalogue.attach_adapters(adapters)
+        llms = self._owner.llms
+        assert llms is not None
+        llms.open()
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
         files = FileService(database, config.data_dir, clock, config.server)
@@ -215,6 +218,7 @@ class _Server:
             remote_calls=remote.calls,
             remote_tasks=tasks,
             adapters=adapters,
+            llms=llms,
             late=LateReplies(database, clock, functions, webhooks.courier),
             config=config,
             clock=clock,
@@ -275,7 +279,7 @@ async def _sweep_for_ever(services: Services, clock: Clock) -> None:
     """What has had its time goes, and what was only remembered is written down."""
     duties: list[Callable[[], Awaitable[object]]] = [
         services.files.sweep, services.uploads.sweep, services.keys.write_uses, services.datasets.sweep,
-        services.links.sweep, services.adapters.sweep,
+        services.links.sweep, services.adapters.sweep, services.llms.sweep,
     ]  # fmt: skip
     while True:
         await clock.sleep(SWEEP_S)

@@ -15,6 +15,7 @@ from batchmill.cli.local_models import LocalModels
 from batchmill.cli.session import App, ResultFile, Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput
+from batchmill.services import data_dirs
 from batchmill.services.adapters import merging
 from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Catalogue
@@ -28,9 +29,9 @@ CONNECTOR = "connector"  # and of what was registered
 
 class LocalApp:
     open_jobs = staticmethod(root.open_jobs)
-    open_keys = staticmethod(root.open_keys)
-    open_secrets = staticmethod(root.open_secrets)
-    open_connectors = staticmethod(root.open_connectors)
+    open_keys = staticmethod(data_dirs.open_keys)
+    open_secrets = staticmethod(data_dirs.open_secrets)
+    open_connectors = staticmethod(data_dirs.open_connectors)
     preview_validate = staticmethod(root.preview_validate)
     preview_plan = staticmethod(root.preview_plan)
     preview_estimate = staticmethod(root.preview_estimate)
@@ -50,12 +51,12 @@ class LocalApp:
     async def models(self, config: Config) -> list[ModelInfo]:
         catalogue = await asyncio.to_thread(Catalogue, config, config.base)
         found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
-        if not root.has_models(config):
+        if not data_dirs.has_models(config):
             return found
-        async with root.open_models(config) as models:
+        async with data_dirs.open_models(config) as models:
             found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
         found = await self._with_adapters(config, found)
-        async with root.open_connectors(config) as connectors:
+        async with data_dirs.open_connectors(config) as connectors:
             for each in await connectors.models():
                 spec = await connectors.find(each.name)  # a name of several groups means none of them
                 names = [each.id] if spec is None or spec.name != each.id else [each.id, each.name]
@@ -64,7 +65,7 @@ class LocalApp:
 
     async def _with_adapters(self, config: Config, models: list[ModelInfo]) -> list[ModelInfo]:
         """Models with the names of what was registered for them."""
-        async with root.open_adapters(config) as adapters:
+        async with data_dirs.open_adapters(config) as adapters:
             records = [each for each in await adapters.list(PROJECT) if each.state == READY]
         named = {
             model.name: merging.names_of([each for each in records if each.base == model.name], lambda name: True)
@@ -74,27 +75,27 @@ class LocalApp:
 
     @contextlib.asynccontextmanager
     async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
-        async with root.open_models(config) as models:
+        async with data_dirs.open_models(config) as models:
             yield LocalModels(models, config)
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
-        if not root.has_models(config):
+        if not data_dirs.has_models(config):
             return None
-        async with root.open_models(config) as models:
+        async with data_dirs.open_models(config) as models:
             if (found := await models.find(name)) is not None:
                 return found
-        async with root.open_connectors(config) as connectors:
+        async with data_dirs.open_connectors(config) as connectors:
             return await connectors.find(name)
 
     @contextlib.asynccontextmanager
     async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[LocalAdapters]:
-        async with root.open_adapters(config) as adapters:
+        async with data_dirs.open_adapters(config) as adapters:
             yield LocalAdapters(adapters, project)
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
-        if model.engine != "llm" or model.name not in config.models or not root.has_models(config):
+        if model.engine != "llm" or model.name not in config.models or not data_dirs.has_models(config):
             return model
-        async with root.open_adapters(config) as adapters:
+        async with data_dirs.open_adapters(config) as adapters:
             found = await adapters.ready(PROJECT, model.name)
         return merging.with_room(merging.with_all(model, found.records, lambda name: True), found.rank)
 

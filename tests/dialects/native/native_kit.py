@@ -36,7 +36,7 @@ class Kit:
         self.services = Services(
             jobs=JobDesk(nothing, self.files, catalogue), files=self.files, uploads=nothing,
             keys=KeyService(self.database, self.clock), catalogue=catalogue, live=nothing, webhooks=nothing,
-            links=nothing, datasets=nothing, adapters=nothing,
+            links=nothing, datasets=nothing, adapters=nothing, llms=nothing,
             functions=nothing, versions=nothing, late=nothing, vault=nothing, connectors=nothing, groups=nothing,
             remote_models=nothing, remote_calls=nothing, remote_tasks=nothing,
             config=self.config, clock=self.clock, stopping=asyncio.Event(),

@@ -8,6 +8,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.services.adapters.service import AdapterService, Bases
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.functions.versions import ModelVersions
+from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -22,16 +23,16 @@ def make_adapters(config: Config, database: Database, vault: Vault, bases: Bases
     return AdapterService(database, SystemClock(), home=home, bases=bases, config=config, vault=vault)
 
 
-def late_bases(config: Config, versions: ModelVersions, remote: RemoteModels) -> Bases:
+def late_bases(config: Config, versions: ModelVersions, remote: RemoteModels, llms: LlmService | None = None) -> Bases:
     """The models of the configuration, and the names that are taken."""
-    return _LateBases(config, versions, remote)
+    return _LateBases(config, versions, remote, llms)
 
 
 class _LateBases:
     """Raises, everywhere: InvalidConfig for a model of the configuration that cannot be resolved."""
 
-    def __init__(self, config: Config, versions: ModelVersions, remote: RemoteModels) -> None:
-        self._config, self._versions, self._remote = config, versions, remote
+    def __init__(self, config: Config, versions: ModelVersions, remote: RemoteModels, llms: LlmService | None) -> None:
+        self._config, self._versions, self._remote, self._llms = config, versions, remote, llms
         self._made: Catalogue | None = None
 
     @property
@@ -39,6 +40,8 @@ class _LateBases:
         if self._made is None:
             self._made = Catalogue(self._config, self._config.base)
             self._made.attach(self._versions, self._remote)
+            if self._llms is not None:
+                self._made.attach_llms(self._llms)
         return self._made
 
     def base(self, caller: Caller, name: str) -> ModelSpec:

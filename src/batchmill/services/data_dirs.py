@@ -1,0 +1,210 @@
+"""A data directory as a command finds it: whoever owns it is asked, or it is ours for a moment.
+
+What is asked through the owner's control socket, it knows at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from batchmill.config import Config
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import InvalidConfig
+from batchmill.jobs.control import ControlClient, OwnerGone
+from batchmill.ports import Provisions
+from batchmill.services.adapters.door import AdapterClient, AdapterDoor
+from batchmill.services.adapters.opening import late_bases, make_adapters
+from batchmill.services.adapters.service import AdapterService
+from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions.door import ModelClient, ModelDoor
+from batchmill.services.functions.trial import Trials
+from batchmill.services.functions.versions import ModelVersions
+from batchmill.services.key_door import KeyClient
+from batchmill.services.keys import KeyService
+from batchmill.services.llms.door import LlmClient, LlmDoor
+from batchmill.services.llms.opening import look_around, make_llms
+from batchmill.services.llms.service import LlmService
+from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
+from batchmill.services.remote.opening import make_remote
+from batchmill.services.secrets.box import SecretBox
+from batchmill.services.secrets.door import SecretClient
+from batchmill.services.secrets.provisions import OwnerProvisions
+from batchmill.services.secrets.vault import Vault
+from batchmill.store.database import Database
+
+DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
+KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
+ADAPTERS_DOOR, LLMS_DOOR = "adapters", "llms"
+TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
+TAKEOVER_TRIES = 1200
+
+
+@contextlib.asynccontextmanager
+async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
+    """The keys of a data directory: those of the process that owns it, so that it knows them at once, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
+        else:
+            yield KeyService(database, SystemClock())
+
+
+def open_vault(config: Config, database: Database) -> Vault:
+    """The secrets of a data directory that this process owns."""
+    return Vault(database, SecretBox(config.secrets_key), SystemClock())
+
+
+@contextlib.asynccontextmanager
+async def open_secrets(config: Config) -> AsyncIterator[Vault | SecretClient]:
+    """The secrets of a data directory: those of the process that owns it, so that it knows them at once, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield SecretClient(lambda message: client.tell(SECRETS_DOOR, message))
+        else:
+            yield open_vault(config, database)
+
+
+@contextlib.asynccontextmanager
+async def open_connectors(config: Config) -> AsyncIterator[ConnectorClient]:
+    """The connectors of a data directory, and the models made of them: those of the process that owns it, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield ConnectorClient(lambda message: client.tell(CONNECTORS_DOOR, message))
+            return
+        remote = make_remote(config, database, open_vault(config, database), SystemClock())
+        await remote.load()
+        yield ConnectorClient(ConnectorDoor(remote).answer)
+
+
+@contextlib.asynccontextmanager
+async def open_adapters(config: Config) -> AsyncIterator[AdapterClient]:
+    """The adapters of a data directory: as `open_llms`."""
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield AdapterClient(lambda message: client.tell(ADAPTERS_DOOR, message))
+            return
+        async with _alone(config, database) as (_, adapters):
+            yield AdapterClient(AdapterDoor(adapters).answer)
+
+
+@contextlib.asynccontextmanager
+async def open_llms(config: Config) -> AsyncIterator[LlmClient]:
+    """The deployed language models of a data directory: those of the process that owns it, or our own, whose engines
+    start with the next server.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield LlmClient(lambda message: client.tell(LLMS_DOOR, message))
+            return
+        async with _alone(config, database) as (llms, _):
+            yield LlmClient(LlmDoor(llms).answer)
+
+
+@contextlib.asynccontextmanager
+async def _alone(config: Config, database: Database) -> AsyncIterator[tuple[LlmService, AdapterService]]:
+    """Language models and adapters of a command that owns the data directory for a moment."""
+    vault = open_vault(config, database)
+    versions = open_versions(config.data_dir, database, OwnerProvisions(vault, config.server.private_hosts), config)
+    remote = make_remote(config, database, vault, SystemClock())
+    await versions.load()
+    await remote.load()
+    llms = make_llms(config, database, vault, SystemClock())
+    await llms.load()
+    adapters = make_adapters(config, database, vault, late_bases(config, versions, remote.models, llms))
+    look_around(llms, config, versions, remote.models, adapters)
+    await adapters.load(resumes=False)  # a command is over soon
+    try:
+        yield llms, adapters
+    finally:
+        await adapters.close()
+
+
+def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:
+    """The deployed functions of a data directory that this process owns; `load` comes next."""
+    taken = frozenset() if config is None else frozenset(config.models)
+    workshop = Workshop(data_dir, Trials(provisions))
+    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
+
+
+def has_models(config: Config) -> bool:
+    """Something may have been deployed here: there is something to look at."""
+    return (config.data_dir / DATABASE).exists()
+
+
+@contextlib.asynccontextmanager
+async def open_models(config: Config) -> AsyncIterator[ModelClient]:
+    """The deployed functions of a data directory: those of the process that owns it, or our own.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield ModelClient(lambda message: client.tell(MODELS_DOOR, message))
+            return
+        provisions = OwnerProvisions(open_vault(config, database), config.server.private_hosts)
+        versions = open_versions(config.data_dir, database, provisions, config)
+        await versions.load()
+        yield ModelClient(ModelDoor(versions).answer)
+
+
+@contextlib.asynccontextmanager
+async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, ControlClient]]:
+    """The database of a data directory, or None and a way to the process that owns it."""
+    prepare_data_dir(config.data_dir)
+    client = ControlClient(config.data_dir / SOCKET)
+    for _ in range(TAKEOVER_TRIES):
+        if (lock := try_lock(config.data_dir)) is not None:
+            database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
+            try:
+                yield database, client
+            finally:
+                database.close()
+                os.close(lock)
+            return
+        with contextlib.suppress(OwnerGone):
+            await client.check()
+            yield None, client
+            return
+        await asyncio.sleep(TAKEOVER_S)
+    raise InvalidConfig(f"{config.data_dir} is locked by a process that does not answer on its control socket; end it")
+
+
+def prepare_data_dir(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = data_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InvalidConfig(
+            f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
+        ) from None
+
+
+def try_lock(data_dir: Path) -> int | None:
+    """The owner's lock, held until its descriptor is closed; None while another process holds it."""
+    fd = os.open(data_dir / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd
