@@ -1,14 +1,17 @@
 """A server that behaves like `vllm serve` as far as batchmill uses it: a program for tests, no part of the package.
 
 It takes vLLM's flags, serves on a Unix socket, forks an "engine core" and a "worker" as vLLM does, and answers with the
-last message: in capitals for an adapter called `upper`, backwards for any other adapter. What a row's text starts with
-decides its fate: `crash`, `core-dies`, `fails`, `fails-once`, `resets-once`, `hangs`, `too-long`. With `stream` the
-words of the answer come one by one; a text that starts with `trickles` never ends. A request that is given up is noted
-as a line of FAKE_CALLS with the path `abandoned`.
+last message: in capitals for an adapter called `upper`, backwards for any other adapter, or after the words in its
+folder's file `says`. Adapters are loaded and unloaded as in vLLM; one whose folder has a file `broken` cannot be
+loaded, and says what is in there; one with a file `deadly` ends the server.
 
-Environment: FAKE_HEALTH_DELAY_S, FAKE_REPLY_S, FAKE_SEQS, FAKE_KV_TOKENS, FAKE_START_ERROR, FAKE_STUBBORN, FAKE_PIDS (a
-file that gets the process ids), FAKE_CALLS (a file that gets one line per call received), FAKE_ONCE (a directory that
-remembers, across restarts, what happened once).
+What a row's text starts with decides its fate: `crash`, `core-dies`, `fails`, `fails-once`, `resets-once`, `hangs`,
+`too-long`. With `stream` the words of the answer come one by one; a text that starts with `trickles` never ends. A
+request that is given up is noted as a line of FAKE_CALLS with the path `abandoned`.
+
+Environment: FAKE_HEALTH_DELAY_S, FAKE_REPLY_S, FAKE_LOAD_S, FAKE_SEQS, FAKE_KV_TOKENS, FAKE_START_ERROR, FAKE_STUBBORN,
+FAKE_PIDS (a file that gets the process ids), FAKE_CALLS (a file that gets one line per call received), FAKE_ONCE (a
+directory that remembers, across restarts, what happened once).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", required=True)
     parser.add_argument("--served-model-name", nargs="+", required=True)
     parser.add_argument("--uds", required=True)
-    parser.add_argument("--lora-modules", nargs="*", default=[])
+    parser.add_argument("--max-cpu-loras", type=int, default=1)
     parser.add_argument("--runner", default="generate")
     return parser.parse_known_args()
 
@@ -85,16 +88,8 @@ class Engine:
         self.slots = asyncio.Semaphore(int(setting("FAKE_SEQS", 128)))
         self.started = time.monotonic()
         self.running = self.waiting = self.preemptions = self.tokens = 0
-        self.adapters = dict(self._adapter(module) for module in options.lora_modules)
-        self.runtime_adapters: dict[str, str] = {}
-
-    @staticmethod
-    def _adapter(module: str) -> tuple[str, str]:
-        if module.startswith("{"):
-            described = json.loads(module)
-            return described["name"], described["path"]
-        name, _, path = module.partition("=")
-        return name, path
+        self.adapters: dict[str, str] = {}  # that are loaded, by name
+        self.users: dict[str, int] = {}  # requests of each that run
 
     @property
     def is_healthy(self) -> bool:
@@ -179,8 +174,11 @@ def note_call(path: str, body: dict[str, Any]) -> None:
             file.write(json.dumps({"url": path, "body": body}) + "\n")
 
 
-def answer(engine: Engine, model: str | None, text: str) -> str:
-    if model in engine.adapters:
+def answer(engine: Engine, model: str, text: str) -> str:
+    if (place := engine.adapters.get(model)) is not None:
+        says = Path(place) / "says"
+        if says.exists():
+            return f"{says.read_text()} {text}"
         return text.upper() if model == "upper" else text[::-1]
     return text
 
@@ -212,12 +210,21 @@ async def chat(request: web.Request) -> web.StreamResponse:
         return refused
     if not isinstance(body.get("messages"), list):
         return error(400, "[{'type': 'missing', 'loc': ('body', 'messages')}]", "BadRequestError")
+    model = body.get("model") or engine.options.served_model_name[0]
+    engine.users[model] = engine.users.get(model, 0) + 1
+    try:
+        return await reply_to(request, body, model)
+    finally:
+        engine.users[model] -= 1
+
+
+async def reply_to(request: web.Request, body: dict[str, Any], model: str) -> web.StreamResponse:
+    engine = request.app[ENGINE]
     text = str(body["messages"][-1]["content"])
     if (ending := await suffer(text, request)) is not None:
         return ending
     await engine.step()
     tokens = {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
-    model = body.get("model") or engine.options.served_model_name[0]
     if body.get("stream"):
         return await stream(request, model, answer(engine, model, text))
     message = {"role": "assistant", "content": answer(engine, model, text)}
@@ -229,6 +236,26 @@ async def chat(request: web.Request) -> web.StreamResponse:
         "usage": {**tokens, "prompt_tokens_details": {"cached_tokens": 1}},
     }
     return web.json_response(reply)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Answers as a chat does, token by token. See `completions.py`."""
+    engine = request.app[ENGINE]
+    body, refused = await read_body(request)
+    if refused is not None:
+        return refused
+    if (why := completing.wrong(body)) is not None:
+        return error(400, why, "BadRequestError")
+    if isinstance(body["prompt"], str) and (ending := await suffer(body["prompt"], request)) is not None:
+        return ending
+    await engine.step()
+    model = body.get("model") or engine.options.served_model_name[0]
+    return await completing.answer(request, body, model, lambda text: answer(engine, model, text))
+
+
+async def classify(request: web.Request) -> web.StreamResponse:
+    body, refused = await read_body(request)
+    return refused or completing.classes(body, body.get("model") or request.app[ENGINE].options.served_model_name[0])
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -286,11 +313,32 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def load_adapter(request: web.Request) -> web.Response:
-    body = json.loads(await request.read())
-    if not Path(body["lora_path"]).is_dir():
-        return error(404, f"No adapter found for {body['lora_path']}", "NotFoundError")
-    request.app[ENGINE].adapters[body["lora_name"]] = body["lora_path"]
-    return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+    engine, body = request.app[ENGINE], json.loads(await request.read())
+    note_call(request.path, body)
+    name, place = body["lora_name"], Path(body["lora_path"])
+    if name in engine.adapters:
+        return error(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
+    await asyncio.sleep(setting("FAKE_LOAD_S", 0.0))
+    if (place / "deadly").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not place.is_dir():
+        return error(404, f"No adapter found for {place}", "NotFoundError")
+    if (place / "broken").exists():
+        return error(500, (place / "broken").read_text(), "InternalServerError")
+    if len(engine.adapters) >= engine.options.max_cpu_loras:
+        note_call("too-many", {"held": sorted(engine.adapters)})
+    engine.adapters[name] = str(place)
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    engine, body = request.app[ENGINE], json.loads(await request.read())
+    note_call(request.path, body)
+    if engine.users.get(body["lora_name"]):
+        note_call("unloaded-in-use", body)
+    if engine.adapters.pop(body["lora_name"], None) is None:
+        return error(404, f"The lora adapter '{body['lora_name']}' cannot be found.", "NotFoundError")
+    return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
 
 
 async def not_found(request: web.Request) -> web.Response:
@@ -303,6 +351,7 @@ async def serve(options: argparse.Namespace, core: int) -> None:
     app[ENGINE] = Engine(options, core)
     app.add_routes([web.get("/health", health), web.get("/v1/models", models), web.get("/metrics", metrics)])
     app.add_routes([web.post("/v1/load_lora_adapter", load_adapter)])
+    app.add_routes([web.post("/v1/unload_lora_adapter", unload_adapter)])
     if options.runner == "pooling":
         app.add_routes([web.post("/v1/embeddings", embeddings), web.post("/classify", classify)])
     else:

@@ -31,8 +31,8 @@ _HINT = re.compile(b"|".join(b'"%b"' % name.encode() for name in sorted(KNOWN)))
 
 class _Format(Struct):
     type: str | None = None
-    schema: Raw | None = None
-    json_schema: Raw | None = None
+    schema: Raw = Raw(b"null")
+    json_schema: Raw = Raw(b"null")
 
 
 def in_engine_words(body: bytes) -> bytes:
@@ -73,8 +73,8 @@ def _format(value: Raw) -> Raw:
         told = msgspec.json.decode(value, type=_Format | None)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return value  # the engine says what is wrong with it
-    if told is None or told.schema is None:
+    if told is None or bytes(told.schema) == b"null":
         return value
-    if told.type != "json_object" or told.json_schema is not None:
+    if told.type != "json_object" or bytes(told.json_schema) != b"null":
         raise InvalidRow("body.response_format.schema needs the type json_object", code="invalid_field")
     return Raw(encode({"type": "json_schema", "json_schema": {"name": "response", "schema": told.schema}}))

@@ -14,7 +14,6 @@ from msgspec import Struct
 
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.errors import BatchmillError
-from batchmill.wire.json_bytes import encode
 
 _MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # as special tokens are written
 
@@ -105,12 +104,12 @@ class Answer(Struct):
 read_answer = msgspec.json.Decoder(Answer).decode
 
 
-def alternatives_body(choice: Choice, count: int, window: int | None) -> bytes:
+def alternatives_body(choice: Choice, count: int, window: int | None) -> dict[str, Any]:
     """A completion whose prompt is prompt and answer together: it tells what else each token might have been."""
     ids = [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
     if window is not None:
         ids = ids[: window - 1]  # the token that has to be asked for needs room
-    return encode({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count})
+    return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
 
 
 def with_alternatives(choice: Choice, tokens: Sequence[Token], told: Choice, count: int) -> list[Token]:
