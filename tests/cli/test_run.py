@@ -123,6 +123,14 @@ def test_exit_codes(app, call, view, fields, code):
     assert json.loads(result.stdout.splitlines()[-1])["exit_code"] == code
 
 
+@pytest.mark.parametrize("flags", [(), ("--together",)])
+def test_results_together_are_asked_for(app, call, view, flags):
+    """--together asks for one file of results; otherwise failed rows have one of their own."""
+    app.jobs.add(view(state="completed", rows_ok=10))
+    assert call(*RUN, *flags).exit_code == 0
+    assert [order.together for order in app.jobs.orders] == [bool(flags)]
+
+
 def test_a_summary_groups_errors_by_cause(app, call, view, place):
     """The summary has rows, causes with a sample, tokens, cost and the files; nothing steers the terminal."""
     app.jobs.add(

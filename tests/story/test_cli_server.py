@@ -66,6 +66,18 @@ def test_a_run_leaves_its_results_here(batchmill: Command, tmp_path):
     assert over.returncode == 3 and len(lines(tmp_path / "out.jsonl")) == 2
 
 
+def test_results_come_back_together(batchmill: Command, tmp_path):
+    """With --together all rows come back in one file, in the order of the input."""
+    requests(tmp_path / "in.jsonl", "a", "fail", "c")
+    result = batchmill("run", "in.jsonl", "--model", "upper", "--together", "-o", "out.jsonl")
+    assert result.returncode == 3, result.stderr
+    assert f"results   {tmp_path}/out.jsonl" in result.stdout and "errors " not in result.stdout
+    found = lines(tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in found] == ["c0", "c1", "c2"]
+    assert found[1]["response"] is None and found[1]["error"]["code"] == "ValueError"
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl.gz"])
 def test_a_table_comes_back_as_its_name_says(batchmill: Command, tmp_path, name):
     """The name of the output decides how a server writes it."""

@@ -284,7 +284,7 @@ def _check_output(order: JobOrder) -> None:
     if order.output is None:
         return
     output = Path(order.output)
-    for path in (output, errors_path(output)):
+    for path in (output,) if order.together else (output, errors_path(output)):
         if path.exists() and not order.overwrite:
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",

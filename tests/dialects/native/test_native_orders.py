@@ -35,6 +35,7 @@ async def test_an_order_says_all_that_was_asked(kit):
     job = NewJob(
         [file_id], ["f", "far"], prompt="{a}", system="s", url="/v1/x", params={"t": 0}, on_invalid="skip", dedupe=True,
         budget=2.0, priority=3, completion_s=60.0, labels={"a": "b"}, output_format="parquet",
+        together=True,
     )  # fmt: skip
     made = await order(kit, job)
     assert made.dataset.paths == [str(kit.files.home / file_id)] and made.dataset.format == "csv"
@@ -43,7 +44,7 @@ async def test_an_order_says_all_that_was_asked(kit):
     policy = made.policy
     assert (policy.on_invalid, policy.dedupe, policy.budget, policy.priority) == ("skip", True, 2.0, 3)
     assert policy.deadline == kit.clock.now() + 60 and policy.on_engine_failure == "fail"
-    assert made.labels == {"a": "b"} and made.output_format == "parquet" and made.once == ONCE
+    assert made.labels == {"a": "b"} and made.output_format == "parquet" and made.once == ONCE and made.together
     assert made.origin == {
         "door": "native", "input_file_ids": [file_id], "files": {file_id: "rows.csv"}, "key": "k1",
     }  # fmt: skip
