@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from dialects.predibase.llm_server import open_llms
 from dialects.predibase.predibase_kit import EMPTY, MISSING_ID, Predibase, lines, row
+from fakes.lora_files import write_lora
 
 MORE = """
 [projects.poor]
@@ -21,6 +22,8 @@ TOKEN = "hf_not_a_real_one"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def opened(tmp_path_factory):
     async with open_llms(tmp_path_factory.mktemp("batches"), MORE) as opened:
+        for name in ("upper", "reverse"):
+            write_lora(opened[2].folder / "adapters" / name, r=16)
         yield opened
 
 
@@ -74,7 +77,7 @@ async def test_rows_of_a_base_model_and_its_adapters(predibase):
 
 
 async def test_rows_that_fail_stand_among_the_others(predibase):
-    """One file holds every row: what the model refused with its error, in its place."""
+    """One file holds every row, in the order of the input: what failed has its error, and no answer of the model."""
     job = await run(predibase, "partly", lines(asked(1, "a"), asked(2, "too-long b"), asked(3, "c")))
     assert (job["status"], job["rows"]) == ("completed", {"total": 3, "succeeded": 2, "failed": 1})
     first, second, third = await results(predibase, job["uuid"])

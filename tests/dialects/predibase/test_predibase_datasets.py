@@ -48,7 +48,7 @@ async def test_who_asks(predibase):
 
 
 async def test_an_upload_becomes_a_dataset(predibase):
-    """Begun, put and named, it is pending until its rows were looked at; then it is connected, with its rows counted."""
+    """Begun, put and named, it is pending until its rows were looked at; then it is connected."""
     begun = await predibase.begin("first.jsonl")
     assert set(begun) == {"presignedUrl", "uploadToken"} and begun["presignedUrl"].startswith("http://127.0.0.1:")
     assert (await predibase.put(begun["presignedUrl"], ROWS)).status_code == 200
