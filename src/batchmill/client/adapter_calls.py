@@ -25,8 +25,8 @@ LOOK_S, LOOK_S_MAX = 0.2, 5.0  # between two looks at an adapter that is being f
 SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
 
 
-def _one(name: str, *more: str) -> str:
-    return "/".join([ADAPTERS, quote(name, safe=""), *more])
+def _one(name: str) -> str:
+    return f"{ADAPTERS}/{quote(name)}"
 
 
 def _version(version: int | None) -> dict[str, str]:
@@ -43,7 +43,7 @@ def register(adapter: NewAdapter) -> Ask[AdapterInfo]:
 def upload(name: str, base: str, size_bytes: int) -> Ask[AdapterInfo]:
     """The archive is the body."""
     headers = {"content-type": ADAPTER_MEDIA, "content-length": str(size_bytes)}
-    request = Request("POST", _one(name, "versions"), {"base": base}, headers, is_repeatable=False, is_long=True)
+    request = Request("POST", _one(name), {"base": base}, headers, is_repeatable=False, is_long=True)
     return Ask(request, AdapterInfo)
 
 

@@ -50,7 +50,7 @@ def test_what_is_not_served(tmp_path: Path, changes: dict, words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read_adapter(tmp_path / "a")
     assert caught.value.code == "invalid_adapter"
-    assert words in caught.value.message and caught.value.message.startswith("a is no adapter that can be served")
+    assert words in caught.value.message and caught.value.message.startswith("this is no adapter that can be served")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from batchmill.wire.native_adapters import (
 )
 
 ADAPTERS = f"{PREFIX}/adapters"
-ONE = f"{ADAPTERS}/{{name}}"
+ONE = f"{ADAPTERS}/{{name:path}}"  # it may hold a slash
 MISSING, TAKEN = 404, 409
 
 
@@ -46,7 +46,7 @@ class Adapters:
                 self.register, body=NewAdapter, reply=AdapterInfo, status=202, errors=(MISSING, TAKEN),
             ),
             Operation(
-                "uploadAdapter", "POST", f"{ONE}/versions", "Upload an adapter: the body is its archive", admin,
+                "uploadAdapter", "POST", ONE, "Upload an adapter: the body is its archive", admin,
                 self.upload, query=UploadQuery, body=Content(ADAPTER_MEDIA), reply=AdapterInfo, status=201,
                 body_bytes_max=BUNDLE_BYTES_MAX, errors=(MISSING, TAKEN),
             ),

@@ -1,7 +1,7 @@
 """An adapter brought here: from a folder, a model hub or an object store, into a folder that never changes after.
 
 Runs in a child process: what it fetches with may hang, and holds memory. A folder appears under its name once all its
-files are on the disk; a crash before that leaves a staging folder, which `sweep` removes.
+files are on the disk; a crash before that leaves a staging folder.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import re
 import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -117,18 +116,20 @@ def fetch(source: str, home: Path, *, token: str | None) -> Fetched:
     if home.is_dir():
         return found(home)
     home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    staging = home.parent / STAGING
-    staging.mkdir(exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=staging) as folder:
-        staged = Path(folder, home.name)
-        staged.mkdir()
+    work = home.parent / STAGING / home.name
+    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    staged = work / "adapter"
+    staged.mkdir(parents=True, mode=0o700)
+    try:
         if kind == "hub":
-            late.load("hub")(source, staged, Path(folder), token)
+            late.load("hub")(source, staged, work, token)
         elif kind == "objects":
             late.load("objects")(source, staged)
         else:
             _copy_folder(Path(source).expanduser(), staged)
         return settle(staged, home)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def settle(staged: Path, home: Path) -> Fetched:
@@ -151,13 +152,6 @@ def found(home: Path) -> Fetched:
             size += os.fstat(file.fileno()).st_size
             total.update(hashlib.file_digest(file, "sha256").digest())
     return Fetched(str(home), total.hexdigest(), size)
-
-
-def sweep(home: Path, keep: Collection[str]) -> None:
-    """Remove from `home` what is no folder of `keep`; no fetching may be under way."""
-    for path in home.iterdir() if home.is_dir() else ():
-        if str(path) not in keep:
-            shutil.rmtree(path)
 
 
 def write_file(place: Path, name: str, take: Take) -> None:

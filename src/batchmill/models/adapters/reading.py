@@ -52,12 +52,12 @@ def read_adapter(place: Path) -> AdapterFacts:
     """
     config = _config_of(place)
     if flaw := _unsupported(config):
-        raise _invalid(place, flaw)
-    rank = _rank_of(place, config)
+        raise _invalid(flaw)
+    rank = _rank_of(config)
     weights = place / WEIGHTS
     if not weights.is_file():
         raise _no_weights(place)
-    modules = _modules(place, read_heads(weights), rank)
+    modules = _modules(read_heads(weights), rank)
     base, targets = config.get("base_model_name_or_path"), config.get("target_modules")
     return AdapterFacts(
         rank=rank,
@@ -70,7 +70,7 @@ def read_adapter(place: Path) -> AdapterFacts:
 
 def rank_of(place: Path) -> int:
     """The rank that an adapter's configuration names. Raises: InvalidInput, as `read_adapter`."""
-    return _rank_of(place, _config_of(place))
+    return _rank_of(_config_of(place))
 
 
 def room_for(ranks: Iterable[int]) -> int:
@@ -113,13 +113,13 @@ def _config_of(place: Path) -> dict[str, Any]:
         with (place / CONFIG).open("rb") as file:
             data = file.read(FILES[CONFIG] + 1)
     except OSError as error:
-        raise _invalid(place, f"it has no {CONFIG} that can be read: {error.strerror}") from None
+        raise _invalid(f"it has no {CONFIG} that can be read: {error.strerror}") from None
     if len(data) > FILES[CONFIG]:
-        raise _invalid(place, f"{CONFIG} is larger than {FILES[CONFIG]:,} bytes")
+        raise _invalid(f"{CONFIG} is larger than {FILES[CONFIG]:,} bytes")
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _invalid(place, f"{CONFIG} cannot be read: {error}") from None
+        raise _invalid(f"{CONFIG} cannot be read: {error}") from None
 
 
 def _unsupported(config: dict[str, Any]) -> str:
@@ -157,41 +157,41 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _rank_of(place: Path, config: dict[str, Any]) -> int:
+def _rank_of(config: dict[str, Any]) -> int:
     patterns = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
     for rank in ranks:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise _invalid(place, f"its rank is {rank!r}: r and rank_pattern hold numbers from 1 on")
+            raise _invalid(f"its rank is {rank!r}: r and rank_pattern hold numbers from 1 on")
     highest = max(ranks)
     if highest > RANK_MAX:
-        raise _invalid(place, f"its rank is {highest}, and vLLM serves at most {RANK_MAX}")
+        raise _invalid(f"its rank is {highest}, and vLLM serves at most {RANK_MAX}")
     return highest
 
 
-def _modules(place: Path, heads: dict[str, TensorHead], rank: int) -> dict[str, tuple[int, int]]:
+def _modules(heads: dict[str, TensorHead], rank: int) -> dict[str, tuple[int, int]]:
     """The modules that weights are there for, each with both halves. Raises: InvalidInput where one is not so."""
     halves: dict[str, dict[str, list[int]]] = {}
     for name, head in heads.items():
         if "lora_magnitude_vector" in name:
-            raise _invalid(place, "its weights are those of a DoRA")
+            raise _invalid("its weights are those of a DoRA")
         if (match := _LORA.fullmatch(name)) is not None:
             halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = head.shape
         elif "lora_" not in name and not any(f".{each}." in f".{name}." for each in HEADS_OF_CLASSIFIERS):
-            raise _invalid(place, f"the tensor {name[:SHOWN_CHARS]!r} is none of a LoRA")
+            raise _invalid(f"the tensor {name[:SHOWN_CHARS]!r} is none of a LoRA")
     if not heads:
-        raise _invalid(place, f"{WEIGHTS} holds no tensors")
+        raise _invalid(f"{WEIGHTS} holds no tensors")
     modules = {}
     for name, found in halves.items():
         if set(found) != {"A", "B"}:
-            raise _invalid(place, f"of {name[:SHOWN_CHARS]!r} only lora_{next(iter(found))} is there")
+            raise _invalid(f"of {name[:SHOWN_CHARS]!r} only lora_{next(iter(found))} is there")
         first, second = found["A"], found["B"]
         if (
             len(first) != 2 or len(second) != 2 or ".experts" in name
         ):  # experts and convolutions have shapes of their own
             continue
         if first[0] != second[1] or first[0] > rank:
-            raise _invalid(place, f"{name[:SHOWN_CHARS]!r} has rank {first[0]} and {second[1]}; {CONFIG} says {rank}")
+            raise _invalid(f"{name[:SHOWN_CHARS]!r} has rank {first[0]} and {second[1]}; {CONFIG} says {rank}")
         modules[name] = first[1], second[0]
     return modules
 
@@ -200,11 +200,11 @@ def _no_weights(place: Path) -> InvalidInput:
     for name in PICKLES:
         if (place / name).exists():
             return refused_pickle(name)
-    return _invalid(place, f"it has no {WEIGHTS}")
+    return _invalid(f"it has no {WEIGHTS}")
 
 
-def _invalid(place: Path, why: str) -> InvalidInput:
-    return InvalidInput(f"{place.name} is no adapter that can be served: {why}", code="invalid_adapter")
+def _invalid(why: str) -> InvalidInput:
+    return InvalidInput(f"this is no adapter that can be served: {why}", code="invalid_adapter")
 
 
 # -- the base ---------------------------------------------------------------------------------------------------------

@@ -195,8 +195,11 @@ class AdapterService:
         """The record once it is ready, or has failed."""
         task = self._tasks.get(record.id)
         if task is not None:
-            await asyncio.shield(task)
-        return self._book.get(record.id) or replace(record, state=REMOVED)
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.result()
+        async with self._changing:  # it may be being removed
+            return self._book.get(record.id) or replace(record, state=REMOVED)
 
     async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> dict[str, AdapterRecord]:
         """The adapters of a model hub that rows name, registered under their ids and fetched: ready or failed.
@@ -236,17 +239,19 @@ class AdapterService:
 
     async def remove(self, project: str, name: str, version: int | None = None) -> list[AdapterRecord]:
         """Remove one version, or all. Jobs that were given it keep it until they end."""
-        gone = [each for each in self._book.of(project) if each.name == name and version in (None, each.version)]
-        if not gone:
-            raise unknown_adapter(name, version)
-        now = self._clock.now()
-        removed = [replace(each, state=REMOVED, changed=now) for each in gone]
-        for record in gone:
-            if (task := self._tasks.get(record.id)) is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        await self._database.write(records.update, removed)
-        self._book.drop(removed)
+        async with self._changing:
+            gone = [each for each in self._book.of(project) if each.name == name and version in (None, each.version)]
+            if not gone:
+                raise unknown_adapter(name, version)
+            now = self._clock.now()
+            removed = [replace(each, state=REMOVED, changed=now) for each in gone]
+            for record in gone:
+                if (task := self._tasks.get(record.id)) is not None:
+                    task.cancel()
+                    await asyncio.wait({task})
+                    await asyncio.to_thread(self._discard, self._home / fetching.STAGING / record.id)
+            await self._database.write(records.update, removed)
+            self._book.drop(removed)
         return removed
 
     async def sweep(self) -> None:
@@ -321,14 +326,20 @@ class AdapterService:
             return None
 
     async def _end(self, record: AdapterRecord, report: FetchReport) -> AdapterRecord:
-        """A version that is here: ready, or not fit for its base."""
+        """A version that is here: ready, or not fit for its base; then its files go."""
         fetched = report.fetched
+        if report.flaw:
+            await asyncio.to_thread(self._discard, Path(fetched.folder))
         record = replace(
             record, state=FAILED if report.flaw else READY, digest=fetched.digest, rank=report.rank,
             message=f"it does not fit {record.base}: {report.flaw}" if report.flaw else "", bytes=fetched.bytes,
-            folder=fetched.folder, trained_for=report.base or "",
+            folder="" if report.flaw else fetched.folder, trained_for=report.base or "",
         )  # fmt: skip
         return await self._write(record)
+
+    @staticmethod
+    def _discard(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # what stays is swept
 
     async def _write(self, record: AdapterRecord) -> AdapterRecord:
         record = replace(record, changed=self._clock.now())
