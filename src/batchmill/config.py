@@ -383,12 +383,16 @@ def _check_values(read: _File) -> None:
     _check_serving(read)
     _check_ml_commons(read.ml_commons)
     _check_deployments(read)
+    read.machine.check()
     for name, entry in read.models.items():
         place = f"models.{name}"
         if not MODEL_NAME.fullmatch(name):
             raise InvalidConfig(f"{place}: a model's name is made of letters, digits and . _ / @ -, 200 at most")
         if not 1 <= entry.workers <= WORKERS_MAX:
             raise InvalidConfig(f"{place}.workers must be 1 to {WORKERS_MAX}, not {entry.workers}")
+        entry.check(place)
+        if entry.workers != 1 and entry.scaling is not None:
+            raise InvalidConfig(f"{place}: workers is fixed and replicas_min to replicas_max a range: leave one out")
         _check_limits(entry.limits, f"{place}.limits")
         _check_price(Price.of(entry.price), f"{place}.price")
 

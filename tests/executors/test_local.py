@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -37,6 +38,31 @@ class TestLocalExecutor(ExecutorSuite):
         await self.hear(worker, Ready)
         worker.kill()
         await worker.wait()
+
+
+@pytest.mark.parametrize(("gpus", "seen"), [(["2", "5"], ["2,5", "2,5"]), ([], ["", ""]), (None, [None, "7"])])
+async def test_a_worker_sees_its_own_devices(tmp_path, monkeypatch, gpus, seen):
+    """User code finds the devices that were dealt to its worker, and ours where nobody deals them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.delenv("BATCHMILL_GPUS", raising=False)
+    (tmp_path / "app.py").write_text(
+        "import json, os\n"
+        "class Look:\n"
+        "    def setup(self):\n"
+        "        seen = [os.environ.get(name) for name in ('BATCHMILL_GPUS', 'CUDA_VISIBLE_DEVICES')]\n"
+        f"        open({str(tmp_path / 'seen.json')!r}, 'w').write(json.dumps(seen))\n"
+        "    def predict(self, n):\n"
+        "        return n\n"
+    )
+    model = ModelSpec("look", "function", f"{tmp_path / 'app.py'}:Look")
+    executor = LocalExecutor(tmp_path / "workers")
+    worker = await executor.start(Start("w", model, str(tmp_path / "home"), gpus=gpus))
+    async for message in worker.messages():
+        if isinstance(message, Ready):
+            break
+    worker.kill()
+    await worker.wait()
+    assert json.loads((tmp_path / "seen.json").read_text()) == seen
 
 
 def test_sweeping_an_empty_folder(tmp_path):

@@ -14,8 +14,10 @@ from batchmill.jobs import live as live_path
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.live import LivePath
+from batchmill.jobs.machine import Machine
 from batchmill.states import PauseReason
-from batchmill.types import LiveHead, LiveRequest, ModelSpec
+from batchmill.types import LiveHead, LiveRequest, ModelSpec, Needs
 from batchmill.wire.messages import (
     LIVE_AHEAD_BYTES,
     Abandon,
@@ -174,6 +176,25 @@ async def test_a_model_that_cannot_start_says_why(stage):
         each.exit(1)
     await answer(await stage.executor.next(), b"fine now")
     assert (await again)[1:] == [b"fine now"]
+
+
+async def test_a_model_without_room_says_why(tmp_path):
+    """A request whose model waits for room until its patience is over is told for which."""
+    made = Stage(tmp_path)
+    made.clock.sleep = lambda _: asyncio.Event().wait()
+    made.dispatcher.share(Machine(24, []))
+    made.dispatcher.live = LivePath(made.dispatcher._pools, made.dispatcher.tallies, made.clock, loading_s=0.05)
+    made.dispatcher.reserve("job_1", [ModelSpec("other", "http", "o", needs=Needs(20))])
+    await made.executor.next()
+    try:
+        with pytest.raises(Unavailable, match=r"'big' needs 12 bytes .*: 'other' \(a job runs on it\) holds 20 bytes"):
+            async for _ in made.dispatcher.live.predict(ModelSpec("big", "http", "b", needs=Needs(12)), ASKED):
+                raise AssertionError("nobody answers")
+        with pytest.raises(ModelFailed, match="'huge' needs 25 bytes and the machine has 24 bytes"):
+            async for _ in made.dispatcher.live.predict(ModelSpec("huge", "http", "h", needs=Needs(25)), ASKED):
+                raise AssertionError("nobody answers")
+    finally:
+        await made.close()
 
 
 async def test_waiting_has_a_limit(stage, monkeypatch):

@@ -10,6 +10,9 @@ from batchmill.types import EngineStats, JobView
 
 STARTING = ModelAtWork("tiny", False, [EngineStats(note="loading weights")])
 RESTING = ModelAtWork("mini", True, [EngineStats(note="the service asked for 12 s of rest", live=2)])
+WHY = "'big' needs 12 GiB and 4 of 24 GiB are free"
+ROOMLESS = ModelAtWork("big", False, [], WHY)
+CRAMPED = ModelAtWork("big", True, [EngineStats(note="busy")], WHY)
 BUSY = ModelAtWork("f", True, [EngineStats(in_flight=5)])
 
 
@@ -24,6 +27,8 @@ def view(state: JobState, **more) -> JobView:
         (view(JobState.COMPLETED), [], 0, []),
         (view(JobState.VALIDATING, progress=0.42), [], 0, ["42%"]),
         (view(JobState.QUEUED), [STARTING], 3, ["'tiny' is still starting: loading weights", "3 other jobs"]),
+        (view(JobState.QUEUED), [ROOMLESS], 0, [f"the model 'big' waits for room: {WHY}"]),
+        (view(JobState.RUNNING), [CRAMPED], 0, [f"another copy of the model 'big' waits for room: {WHY}", "busy"]),
         (view(JobState.RUNNING), [RESTING, BUSY], 1, ["12 s of rest", "1 other job gets", "2 live requests"]),
         (view(JobState.FINALIZING, progress=0.5), [], 0, ["results are being written (50% done)"]),
         (view(JobState.CANCELLING), [], 0, ["being ended"]),

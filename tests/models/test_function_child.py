@@ -142,6 +142,8 @@ def test_gpus_of_each_worker() -> None:
     with pytest.raises(ModelFailed, match="finds 0 of the 4") as failed:
         environment_of(function, ours | {"BATCHMILL_REPLICA": "2"})
     assert failed.value.code == "too_few_gpus"
+    dealt = ours | {"BATCHMILL_REPLICA": "7", "BATCHMILL_GPUS": "1,9"}
+    assert environment_of(function, dealt)["CUDA_VISIBLE_DEVICES"] == "1,9"
 
 
 def test_a_secret_that_is_not_there() -> None:

@@ -62,7 +62,7 @@ def _engines(models: Sequence[ModelAtWork]) -> list[str]:
         if model.waits:
             more = "another copy of " if model.is_ready else ""
             found.append(f"{more}the model {model.name!r} waits for room: {model.waits}")
-        elif not model.is_ready:
+        if not model.is_ready and not model.waits:
             found.append(f"the model {model.name!r} is still starting" + (f": {'; '.join(notes)}" if notes else ""))
         else:
             found += [f"the model {model.name!r}: {note}" for note in notes]
