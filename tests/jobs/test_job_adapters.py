@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import Struct
+from small_adapter import write_adapter
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs import adapters
@@ -61,22 +61,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"num_hidden_layers": 2}')
     return tmp_path
-
-
-def write_adapter(folder: Path, *, rank: int = 8, layer: int = 0) -> str:
-    """A LoRA of one module, in a folder of its own."""
-    folder.mkdir()
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
-    name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
-    size = rank * 16 * 4
-    head = {
-        f"{name}A.weight": {"dtype": "F32", "shape": [rank, 16], "data_offsets": [0, size]},
-        f"{name}B.weight": {"dtype": "F32", "shape": [16, rank], "data_offsets": [size, 2 * size]},
-    }
-    data = json.dumps(head).encode()
-    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + bytes(2 * size))
-    return str(folder)
 
 
 def write_rows(folder: Path, *models: str | None, text: str = "hi") -> str:
