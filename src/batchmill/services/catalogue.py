@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidConfig, Unavailable, UnknownName
+from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, Unavailable, UnknownName
 from batchmill.models import registry
 from batchmill.services.adapters import merging
 from batchmill.services.adapters.records import AdapterRecord
@@ -201,10 +201,15 @@ class Catalogue:
     # -- adapters of language models ----------------------------------------------------------------------------------
 
     def base(self, caller: Caller, name: str) -> ModelSpec:
-        """The model that adapters may be registered for. Raises: UnknownName."""
+        """The model that adapters may be registered for. Raises: UnknownName; InvalidInput for one of its adapters."""
         if self._llms is not None and self._llms.bases.offers(caller, name):
             return self._llms.bases.find(caller, name)
-        return self.find(caller, name).model
+        found = self.find(caller, name)
+        if found.adapter is not None:
+            raise InvalidInput(
+                f"{name[:256]!r} is an adapter itself: name its model, {found.model.name}", code="no_adapters"
+            )
+        return found.model
 
     def is_taken(self, project: str, name: str) -> bool:
         """Something that is no registered adapter is called so."""
