@@ -157,6 +157,7 @@ async def test_adapters_that_rows_use_are_looked_at(folder, opened):
     asked = order(folder, "good", "good/1", "high/2", "deep", "gone", model=model)
     view, spec = await prepared(await opened(), Hub({}), asked)
     assert view.rows_folded == 1
+    assert sorted(spec.models[0].adapters) == ["deep", "gone/1", "good/1", "high/2"], "what no row uses is left out"
     bad = spec.models[0].bad_adapters
     assert sorted(bad) == ["deep", "gone/1", "high/2"]
     assert bad["high/2"] == "its rank is 64, and the engine of this model has room for 16"
@@ -170,7 +171,7 @@ async def test_a_configured_id_of_a_hub_is_fetched(folder, opened):
     model = base(folder, adapters={"tuned": "acme/a", "idle": "acme/b"}, adapter_rank=16)
     _, spec = await prepared(await opened(), hub, order(folder, "tuned", model=model))
     assert hub.asked == [("p", "base", ["acme/a"])]
-    assert (spec.models[0].adapters, spec.models[0].bad_adapters) == ({"tuned": place, "idle": "acme/b"}, {})
+    assert (spec.models[0].adapters, spec.models[0].bad_adapters) == ({"tuned": place}, {})
 
 
 async def test_a_refused_dataset_fetches_nothing(folder, opened):
@@ -261,3 +262,21 @@ def test_room_grows_with_what_was_fetched(folder, argument, rank):
     model = base(folder, adapter_rank=16, engine_args=argument)
     found = adapters.with_fetched(model, {"acme/a": Had("acme/a/1", folder="/a", rank=40)})
     assert found.adapter_rank == rank
+
+
+def test_only_what_is_used_stays(folder):
+    """Names of adapters that no row uses leave the description; the model's own stay. So does what an engine has."""
+    places, names = {"a/1": "/a", "b/1": "/b", "c": "/c"}, {"a": "a/1", "b": "b/1"}
+    allowed = ["base", "other-name", "a", "a/1", "b", "b/1", "c"]
+    model = base(
+        folder, adapters=places, adapter_names=names, allowed=allowed, adapter_rank=16, bad_adapters={"c": "x"}
+    )
+    static = msgspec.structs.replace(model, adapter_rank=0)
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec([]), models=[model, static], form=OpenAIForm(), policy=Policy(), output=None,
+        identity="", code={}, created=0.0,
+    )  # fmt: skip
+    found, same = adapters.only_used(spec, {0: ["b/1"], 1: []}).models
+    assert (found.adapters, found.adapter_names, found.bad_adapters) == ({"b/1": "/b"}, {"b": "b/1"}, {})
+    assert found.allowed == ["base", "other-name", "b", "b/1"]
+    assert same == static

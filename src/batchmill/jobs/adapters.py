@@ -81,6 +81,30 @@ def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
     return found
 
 
+def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
+    """The description without adapters that no row goes to: a job may be given thousands, and goes far with it.
+
+    Where an engine is started with its adapters they stay: it is shared by jobs that were given the same.
+    """
+    models = [
+        _without_others(model, used.get(number, ())) if model.engine == OURS and model.adapter_rank else model
+        for number, model in enumerate(spec.models)
+    ]
+    return replace(spec, models=models)
+
+
+def _without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
+    wanted, own = frozenset(used), model.adapter_names
+    allowed = model.allowed
+    if allowed is not None:
+        allowed = [name for name in allowed if (it := own.get(name, name)) not in model.adapters or it in wanted]
+    return replace(
+        model, adapters={name: place for name, place in model.adapters.items() if name in wanted},
+        adapter_names={name: it for name, it in own.items() if it in wanted},
+        bad_adapters={name: why for name, why in model.bad_adapters.items() if name in wanted}, allowed=allowed,
+    )  # fmt: skip
+
+
 def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
     """An order that is a known job again: its rows go to the adapters that they went to."""
     before = {model.name: model for model in earlier.models}

@@ -255,6 +255,7 @@ class Drive:
         if prepared.choices:
             spec = await asyncio.to_thread(with_code, routing.with_choices(spec, prepared.choices))
         used = adapters.used_by(spec.models, prepared.plan)
+        spec = adapters.only_used(spec, used)
         checked = await self._heeding(self._adapters.check(spec, used)) if used else spec
         if checked is None:
             return False
