@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from batchmill import app as root
 from batchmill.cli.local_adapters import PROJECT, LocalAdapters
+from batchmill.cli.local_llms import LocalLlms
 from batchmill.cli.local_models import LocalModels
 from batchmill.cli.session import App, ResultFile, Session
 from batchmill.config import Config
@@ -24,7 +25,7 @@ from batchmill.wire.native import ModelInfo
 
 PIECE_BYTES = 1024 * 1024
 FUNCTION = "function_process"  # the engine of what is deployed
-CONNECTOR = "connector"  # and of what was registered
+CONNECTOR, LLM = "connector", "llm"  # and of what was registered; of a language model that was
 
 
 class LocalApp:
@@ -56,6 +57,9 @@ class LocalApp:
         async with data_dirs.open_models(config) as models:
             found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
         found = await self._with_adapters(config, found)
+        async with data_dirs.open_llms(config) as llms:
+            own = [each for each in (await llms.list(PROJECT)).llms if not each.is_configured]
+        found += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in own]
         async with data_dirs.open_connectors(config) as connectors:
             for each in await connectors.models():
                 spec = await connectors.find(each.name)  # a name of several groups means none of them
@@ -84,8 +88,16 @@ class LocalApp:
         async with data_dirs.open_models(config) as models:
             if (found := await models.find(name)) is not None:
                 return found
+        async with data_dirs.open_llms(config) as llms:
+            if (deployed := await llms.find(PROJECT, name)) is not None:
+                return deployed
         async with data_dirs.open_connectors(config) as connectors:
             return await connectors.find(name)
+
+    @contextlib.asynccontextmanager
+    async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[LocalLlms]:
+        async with data_dirs.open_llms(config) as llms:
+            yield LocalLlms(llms, project)
 
     @contextlib.asynccontextmanager
     async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[LocalAdapters]:

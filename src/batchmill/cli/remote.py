@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.remote_adapters import RemoteAdapters
+from batchmill.cli.remote_llms import RemoteLlms
 from batchmill.cli.remote_models import RemoteModels
 from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client import calls, procedures
@@ -106,6 +107,13 @@ class RemoteApp:
     async def open_models(self, config: Config) -> AsyncIterator[RemoteModels]:
         async with self._client() as client:
             yield RemoteModels(client)
+
+    @contextlib.asynccontextmanager
+    async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[RemoteLlms]:
+        if project is not None:
+            raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
+        async with self._client() as client:
+            yield RemoteLlms(client)
 
     @contextlib.asynccontextmanager
     async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[RemoteAdapters]:

@@ -24,7 +24,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed
 from batchmill.models import redaction
 from batchmill.ports import Jobs
-from batchmill.types import JobOrder, JobView, ModelSpec
+from batchmill.types import EngineEvent, JobOrder, JobView, ModelSpec
 from batchmill.wire.native import (
     AliasInfo,
     DeployReply,
@@ -37,6 +37,7 @@ from batchmill.wire.native import (
     VersionInfo,
 )
 from batchmill.wire.native_adapters import AdapterInfo
+from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -99,6 +100,27 @@ class Adapters(Protocol):
     async def remove(self, name: str, version: int | None) -> list[AdapterInfo]: ...
 
 
+class Llms(Protocol):
+    """Deployed language models, on this machine or at a server. Raises, everywhere: UnknownName."""
+
+    async def create(self, asked: NewLlm) -> LlmInfo:
+        """Raises: InvalidInput; Conflict for a name that is taken."""
+
+    async def update(self, name: str, asked: LlmChange) -> LlmInfo: ...
+
+    async def list(self) -> LlmList: ...
+
+    async def show(self, name: str) -> LlmInfo: ...
+
+    async def delete(self, name: str) -> LlmInfo: ...
+
+    async def start(self, name: str) -> LlmInfo: ...
+
+    async def stop(self, name: str) -> LlmInfo: ...
+
+    async def events(self, name: str) -> list[EngineEvent]: ...
+
+
 class App(Protocol):
     """What commands call: the same whether jobs run on this machine or at a server."""
 
@@ -140,6 +162,9 @@ class App(Protocol):
 
     def open_connectors(self, config: Config) -> AbstractAsyncContextManager[Any]:
         """Connectors, with the verbs of `services.connector_door.ConnectorClient`; on this machine alone."""
+
+    def open_llms(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Llms]:
+        """The deployed language models of a project; at a server, of the key's own."""
 
     def open_adapters(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Adapters]:
         """Adapters. Args: `project`, on this machine; None: "default", and all of them in a list."""

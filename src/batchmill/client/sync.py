@@ -9,13 +9,13 @@ from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
-from batchmill.client import adapter_calls, calls, connection, procedures
+from batchmill.client import adapter_calls, calls, connection, llm_calls, procedures
 from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
 from batchmill.client.procedures import Pages, Source
 from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
 from batchmill.client.sync_model import Model
 from batchmill.client.writing import is_past, part_of
-from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
+from batchmill.types import EngineEvent, JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (
     Change,
     DeployReply,
@@ -28,6 +28,7 @@ from batchmill.wire.native import (
     Planned,
 )
 from batchmill.wire.native_adapters import AdapterInfo
+from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
@@ -152,6 +153,46 @@ class Client:
     def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
         """Remove a version, or all. Jobs that were given it keep it until they end."""
         return self.call(adapter_calls.remove_adapter(name, version)).adapters
+
+    def llms(self) -> list[LlmInfo]:
+        """The language models that the server serves itself, and how their engines are."""
+        return self.call(llm_calls.llms()).llms
+
+    def llm(self, name: str) -> LlmInfo:
+        return self.call(llm_calls.llm(name))
+
+    def deploy_llm(self, name: str, base_model: str, **settings: Any) -> LlmInfo:
+        """Have the server serve a language model under a name. Its engine starts with the first request.
+
+        Args:
+            base_model: a model of the server's configuration, or an id of a model hub that it allows.
+            settings: the fields of `batchmill.wire.native_llms.NewLlm`: `engine_args`, `hf_token`, `replicas_min`,
+                `replicas_max`, `cooldown_s`, `scale_up_requests`, `memory_bytes`, `gpus`, `takes_adapters`,
+                `preloaded_adapters`, `description`.
+
+        Raises: UnknownName (`unknown_base_model`); Conflict for a name that is taken; InvalidInput.
+        """
+        return self.call(llm_calls.create(llm_calls.filled(NewLlm, settings, name=name, base_model=base_model)))
+
+    def update_llm(self, name: str, **changes: Any) -> LlmInfo:
+        """Change what is said, as for `deploy_llm`; None is as the base model has it. What runs answers meanwhile."""
+        return self.call(llm_calls.change(name, llm_calls.filled(LlmChange, changes)))
+
+    def remove_llm(self, name: str) -> LlmInfo:
+        """Remove a deployment: it answers no more. Jobs that have begun go on."""
+        return self.call(llm_calls.remove(name))
+
+    def llm_events(self, name: str, after: float | None = None) -> list[EngineEvent]:
+        """What became of a deployment lately, the oldest first. `after`: seconds since the epoch."""
+        return self.call(llm_calls.events(name, after)).events
+
+    def start_llm(self, name: str) -> LlmInfo:
+        """Have an engine ready now; `llm` tells how that goes."""
+        return self.call(llm_calls.start(name))
+
+    def stop_llm(self, name: str) -> LlmInfo:
+        """Let it answer nothing until it is started."""
+        return self.call(llm_calls.stop(name))
 
     def upload(
         self,

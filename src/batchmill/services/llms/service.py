@@ -409,7 +409,7 @@ class LlmService:
         model = self.bases.get(name)
         args = {flag: True if value is None else value for flag, value in model.engine_args.items()}
         scaling = model.scaling or Scaling(replicas_max=model.workers)
-        settings = LlmSettings(name, args, scaling=scaling, needs=model.needs, takes_adapters=model.adapter_rank > 0)
+        settings = LlmSettings(name, args, scaling=scaling, needs=model.needs)
         at = self._opened
         return LlmDeployment(f"models.{name}", "", name, settings, None, {}, at, at, model, is_configured=True)
 

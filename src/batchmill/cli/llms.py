@@ -1,0 +1,250 @@
+"""`batchmill llms`: language models that batchmill serves itself. A running server has them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import click
+
+from batchmill.cli.flag_values import pairs, scalar
+from batchmill.cli.keys import Span
+from batchmill.cli.session import Llms, Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.errors import InvalidInput
+from batchmill.types.machines import size_of
+from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
+
+SHOWN_CHARS, MESSAGE_CHARS = 60, 4_000
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(refuse_half_text(each) for each in value)
+    return None if value is None else refuse_half_text(value)
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else size_of(value, "--memory")
+
+
+name_argument = click.argument("name", metavar="NAME", callback=_text)
+project_option = click.option("--project", metavar="NAME", callback=_text, help="Whose, on this machine [default].")
+
+
+def settings_options(command):
+    """What can be said of an engine. Nothing said: as the base model has it."""
+    options = (
+        click.option(
+            "--engine-arg", "args", metavar="NAME=VALUE", multiple=True, callback=_text,
+            help="A flag of vLLM, such as max-model-len=4096; of an update, all of them anew.",
+        ),
+        click.option(
+            "--hf-token", metavar="REFERENCE", callback=_text,
+            help='A token for the model hub: "env:NAME", "file:PATH", on this machine also "secret:NAME".',
+        ),
+        click.option("--replicas-min", type=click.IntRange(0), metavar="N", help="That stay, used or not [0]."),
+        click.option("--replicas-max", type=click.IntRange(1), metavar="N", help="At most so many [1]."),
+        click.option("--cooldown", type=Span(), metavar="SPAN", help="An idle replica goes after 10m, 2h …"),
+        click.option(
+            "--scale-up-requests", type=click.IntRange(1), metavar="N", help="Another above so many a replica [128]."
+        ),
+        click.option("--memory", metavar="SIZE", callback=_size, help="What a replica takes: 12GiB."),
+        click.option("--gpus", type=click.IntRange(0), metavar="N", help="What a replica takes."),
+        click.option("--adapters/--no-adapters", "takes_adapters", default=None, help="Take adapters [yes]."),
+        click.option(
+            "--preload", "preloaded", metavar="ADAPTER", multiple=True, callback=_text,
+            help="An adapter that is in the engine before anybody asks for it.",
+        ),
+        click.option("--description", metavar="TEXT", callback=_text),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _told(flags: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body that flags say something of."""
+    args = {name: scalar(value) for name, value in pairs(flags.pop("args"), "--engine-arg", bare="true").items()}
+    told = {"cooldown_s": flags.pop("cooldown"), "memory_bytes": flags.pop("memory")} | flags
+    told |= {"engine_args": args or None, "preloaded_adapters": list(told.pop("preloaded")) or None}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+@click.group()
+def llms() -> None:
+    """Language models that batchmill serves itself, each with an engine that starts when it is called."""
+
+
+@llms.command()
+@name_argument
+@click.argument("base_model", metavar="BASE", callback=_text)
+@settings_options
+@project_option
+@global_options
+@click.pass_obj
+def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
+    """Deploy BASE under NAME: a model of the configuration, or an id of a model hub that it allows."""
+    asked = NewLlm(name, base_model, **_told(flags))
+    return _changed(session, project, lambda opened: opened.create(asked), "is deployed")
+
+
+@llms.command("list")
+@project_option
+@global_options
+@click.pass_obj
+def list_llms(session: Session, project: str | None) -> int:
+    """List the language models, and how their engines are."""
+
+    async def show_all(opened: Llms) -> None:
+        found: LlmList = await opened.list()
+        if session.as_json:
+            for each in found.llms:
+                session.emit("llm", llm=each)
+        elif not found.llms:
+            session.print("there are no language models: `batchmill llms create NAME BASE` deploys one")
+        else:
+            head = ["NAME", "BASE", "STATE", "REPLICAS", "USD PER MILLION TOKENS", "BY"]
+            for line in table([head, *(_columns(each) for each in found.llms)]):
+                session.print(line)
+
+    return _with(session, project, show_all)
+
+
+def _columns(info: LlmInfo) -> list[str]:
+    return [
+        clean(info.name, SHOWN_CHARS), clean(info.base_model, SHOWN_CHARS), _state(info),
+        f"{info.ready} of {info.replicas_min}-{info.replicas_max}", "-" if info.price is None else info.price.in_words,
+        "configuration" if info.is_configured else "API",
+    ]  # fmt: skip
+
+
+def _state(info: LlmInfo) -> str:
+    if info.is_stopped:
+        return "stopped by hand"
+    return f"{info.state}, updating" if info.is_updating else info.state
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def show(session: Session, name: str, project: str | None) -> int:
+    """Show a language model: its settings, its adapters, and how its engine is."""
+
+    async def tell(opened: Llms) -> None:
+        info = await opened.show(name)
+        if session.as_json:
+            session.emit("llm", llm=info)
+        else:
+            first, *more = _lines(info)
+            session.print(clean(first, MESSAGE_CHARS))
+            for line in more:
+                session.print(f"  {clean(line, MESSAGE_CHARS, lines=True)}")
+
+    return _with(session, project, tell)
+
+
+def _lines(info: LlmInfo) -> list[str]:
+    needs = [f"{info.memory_bytes:,} bytes of memory"] if info.memory_bytes else []
+    needs += [f"{info.gpus} GPUs"] if info.gpus else []
+    lines = [
+        f"{info.name}: {info.base_model}, {_state(info)}",
+        f"replicas: {info.ready} ready of {info.replicas}; {info.replicas_min} to {info.replicas_max}",
+        *([f"each takes {' and '.join(needs)}"] if needs else []),
+        *(f"{name} = {value}" for name, value in info.engine_args.items()),
+        *(["has a token for the model hub"] if info.has_hf_token else []),
+        *([f"adapters: {', '.join(info.adapters)}"] if info.adapters else []),
+        *([f"loaded ahead: {', '.join(info.preloaded_adapters)}"] if info.preloaded_adapters else []),
+        *([f"USD per million tokens: {info.price.in_words}"] if info.price is not None else []),
+        *([f"{info.description}"] if info.description else []),
+    ]
+    return [*lines, f"{info.message}"] if info.message else lines
+
+
+@llms.command()
+@name_argument
+@click.option("--base", "base_model", metavar="BASE", callback=_text, help="Another base model.")
+@settings_options
+@project_option
+@global_options
+@click.pass_obj
+def update(session: Session, name: str, base_model: str | None, project: str | None, **flags: Any) -> int:
+    """Change what is said and keep the rest. What runs answers until an engine with the new settings is ready."""
+    told = _told(flags) | ({} if base_model is None else {"base_model": base_model})
+    if not told:
+        raise InvalidInput("say what is to be changed: `batchmill llms update --help` lists it")
+    return _changed(session, project, lambda opened: opened.update(name, LlmChange(**told)), "is changed")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def delete(session: Session, name: str, project: str | None) -> int:
+    """Remove a deployment: it answers no more. Jobs that have begun go on."""
+    return _changed(session, project, lambda opened: opened.delete(name), "is deleted")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def start(session: Session, name: str, project: str | None) -> int:
+    """Have an engine ready now."""
+    return _changed(session, project, lambda opened: opened.start(name), "starts")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def stop(session: Session, name: str, project: str | None) -> int:
+    """Let it answer nothing until it is started; its engine ends when nobody uses it."""
+    return _changed(session, project, lambda opened: opened.stop(name), "is stopped")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def events(session: Session, name: str, project: str | None) -> int:
+    """Print what became of it lately: starts, failures with the engine's last lines, adapters loaded ahead."""
+
+    async def tell(opened: Llms) -> None:
+        for each in await opened.events(name):
+            if session.as_json:
+                session.emit("event", event=each)
+                continue
+            replica = "" if each.replica is None else f" (replica {each.replica})"
+            told = f": {each.message}" if each.message else ""
+            session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{told}", MESSAGE_CHARS, lines=True))
+
+    return _with(session, project, tell)
+
+
+def _changed(session: Session, project: str | None, do: Callable[[Llms], Awaitable[LlmInfo]], told: str) -> int:
+    """Do something to a deployment and say what became of it."""
+
+    async def work(opened: Llms) -> None:
+        info = await do(opened)
+        if session.as_json:
+            session.emit("llm", llm=info)
+            return
+        why = f": {info.message}" if info.message else ""
+        session.print(clean(f"{info.name} {told}{why}", MESSAGE_CHARS, lines=True))
+
+    return _with(session, project, work)
+
+
+def _with(session: Session, project: str | None, work: Callable[[Llms], Awaitable[None]]) -> int:
+    async def run() -> None:
+        async with session.app.open_llms(session.config(), project) as opened:
+            await work(opened)
+
+    return session.run(run())
