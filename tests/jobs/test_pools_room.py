@@ -242,6 +242,23 @@ async def test_the_least_is_kept(stage):
     assert stage.state(spec) == EngineState.STOPPED
 
 
+async def test_what_is_kept_and_fails_is_tried_again(stage):
+    """After longer and longer rests, as long as it is kept."""
+    spec = model("m", scaling=Scaling(replicas_min=1, cooldown_s=20.0))
+    stage.pools.keep(spec)
+    for rest_s in (REST_S, 2 * REST_S):
+        worker = await stage.executor.next(ready=False)
+        worker.say(BROKEN)
+        worker.exit(1)
+        await stage.clock.go_on(rest_s - 1)
+        assert stage.executor.is_quiet and stage.state(spec) == EngineState.FAILED
+        await stage.clock.go_on(5)
+    await stage.executor.next()
+    await settled()
+    assert stage.state(spec) == EngineState.READY
+    stage.pools.let_go(spec)
+
+
 async def test_another_range_reaches_what_runs(stage):
     """A model that is to have other numbers of replicas gets them without a new engine."""
     spec = model("m", scaling=Scaling(replicas_min=1, replicas_max=2, cooldown_s=5.0))

@@ -205,7 +205,7 @@ class Pool:
                 self._tools.rooms.give_back(self._place(replica))
             if self._goes_on(replica):
                 replica.is_waiting = True
-                await self._clock.sleep(min(REST_MAX_S, REST_S * 2 ** (replica.failures - 1)))
+                await self._clock.sleep(rest_s(replica.failures))
                 replica.is_waiting = False
 
     async def _take_room(self, replica: _Replica) -> Room:
@@ -456,6 +456,8 @@ class Pool:
 
         Concurrency: may be called again, with `at_once`, while it waits.
         """
+        if not self._stopping:
+            self._tools.log.add(self.key, "stopping")
         self._stopping = True
         self._change()
         self._watching.cancel()
@@ -475,6 +477,11 @@ class Pool:
             _, late = await asyncio.wait(late, timeout=END_S)
         for task in late:
             task.cancel()
+
+
+def rest_s(failures: int) -> float:
+    """How long what has failed so often in a row is left alone."""
+    return min(REST_MAX_S, REST_S * 2 ** min(failures - 1, 10))
 
 
 def _not_started(error: OSError) -> Failed:

@@ -18,7 +18,7 @@ from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.machine import Leaver, Machine
-from batchmill.jobs.pool import Pool, PoolListener, PoolTools
+from batchmill.jobs.pool import Pool, PoolListener, PoolTools, rest_s
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.replicas import COOLDOWN_DEFAULT_S, follow, needed
 from batchmill.jobs.rooms import Rooms
@@ -78,6 +78,9 @@ class Pools:
         self._rooms.make_room, self._rooms.use_of = self._make_room, self._use_of
         self._tools = PoolTools(executor, listener, clock, self._rooms, self._log, provisions)
         self._scaling: asyncio.Task[None] | None = None
+        self._rests: dict[
+            str, tuple[Pool, int, float]
+        ] = {}  # kept and failed: how often in a row, and when it is tried
         self._providing: asyncio.Task[None] | None = None
         self._is_stale = False  # workers may have secrets that are others now
         self._codes = CodeDigests()
@@ -240,6 +243,7 @@ class Pools:
         """Hold it no more: its replicas end when nobody has used them for a while."""
         key = self.key_of(model)
         self.leave(key, _keeper(key))
+        self._rests.pop(key, None)
 
     def rescale(self, key: str) -> None:
         """Have as many replicas as there is work for."""
@@ -257,9 +261,21 @@ class Pools:
 
     async def _follow_loads(self) -> None:
         while any(pool.model.scaling is not None for pool in self._pools.values()):
-            for key in list(self._pools):
+            for key, pool in list(self._pools.items()):
                 self.rescale(key)
+                if pool.failure is not None and _keeper(key) in self.users(key):
+                    self._revive(key, pool)
             await self._clock.sleep(SCALE_S)
+
+    def _revive(self, key: str, pool: Pool) -> None:
+        """A model that is kept and has failed is tried again, after longer and longer rests."""
+        failed, times, due = self._rests.get(key, (None, 0, 0.0))
+        if failed is not pool:
+            times = 1 if pool.was_ready else times + 1
+            due = self._clock.monotonic() + rest_s(times)
+            self._rests[key] = pool, times, due
+        elif self._clock.monotonic() >= due:
+            self.use(_keeper(key), pool.model, key)
 
     def view(self, model: ModelSpec, code: Mapping[str, str] | None = None) -> EngineView:
         """The replicas of a model now, and what became of them."""
