@@ -180,7 +180,7 @@ async def test_openai_base(opened, told, text):
 async def test_openai_base_refuses(http, told, status, text):
     """What the engine would ignore is refused by its name."""
     reply = await http.post(f"{place()}/v1/chat/completions", json={"messages": MESSAGES} | told)
-    assert reply.status_code == status and text in reply.json()["error"], reply.text
+    assert reply.status_code == status and text in reply.json()["error"]["message"], reply.text
     assert "hf_secret" not in reply.text
 
 

@@ -13,10 +13,10 @@ from batchmill.dialects.predibase.datasets import Datasets
 from batchmill.dialects.predibase.deployments import Deployments
 from batchmill.dialects.predibase.downloads import Downloads
 from batchmill.dialects.predibase.serving import Serving
+from batchmill.dialects.predibase.serving_errors import SCHEMA
 from batchmill.dialects.predibase.users import Users
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
-from batchmill.server.text_errors import SCHEMA
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 

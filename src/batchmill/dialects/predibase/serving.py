@@ -73,20 +73,22 @@ class Serving:
         return own + [
             Operation(
                 f"deployment{name}", "POST", f"{PLACE}{url}", summary, Scope.SUBMIT,
-                self._said(partial(self._openai, url)), body=_JSON,
+                self._said(partial(self._openai, url), is_openai=True), body=_JSON,
                 reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=serving_errors.STATUSES,
             )
             for name, url, summary in _OPENAI
         ]  # fmt: skip
 
-    def _said(self, answer: Callable[[Call], Coroutine[Any, Any, Response]]) -> Callable[[Call], Awaitable[Response]]:
+    def _said(
+        self, answer: Callable[[Call], Coroutine[Any, Any, Response]], *, is_openai: bool = False
+    ) -> Callable[[Call], Awaitable[Response]]:
         """A handler that ends with its client, and says what is wrong as LoRAX does."""
 
         async def handler(call: Call) -> Response:
             try:
                 answered = await unless_gone(call, answer(call))
             except BatchmillError as error:
-                return serving_errors.refusal(error, self._hide(error.message))
+                return serving_errors.refusal(error, self._hide(error.message), is_openai=is_openai)
             return Response(status_code=CLIENT_LEFT) if answered is None else answered
 
         return handler
@@ -142,7 +144,7 @@ class Serving:
         served = await self._served(call, asked.adapter, asked.adapter_source)
         pieces = await self._ask(call, served, url, asked.members, stream=asked.stream)
         if asked.stream:
-            return TokenReply(pieces, self._say)
+            return TokenReply(pieces, partial(self._say, is_openai=True))
         return Response(await whole_answer(pieces), media_type="application/json")
 
     async def _ask(
@@ -195,9 +197,9 @@ class Serving:
         self._windows[_engine_of(served.model)] = window
         return window
 
-    def _say(self, error: BatchmillError) -> bytes:
+    def _say(self, error: BatchmillError, *, is_openai: bool = False) -> bytes:
         """The JSON of an error that comes as an event."""
-        return encode(serving_errors.envelope(error, self._hide(error.message)))
+        return encode(serving_errors.envelope(error, self._hide(error.message), is_openai=is_openai))
 
 
 def _with_adapter(served: Served, adapter: str) -> Served | None:

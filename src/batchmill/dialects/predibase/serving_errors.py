@@ -1,4 +1,5 @@
-"""How LoRAX says that something is wrong: `{"error": "<text>", "error_type": "<word>"}`.
+"""How LoRAX says that something is wrong: `{"error": "<text>", "error_type": "<word>"}`. Below its OpenAI base the text
+is in OpenAI's object, since the openai package shows no other.
 
 Its client raises by the word where it knows it (generation, incomplete_generation, overloaded, validation), and by the
 status otherwise. Source: LoRAX's router, `server.rs`; predibase 2025.10.3, `resources/lorax/errors.py`.
@@ -41,6 +42,26 @@ class Envelope(Struct, frozen=True):
     error_type: str
 
 
+# Of all errors of the dialect: those of calls that are no deployment's are a text alone.
+SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": ["string", "object"]}, "error_type": {"type": "string"}},
+}
+
+
+class OpenAIDetail(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIEnvelope(Struct, frozen=True):
+    error: OpenAIDetail
+    error_type: str
+
+
 class EngineRefused(BatchmillError):
     """An engine answered with an error; `status` is its own."""
 
@@ -71,11 +92,12 @@ def _of_engine(status: int) -> tuple[int, str]:
     return 424, GENERATION
 
 
-def envelope(error: BatchmillError, message: str) -> Envelope:
-    return Envelope(message, row_of(error)[1])
+def envelope(error: BatchmillError, message: str, *, is_openai: bool = False) -> Envelope | OpenAIEnvelope:
+    word = row_of(error)[1]
+    return OpenAIEnvelope(OpenAIDetail(message, word, None, error.code), word) if is_openai else Envelope(message, word)
 
 
-def refusal(error: BatchmillError, message: str) -> Response:
+def refusal(error: BatchmillError, message: str, *, is_openai: bool = False) -> Response:
     """The reply to a request that failed; `message` is the error's, fit for whoever asked. Never raises."""
     status = row_of(error)[0]
     headers = {}
@@ -85,7 +107,7 @@ def refusal(error: BatchmillError, message: str) -> Response:
         headers["www-authenticate"] = "Bearer"
     if not error.retryable and status >= 500:
         headers["x-should-retry"] = "false"  # the openai package repeats them otherwise
-    return json_reply(envelope(error, message), status, headers)
+    return json_reply(envelope(error, message, is_openai=is_openai), status, headers)
 
 
 def refused_by_engine(status: int, answer: bytes) -> EngineRefused:

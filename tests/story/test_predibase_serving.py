@@ -1,0 +1,232 @@
+"""The published predibase package, as it is, against a server: deployments, generate, stream, classify, OpenAI's base.
+
+Engines are the fake one, whose answers are the prompt; one story is told by the real vLLM and the tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from client_envs import client_python
+from dialects.predibase.llm_server import config_of
+from engines.llm_support import FakeVllm
+from running_server import RunningServer
+
+SCRIPT_S = 240.0
+TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
+# Reads Python expressions as JSON texts, and prints what became of each; `pb` is the package's client.
+SCRIPT = """
+import asyncio, contextlib, io, json, os, sys
+from predibase import DeploymentConfig, Predibase, UpdateDeploymentConfig
+from predibase.beta.config import BatchInferenceServerConfig
+from predibase.config import ClassificationDeploymentConfig
+from openai import OpenAI
+
+URL = os.environ["PREDIBASE_GATEWAY"]
+pb = Predibase(api_token="pb_test")
+
+def client(name):
+    return pb.deployments.client(name, serving_url_override=URL, force_bare_client=True)
+
+def openai(name):
+    base = pb.deployments.openai_compatible_endpoint(name, serving_url=URL)
+    return OpenAI(api_key="pb_test", base_url=base, max_retries=0)
+
+def plain(value):
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+for line in sys.stdin:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            told = {"result": plain(eval(json.loads(line)))}
+    except Exception as error:
+        told = {"error": str(error), "kind": type(error).__name__}
+    print("@" + json.dumps(told | {"said": said.getvalue()}), flush=True)
+"""
+
+
+class Package:
+    """The package, at one server."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._url, self._python = server.url, client_python("predibase")
+
+    def ask(self, *expressions: str) -> list[dict]:
+        """What became of each, in this order, in one process of the package."""
+        environ = {**os.environ, "PREDIBASE_GATEWAY": self._url, "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [self._python, "-W", "ignore", "-c", SCRIPT], input="\n".join(map(json.dumps, expressions)),
+            capture_output=True, text=True, timeout=SCRIPT_S, env=environ,
+        )  # fmt: skip
+        told = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
+        assert len(told) == len(expressions), done.stdout + done.stderr
+        return told
+
+    def results(self, *expressions: str) -> list:
+        """Of expressions that all succeed."""
+        told = self.ask(*expressions)
+        assert all("result" in each for each in told), told
+        return [each["result"] for each in told]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predibase-serving")
+    fake = FakeVllm(folder / "fake")
+    (folder / "batchmill.toml").write_text(config_of(fake))
+    names = ("PYTHONPATH", "FAKE_ONCE", "FAKE_CALLS", "FAKE_HEALTH_DELAY_S")
+    with RunningServer(folder, env={name: fake.env[name] for name in names}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def package(server):
+    return Package(server)
+
+
+def test_generate_and_stream(package):
+    """Texts, tokens with their log-probabilities, adapters, streams: as the package's own structs read them."""
+    plain, full, loud, streamed, later, waited = package.results(
+        "client('tiny').generate('abc', details=False)",
+        "client('tiny').generate('ab', decoder_input_details=True, return_k_alternatives=2, stop_sequences=['b'])",
+        "client('tiny').generate('abc', adapter_id='upper', adapter_source='pbase', max_new_tokens=2)",
+        "list(client('tiny').generate_stream('abc', adapter_id='reverse'))",
+        "asyncio.run(pb.deployments.async_client('tiny', serving_url=URL).generate('abc', temperature=0.5, seed=3))",
+        "pb.deployments.client('tiny', serving_url_override=URL).generate('abc').generated_text",
+    )
+    assert plain == {"generated_text": "abc", "details": None}
+    details = full["details"]
+    assert (full["generated_text"], details["finish_reason"], details["prompt_tokens"]) == ("ab", "stop_sequence", 3)
+    assert [each["text"] for each in details["prefill"]] == ["<s>", "a", "b"]
+    assert [each["text"] for each in details["tokens"][0]["alternative_tokens"]] == ["a", "A"]
+    assert loud["generated_text"] == "AB" and loud["details"]["finish_reason"] == "length"
+    assert "".join(each["token"]["text"] for each in streamed if not each["token"]["special"]) == "cba"
+    assert streamed[-1]["generated_text"] == "cba" and streamed[-1]["details"]["generated_tokens"] == 4
+    assert later["details"]["seed"] == 3 and waited == "abc"
+
+
+def test_classify(package):
+    """A model that classifies; the package sends an empty token and no model."""
+    (told,) = package.results("client('sorter').classify(['A', 'b'])")
+    assert [each["label"] for each in told["data"]] == ["loud", "quiet"]
+    assert told["model"] == "sorter"
+
+
+def test_errors_become_the_packages_exceptions(package):
+    """Each by its own class, at once and with the words of what is wrong."""
+    told = package.ask(
+        "client('tiny').generate('abc', typical_p=0.5)",
+        "client('tiny').generate('abc', adapter_id='nobody')",
+        "client('tiny').generate('abc', api_token='hf_secret')",
+        "client('nothing').generate('abc')",
+        "client('tiny').generate('fails: it')",
+        "client('tiny').classify('a')",
+        "list(client('tiny').generate_stream('abc', adapter_source='local', adapter_id='/etc'))",
+    )
+    kinds = ["ValidationError", "NotFoundError", "ValidationError", "NotFoundError", "GenerationError"]
+    assert [each["kind"] for each in told] == [*kinds, "NotFoundError", "ValidationError"]
+    words = ("typical_p", "nobody", "api_token", "nothing", "it always fails", "", "local")
+    assert all(word in each["error"] for word, each in zip(words, told, strict=True)), told
+    assert "hf_secret" not in str(told)
+
+
+def test_openai_base(package):
+    """The openai package at the deployment's address: `model` is empty or an adapter."""
+    chat = "[{'role': 'user', 'content': 'a b'}]"
+    base, loud, whole, streamed, vector = package.results(
+        f"openai('tiny').chat.completions.create(model='', messages={chat}).choices[0].message.content",
+        f"openai('tiny').chat.completions.create(model='upper', messages={chat}).choices[0].message.content",
+        "openai('tiny').completions.create(model='reverse', prompt='abc', max_tokens=9).choices[0].text",
+        "[each.choices[0].delta.content for each in "
+        f"openai('tiny').chat.completions.create(model='upper', messages={chat}, stream=True)]",
+        "openai('sorter').embeddings.create(model='', input='a', encoding_format='float').data[0].embedding",
+    )
+    assert (base, loud, whole, streamed, vector) == ("a b", "A B", "cba", ["A", "B"], [0.25, -1.5])
+    told = package.ask(f"openai('tiny').chat.completions.create(model='nobody', messages={chat})")
+    assert told[0]["kind"] == "NotFoundError" and "nobody" in told[0]["error"]
+
+
+def test_deployments(package):
+    """Made and waited for, looked at, changed, called, used for a job's config, deleted: each by the package."""
+    config = "DeploymentConfig(base_model='tiny', max_total_tokens=512, hf_token='hf_secret', cooldown_time=60)"
+    made, listed, called, changed, found, job, gone, missing = package.ask(
+        f"pb.deployments.create('mine', config={config}, description='ours')",
+        "[each.name for each in pb.deployments.list(type='private')]",
+        "pb.deployments.client('mine', serving_url_override=URL).generate('abc', adapter_id='upper').generated_text",
+        "pb.deployments.update('mine', config=UpdateDeploymentConfig(max_total_tokens=256), description='changed')",
+        "pb.deployments.get('mine')",
+        "BatchInferenceServerConfig.from_deployment(pb.deployments.get('mine')).model_dump(by_alias=True)",
+        "pb.deployments.delete('mine')",
+        "pb.deployments.get('mine')",
+    )
+    assert made["result"]["status"] == "ready" and made["result"]["context_window"] == 512, made
+    assert "Ready" in made["said"]
+    assert (listed["result"], called["result"]) == (["mine"], "ABC")
+    assert "error" not in changed and found["result"]["context_window"] == 256, (changed, found)
+    assert (found["result"]["description"], found["result"]["config"]["cooldown_time"]) == ("changed", 60)
+    assert job["result"]["baseModel"] == "tiny" and job["result"]["customArgs"] == ["--max-model-len=256"]
+    assert "error" not in gone and "404" in missing["error"]
+    assert "hf_secret" not in str([made, found, job])
+
+
+def test_deployments_in_other_forms(package):
+    """A config as a dictionary, one for classification, one that is refused; logs there are none of."""
+    old = "{'base_model': 'tiny', '.custom_args': {'--seed': '7'}, 'scale_up_threshold': 4}"
+    by_dict, sorts, refused, logs, best = package.ask(
+        f"pb.deployments.create('by-dict', config={old})",
+        "pb.deployments.create('sorts', config=ClassificationDeploymentConfig(base_model='tiny')) "
+        "and client('sorts').classify('A')",
+        "pb.deployments.create('refused', config=DeploymentConfig(base_model='tiny', backend='v2'))",
+        "pb.deployments.download_request_logs('tiny', dest='/nowhere/logs.zip')",
+        "pb.deployments.get_recommended_config('tiny')",
+    )
+    told = by_dict["result"]["config"]
+    assert (told["custom_args"], told["scale_up_threshold"]) == (["--seed=7"], 4)
+    assert sorts["result"]["data"][0]["label"] == "loud"
+    assert "backend" in refused["error"]
+    assert "no log" in logs["error"] and best["result"]["baseModel"] == "tiny"
+
+
+VLLM_CONFIG = f"""
+[models.tiny]
+engine = "vllm"
+source = "{TINY}"
+adapters = {{ upper = "{TINY}/adapters/upper", reverse = "{TINY}/adapters/reverse" }}
+engine_args = {{ max-model-len = 512 }}
+"""
+PROMPT = "<|user|>Say: red fox<|end|><|assistant|>"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_tiny_model(tmp_path):
+    """The tiny model's one right answer, its adapters', its tokens and a stream of them, as vLLM has them."""
+    (tmp_path / "batchmill.toml").write_text(VLLM_CONFIG)
+    with RunningServer(tmp_path, env={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}) as running:
+        told, loud, streamed, limited, shaped = Package(running).results(
+            f"client('tiny').generate({PROMPT!r}, decoder_input_details=True, return_k_alternatives=3)",
+            f"client('tiny').generate({PROMPT!r}, adapter_id='upper', details=False).generated_text",
+            f"list(client('tiny').generate_stream({PROMPT!r}, adapter_id='reverse'))",
+            f"client('tiny').generate({PROMPT!r}, stop_sequences=['ed'], do_sample=True, top_k=1, best_of=2)",
+            f"client('tiny').generate({PROMPT!r}, max_new_tokens=3, return_full_text=True).generated_text",
+        )
+    details = told["details"]
+    assert told["generated_text"] == "red fox" and details["finish_reason"] == "eos_token"
+    assert "".join(each["text"] for each in details["tokens"] if not each["special"]) == "red fox"
+    assert len(details["prefill"]) == details["prompt_tokens"] > 10
+    assert all(each["logprob"] is not None for each in details["prefill"][1:])
+    assert all(len(each["alternative_tokens"]) == 3 for each in details["tokens"])
+    assert all(each["alternative_tokens"][0]["id"] == each["id"] for each in details["tokens"])
+    assert loud == "RED FOX"
+    assert "".join(each["token"]["text"] for each in streamed if not each["token"]["special"]) == "xof der"
+    assert streamed[-1]["generated_text"] == "xof der"
+    assert limited["generated_text"] == "red" and limited["details"]["finish_reason"] == "stop_sequence"
+    assert len(limited["details"]["best_of_sequences"]) == 1
+    assert shaped == f"{PROMPT}red"
