@@ -30,6 +30,7 @@ TASK_PAGES = [
     "docs/use-a-function.md",
     "docs/functions.md",
     "docs/use-a-language-model.md",
+    "docs/adapters.md",
     "docs/use-a-remote-service.md",
     "docs/connectors.md",
     "docs/secrets.md",
