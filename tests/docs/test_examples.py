@@ -42,6 +42,7 @@ TASK_PAGES = [
     "docs/webhooks-and-metrics.md",
     "docs/when-it-goes-wrong.md",
     "docs/modelbit.md",
+    "docs/predibase.md",
     "docs/opensearch-ml-commons.md",
 ]
 PAGES = [*TASK_PAGES, "docs/configuration.md"]
