@@ -55,7 +55,11 @@ class Bases:
         return self.get(name)
 
     def get(self, name: str) -> ModelSpec:
-        """A base model, whoever may use it. Raises: InvalidInput where the configuration names what is not there."""
+        """A base model, whoever may use it. Raises: InvalidInput where the configuration offers it no more."""
+        if not self.is_base(name):
+            raise UnknownName(
+                f"the configuration offers no base model {name[:SHOWN_CHARS]!r} any more", code="unknown_base_model"
+            )
         if name not in self._found:
             self._found[name] = served_here(self._resolve(name), self._config)
         return self._found[name]
