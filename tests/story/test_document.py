@@ -6,7 +6,10 @@ import httpx
 import pytest
 from fakes.running_server import running_server
 
-OPEN = {"getHealth", "getOpenApi", "isInferenceLive", "isInferenceReady", "getLinkedAnswer"}
+OPEN = {
+    "getHealth", "getOpenApi", "isInferenceLive", "isInferenceReady", "getLinkedAnswer", "fetchLinkedFile",
+    "putDataset",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
