@@ -12,7 +12,7 @@ from msgspec import Struct
 from small_adapter import write_adapter
 
 from batchmill.errors import InvalidInput
-from batchmill.jobs import adapters
+from batchmill.jobs import adapters, preparation
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
@@ -280,3 +280,18 @@ def test_only_what_is_used_stays(folder):
     assert (found.adapters, found.adapter_names, found.bad_adapters) == ({"b/1": "/b"}, {"b": "b/1"}, {})
     assert found.allowed == ["base", "other-name", "b", "b/1"]
     assert same == static
+
+
+@pytest.mark.parametrize(("most", "is_refused"), [(3, False), (2, True)])
+def test_what_a_job_can_tell_apart_is_bounded(folder, monkeypatch, most, is_refused):
+    """With more models and adapters than rows can be marked with, the order is refused, naming how many there are."""
+    monkeypatch.setattr(preparation, "TARGETS_MAX", most)
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec([]), models=[base(folder, adapters={"a": "/a", "b": "/b"})], form=OpenAIForm(),
+        policy=Policy(), output=None, identity="", code={}, created=0.0,
+    )  # fmt: skip
+    if not is_refused:
+        assert len(preparation.seal_order(spec).targets) == 4
+        return
+    with pytest.raises(InvalidInput, match="3 models and adapters"):
+        preparation.seal_order(spec)

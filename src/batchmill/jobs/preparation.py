@@ -23,6 +23,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import SealReport
 
 SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know paths of their own
+TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
 
 
@@ -110,6 +111,12 @@ def seal_order(spec: JobSpec) -> SealOrder:
     """What of the dataset this job allows, and which columns its plan needs."""
     names: dict[str, tuple[int, int]] = {}
     known = {target: at for at, target in enumerate(targets(spec.models))}
+    if len(known) > TARGETS_MAX:
+        raise InvalidInput(
+            f"the job has {len(known):,} models and adapters, and can tell {TARGETS_MAX:,} apart: name fewer models, "
+            "or use a key that may use fewer",
+            code="too_many_models",
+        )
     for number, model in enumerate(spec.models):
         for name, adapter in model.targets().items():
             if model.allowed is None and not spec.default_model and name == model.source != model.name:
