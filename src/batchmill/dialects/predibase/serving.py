@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
 from starlette.responses import Response
 
 from batchmill.dialects.predibase import classify, lorax, lorax_answers, serving_errors
@@ -24,6 +23,7 @@ from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
+from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Served
 from batchmill.services.live_calls import request_of
 from batchmill.services.places import Places
@@ -173,15 +173,15 @@ class Serving:
         if source is not None and source not in SOURCES:
             why = f"it is one of {', '.join(SOURCES)}: register the adapter, and name it as it is registered"
             raise InvalidInput(f"`adapter_source` is {source[:SHOWN_CHARS]!r}: {why}", code="invalid_parameter")
-        found = _with_adapter(served, adapter)
-        if found is None and not deployment.settings.takes_adapters:
+        if not (deployment.settings.takes_adapters or deployment.is_configured):
             raise InvalidInput(f"the deployment {name!r} takes no adapters (disableAdapters)", code="invalid_parameter")
+        catalogue, base = self._services.catalogue, deployment.settings.base_model
+        found = catalogue.with_adapter(caller, served.model, adapter, (base,))
         if found is None and any(fnmatchcase(adapter, pattern) for pattern in served.model.adapter_patterns):
-            base = deployment.settings.base_model
             record = (await self._services.adapters.ensure(caller.project, base, [adapter]))[adapter]
-            if record.state != "ready":
+            if record.state != READY:
                 raise InvalidInput(f"the adapter {adapter!r} cannot be used: {record.message}", code="bad_adapter")
-            found = _with_adapter(self._services.catalogue.find(caller, name), adapter)
+            found = catalogue.with_adapter(caller, catalogue.find(caller, name).model, adapter, (base,))
         if found is None:
             told = f"there is no adapter {adapter[:SHOWN_CHARS]!r} for the deployment {name!r} that you may use"
             raise UnknownName(f"{told}: register it first", code="unknown_adapter")
@@ -200,14 +200,6 @@ class Serving:
     def _say(self, error: BatchmillError, *, is_openai: bool = False) -> bytes:
         """The JSON of an error that comes as an event."""
         return encode(serving_errors.envelope(error, self._hide(error.message), is_openai=is_openai))
-
-
-def _with_adapter(served: Served, adapter: str) -> Served | None:
-    """None: the deployment has no such adapter."""
-    model = served.model
-    own = model.adapter_names.get(adapter, adapter)
-    is_ours = own in model.adapters and (model.allowed is None or adapter in model.allowed)
-    return replace(served, name=adapter, adapter=own) if is_ours else None
 
 
 def _engine_of(model: ModelSpec) -> str:
