@@ -179,7 +179,7 @@ def answer(engine: Engine, model: str, text: str) -> str:
         says = Path(place) / "says"
         if says.exists():
             return f"{says.read_text()} {text}"
-        return text.upper() if model == "upper" else text[::-1]
+        return text.upper() if model.partition("/")[0] == "upper" else text[::-1]
     return text
 
 
@@ -236,26 +236,6 @@ async def reply_to(request: web.Request, body: dict[str, Any], model: str) -> we
         "usage": {**tokens, "prompt_tokens_details": {"cached_tokens": 1}},
     }
     return web.json_response(reply)
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    """Answers as a chat does, token by token. See `completions.py`."""
-    engine = request.app[ENGINE]
-    body, refused = await read_body(request)
-    if refused is not None:
-        return refused
-    if (why := completing.wrong(body)) is not None:
-        return error(400, why, "BadRequestError")
-    if isinstance(body["prompt"], str) and (ending := await suffer(body["prompt"], request)) is not None:
-        return ending
-    await engine.step()
-    model = body.get("model") or engine.options.served_model_name[0]
-    return await completing.answer(request, body, model, lambda text: answer(engine, model, text))
-
-
-async def classify(request: web.Request) -> web.StreamResponse:
-    body, refused = await read_body(request)
-    return refused or completing.classes(body, body.get("model") or request.app[ENGINE].options.served_model_name[0])
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from msgspec import Struct
@@ -50,11 +50,17 @@ class AdapterQueue:
         self._size -= 1
         return call
 
-    def mark_late(self, adapters: Iterable[Adapter]) -> None:
-        """There is room for rows of these adapters, which are not loaded."""
+    def mark_late(self, adapters: Iterable[Adapter], room: int) -> int:
+        """There is room for so many rows of these adapters, which are not loaded. Returns how many wait for that."""
+        left = room
         for adapter in adapters:
+            if not left:
+                break
             group = self._groups[adapter]
-            group.late_to = max(turn for turn, _ in group.calls)
+            late = heapq.nsmallest(left, (turn for turn, _ in group.calls))
+            group.late_to = max(group.late_to, late[-1])
+            left -= len(late)
+        return room - left
 
     def take_all(self, adapter: Adapter) -> list[Call]:
         """Every call of an adapter, in order: none of them can be made."""
@@ -73,9 +79,6 @@ class AdapterQueue:
     def waiting(self, adapter: Adapter) -> int:
         """Rows of an adapter."""
         return len(self._groups[adapter].calls) if adapter in self._groups else 0
-
-    def __iter__(self) -> Iterator[Call]:
-        return (call for group in self._groups.values() for _, call in group.calls)
 
     def _drop_empty(self, adapter: Adapter | None) -> None:
         if not self._groups[adapter].calls:

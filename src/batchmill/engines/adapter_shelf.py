@@ -22,6 +22,7 @@ from batchmill.ports import Clock
 
 FAILED_S = 60.0  # how long a failed load is remembered
 LOSSES_MAX = 3  # loads that the server did not outlive, of one adapter
+DEADLY_S = 3600.0  # how long it is remembered then: the next server takes its time to start
 LIVE_PATIENCE_S = 2.0  # how long a live request waits for rows to end, before those of an adapter are called back
 LIVE_WAIT_S = 120.0
 
@@ -76,6 +77,7 @@ class Shelf:
         self._moving: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # replaced when it is set
         self._uses = 0
+        self.bug: BaseException | None = None  # no exchange is meant to raise; what one does raise must not be lost
 
     @property
     def loaded(self) -> int:
@@ -175,6 +177,8 @@ class Shelf:
         until = self._clock.monotonic() + LIVE_WAIT_S
         patience_until = self._clock.monotonic() + LIVE_PATIENCE_S
         while True:
+            if self.bug is not None:
+                raise self.bug
             if why := self.failure(adapter):
                 raise InvalidInput(why, code="bad_adapter")
             now = self._clock.monotonic()
@@ -224,16 +228,20 @@ class Shelf:
                 del self._places[victim.adapter]
             self._places[adapter] = Place(adapter)
             self._moving = asyncio.create_task(self._exchange(victim, adapter))
+            self._moving.add_done_callback(self._moved)
             return
-        for place in self._places.values():
+        leaving = [place for place in self._places.values() if place.is_leaving]
+        for place in leaving:
             place.is_leaving = False
+        if leaving:
+            self._host.wake_rows()
 
     def _victim(self, adapter: Adapter) -> Place | None:
         """The place that an adapter may have: nobody uses it, and no row waits for it that goes before."""
         rank = -1 if adapter in self._live else self._rank(adapter)
         idle = [place for place in self._places.values() if place.is_idle and place.adapter not in self._live]
-        idle = [place for place in idle if self._rank(place.adapter) > rank]
-        return max(idle, key=lambda place: (self._rank(place.adapter), -place.used), default=None)
+        idle = [place for place in idle if place.is_leaving or self._rank(place.adapter) > rank]
+        return max(idle, key=lambda place: (place.is_leaving, self._rank(place.adapter), -place.used), default=None)
 
     async def _exchange(self, victim: Place | None, adapter: Adapter) -> None:
         server, place = self._host.server, self._places[adapter]
@@ -250,10 +258,15 @@ class Shelf:
                 await server.stop()  # whoever runs rows or waits sees to a new one
         else:
             self._settle(place, why)
-        finally:
-            self._moving = None
-        self._move()
+
+    def _moved(self, task: asyncio.Task[None]) -> None:
+        self._moving = None
+        if task.cancelled():
+            return
+        self.bug = task.exception()
         self._tell()
+        if self.bug is None:
+            asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
 
     def _settle(self, place: Place, why: str) -> None:
         adapter = place.adapter
@@ -270,11 +283,10 @@ class Shelf:
         losses = self._losses[adapter] = self._losses.get(adapter, 0) + 1
         if losses >= LOSSES_MAX:
             del self._losses[adapter]
-            self._fail(
-                adapter, f"the engine did not live through {losses} loads of the adapter {adapter.name!r}: {lost}"
-            )
+            why = f"the engine did not live through {losses} loads of the adapter {adapter.name!r}: {lost}"
+            self._fail(adapter, why, DEADLY_S)
 
-    def _fail(self, adapter: Adapter, why: str) -> None:
+    def _fail(self, adapter: Adapter, why: str, for_s: float = FAILED_S) -> None:
         now = self._clock.monotonic()
         self._failed = {each: failed for each, failed in self._failed.items() if failed[0] > now}
-        self._failed[adapter] = (now + FAILED_S, why)
+        self._failed[adapter] = (now + for_s, why)

@@ -128,8 +128,8 @@ class Flow:
                 self._send()
                 self._shelve()
                 self._take()
-                if self._bug is not None:
-                    raise self._bug
+                if (bug := self._bug or self._shelf.bug) is not None:
+                    raise bug
                 if not self._is_done():
                     await self._wake.wait()
                     self._wake.clear()
@@ -219,11 +219,10 @@ class Flow:
             if why := self._shelf.failure(adapter):
                 self._refuse(adapter, why)
         self._shelf.want([adapter for adapter in waiting if not self._shelf.failure(adapter)])
-        self._late = 0
-        if len(self._in_flight) < self._limit():
-            late = [each for each in self._queue.adapters() if not self._shelf.may_go(each)]
-            self._queue.mark_late(late)
-            self._late = sum(self._queue.waiting(each) for each in late)
+        room = max(0, self._limit() - len(self._in_flight))
+        self._late = self._queue.mark_late(
+            (a for a in waiting if self._queue.waiting(a) and not self._shelf.may_go(a)), room
+        )
 
     def _refuse(self, adapter: Adapter, why: str) -> None:
         error = RowError("bad_adapter", why)
@@ -350,6 +349,7 @@ class Flow:
             now = self._clock.monotonic()
             if gauges is not None and not self._in_flight:
                 self._flight.gauges = gauges  # of live requests alone, which say nothing of how many rows fit
+                self._wake.set()  # time passes: rows may go beside them again
             elif gauges is not None:
                 if gauges.tokens != tokens:
                     tokens, self._moved_at = gauges.tokens, now
