@@ -31,6 +31,7 @@ TASK_PAGES = [
     "docs/functions.md",
     "docs/use-a-language-model.md",
     "docs/adapters.md",
+    "docs/deploy-a-language-model.md",
     "docs/use-a-remote-service.md",
     "docs/connectors.md",
     "docs/secrets.md",
