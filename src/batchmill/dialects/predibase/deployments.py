@@ -130,7 +130,7 @@ class Deployments:
                 Scope.READ, self.recommend, query=RecommendedConfig, reply=DeploymentConfig, errors=(404,),
             ),
             Operation(
-                "getDeployment", "GET", one, "A deployment", Scope.READ, self.get, reply=OneDeployment, errors=(404,),
+                "showDeployment", "GET", one, "A deployment", Scope.READ, self.get, reply=OneDeployment, errors=(404,),
             ),
             Operation(
                 "updateDeployment", "PUT", one, "Change a deployment", Scope.SUBMIT, self.update,
@@ -142,7 +142,7 @@ class Deployments:
             ),
             Operation(
                 "deploymentRequestLogs", "GET", f"{one}/request-logs", "There are none", Scope.READ, self.logs,
-                query=LogsQuery, also={422: NoLogs}, errors=(404,),
+                query=LogsQuery, errors=(404, 422),
             ),
             Operation(
                 "deploymentEvents", "GET", "/llms/{name}/events", "What became of a deployment", Scope.READ,
