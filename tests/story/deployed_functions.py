@@ -43,7 +43,7 @@ def server_of(folder: Path, code: str, deployments: Sequence[Sequence[str]], *wo
         yield server
 
 
-def run_script(python: str, script: str, **told: Any) -> dict[str, Any]:
+def run_script(python: str, script: str, *, within_s: float = COMMAND_S, **told: Any) -> dict[str, Any]:
     """What a script says in `found` once it has ended, in the interpreter of a published client.
 
     It finds `told` under those names, and nothing of our own environment or packages.
@@ -52,7 +52,7 @@ def run_script(python: str, script: str, **told: Any) -> dict[str, Any]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run(
         [python, "-c", text + "print('\\n' + json.dumps(found))"],
-        capture_output=True, text=True, timeout=COMMAND_S, env=kept,
+        capture_output=True, text=True, timeout=within_s, env=kept,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("\n{")[2].join(["{", ""]))
