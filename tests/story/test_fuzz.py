@@ -18,6 +18,7 @@ from schemathesis.specs.openapi import checks
 
 LEAK = re.compile(r'Traceback|sqlite|sqlalchemy|SELECT |INSERT |File "|/data/(files|jobs)/|site-packages')
 EXAMPLES = 8  # of each operation
+PARTS = 6  # that the operations are divided into: each has its own time
 # Not: whether what fits the schema is accepted (a file must exist, too), and what a request without a key is told.
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -40,9 +41,9 @@ def echo(**body):
 """
 
 
-@schemathesis.serializer("application/vnd.batchmill.bundle+gzip")
+@schemathesis.serializer("application/vnd.batchmill.bundle+gzip", "application/vnd.batchmill.adapter+gzip")
 def as_it_is(context, value):
-    """Bytes of a bundle, and whatever else is sent in its place."""
+    """Bytes of an archive, and whatever else is sent in its place."""
     return value if isinstance(value, bytes) else str(value).encode()
 
 
@@ -84,13 +85,20 @@ def fuzz(operation: schemathesis.schemas.APIOperation, key: str, mode: Generatio
     return ""
 
 
-@pytest.mark.timeout(300)
-def test_every_operation(server, key):
-    """Whatever is asked, the answer is no failure of the server, and of the status, type and form that were told."""
+@pytest.fixture(scope="module")
+def operations(server):
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) > 40
-    found = [told for each in operations for mode in GenerationMode if (told := fuzz(each, key, mode))]
+    found = [each.ok() for each in schema.get_all_operations()]
+    assert len(found) > 40
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_operations(operations, key, part):
+    """Whatever is asked, the answer is no failure of the server, and of the status, type and form that were told."""
+    mine = operations[part::PARTS]
+    found = [told for each in mine for mode in GenerationMode if (told := fuzz(each, key, mode))]
     assert not found, "\n\n".join(found)
 
 
