@@ -1,4 +1,4 @@
-"""How many tokens a language model takes in prompt and answer together, as far as that can be told without running it."""
+"""How many tokens a language model takes, prompt and answer together, as far as its files and flags say."""
 
 from __future__ import annotations
 
