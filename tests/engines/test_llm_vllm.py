@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from llm_support import ListFeed, ListSink, body_row, chat_row
 from batchmill.engines import guard
 from batchmill.engines.llm import LlmEngine
 from batchmill.errors import ModelFailed
-from batchmill.types import ModelSpec
+from batchmill.types import Limits, LiveRequest, ModelSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -116,6 +117,45 @@ async def test_live_requests_beside_rows(tmp_path):
         head, body = await answer_to(engine, chat_request("x", max_tokens=0))
         assert head.status == 400
         assert json.loads(body)["error"]["message"]
+    finally:
+        await engine.stop()
+
+
+async def test_more_adapters_than_places(tmp_path):
+    """Base rows between rows of eight adapters in two places: every answer is right, and a bad adapter fails alone."""
+    kinds = {f"{('upper', 'reverse')[n % 2]}/{n}": ("upper", "reverse")[n % 2] for n in range(8)}
+    places = {name: shutil.copytree(TINY / "adapters" / kind, tmp_path / kind / str(n))
+              for n, (name, kind) in enumerate(kinds.items())}  # fmt: skip
+    bad = shutil.copytree(TINY / "adapters" / "upper", tmp_path / "bad")
+    (bad / "adapter_model.safetensors").write_bytes(b"no tensors")
+    adapters = {name: str(place) for name, place in {**places, "bad": bad}.items()}
+    engine = LlmEngine(tiny(adapters=adapters, adapter_rank=16, limits=Limits(adapters_max=2)), tmp_path, env=ENV)
+    await engine.start()
+    said = {"upper": "RED BLUE", "reverse": "eulb der", "": "red blue"}
+    names = ["", *kinds, "bad"]
+    models = [names[n // 4 % len(names)] if n % 3 else "" for n in range(160)]
+    try:
+        running = asyncio.create_task(
+            run(
+                engine,
+                [chat_row(n, "Say: red blue", model=m, temperature=0, max_tokens=24) for n, m in enumerate(models)],
+            )
+        )
+        live = [
+            LiveRequest("/v1/chat/completions", request.body, adapter=name, adapter_place=adapters[name])
+            for name in ("reverse/7", "upper/0")
+            for request in [chat_request("Say: red blue", model=name, temperature=0, max_tokens=24)]
+        ]
+        answers = [json.loads((await answer_to(engine, request))[1]) for request in live]
+        assert [each["choices"][0]["message"]["content"] for each in answers] == ["eulb der", "RED BLUE"]
+        sink = await running
+        for n, model in enumerate(models):
+            if model == "bad":
+                assert sink.code(n) == "bad_adapter"
+            else:
+                assert (n, sink.text(n)) == (n, said[kinds.get(model, "")])
+        assert json.loads(sink.outcomes[models.index("upper/0")].body)["model"] == "upper/0"
+        assert 1 <= engine.stats().adapters_loaded <= 2  # one, where the bad one came last
     finally:
         await engine.stop()
 

@@ -245,12 +245,12 @@ class Flow:
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         flying = self._in_flight.pop(task)
+        self._task_ended(task)
         if flying.place is not None:
             self._counts.ended(flying.place.adapter.name, self._clock.monotonic())
             self._shelf.let_go(flying.place)
         if flying.is_recalled and task.cancelled():
             self._queue.push(flying.call)
-        self._task_ended(task)
 
     async def _call(self, call: Call) -> None:
         if call.attempts:

@@ -7,15 +7,20 @@ tokens, not gathered anew for every token.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
 import torch
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.logger import init_logger
 from vllm.lora.punica_wrapper import punica_cpu
+
+logger = init_logger(__name__)
 
 Groups = list[tuple[int, torch.Tensor | slice]]  # slot of an adapter -> its tokens
 
+_removing: set[asyncio.Task[bool]] = set()
 _Original = punica_cpu.PunicaWrapperCPU
 _NEEDED = ("update_metadata", "_apply_shrink", "_apply_expand", "add_lora_embedding", "add_lora_logits")
 
@@ -34,11 +39,20 @@ def _leaving_the_engine(unload: Any) -> Any:
         found = self.lora_requests.get(request.lora_name)
         answer = await unload(self, request)
         if found is not None and isinstance(answer, str):
-            await self.engine_client.remove_lora(found.lora_int_id)
+            # The engine takes messages in order, between two steps: who loads another adapter need not wait for one.
+            removing = asyncio.create_task(self.engine_client.remove_lora(found.lora_int_id))
+            _removing.add(removing)
+            removing.add_done_callback(_removed)
         return answer
 
     unload_and_remove.is_batchmills = True  # type: ignore[attr-defined]
     return unload_and_remove
+
+
+def _removed(task: asyncio.Task[bool]) -> None:
+    _removing.discard(task)
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("an adapter that was unloaded stays in the engine", exc_info=task.exception())
 
 
 class AdapterByAdapter(_Original):
