@@ -92,7 +92,7 @@ async def test_a_used_link_is_refused(room):
 async def test_a_link_whose_use_has_begun(room):
     """While what it is for is being sent it is refused; where that never arrived it holds again."""
     signature = room.sign()
-    room.links.begin_use(await room.links.open(signature, PURPOSE, THING))
+    await room.links.begin_use(await room.links.open(signature, PURPOSE, THING))
     assert await room.refused(signature) == links.USED
     await room.links.sweep()
     assert await room.refused(signature) == links.USED
@@ -100,6 +100,19 @@ async def test_a_link_whose_use_has_begun(room):
     await room.links.sweep()
     await room.links.use_up(await room.links.open(signature, PURPOSE, THING))
     assert await room.refused(signature) == links.USED
+
+
+async def test_of_several_who_opened_a_link_one_comes_to_the_end(room):
+    """However many began before it was used: while the first one's end is under way, and after it has arrived."""
+    signature = room.sign()
+    first, second, third = [await room.links.open(signature, PURPOSE, THING) for _ in range(3)]
+    await room.links.begin_use(first)
+    with pytest.raises(Refused, match="works only once"):
+        await room.links.begin_use(second)
+    await room.links.use_up(first)
+    await room.clock.sleep(links.SETTLE_S)
+    with pytest.raises(Refused, match="works only once"):
+        await room.links.begin_use(third)
 
 
 async def test_of_two_who_use_a_link_one_is_first(room):

@@ -32,14 +32,15 @@ class Span(Struct, frozen=True):
 NOTHING = Span(0, 0)
 
 
-def _nothing() -> None:
+async def _nothing() -> None:
     """Nobody wants to know."""
 
 
 class FileReply(Response):
     """Closes `file` in the end. HEAD gets the same head and no body; who asks for several ranges gets the whole.
 
-    `before_the_end` is called before the last byte of the file is sent.
+    `before_the_end` is called before the last byte of the file is sent. What it raises is the reply, where the file is
+    small; otherwise the reply is broken off.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class FileReply(Response):
         *,
         filename: str,
         media: str = OCTETS,
-        before_the_end: Callable[[], None] = _nothing,
+        before_the_end: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         self._file, self._is_head = file, request.method == "HEAD"
         self._before_the_end = before_the_end
@@ -79,7 +80,10 @@ class FileReply(Response):
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
+        is_one_piece = self._span.last - self._span.first <= READ_BYTES
         try:
+            if self.is_to_the_end and is_one_piece:
+                await self._before_the_end()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             at = self._span.last if self._is_head else self._span.first
             while at < self._span.last and not gone.done():
@@ -87,8 +91,8 @@ class FileReply(Response):
                 if not data:
                     raise EOFError(f"{self._file.record.id} is shorter than its record says")
                 at += len(data)
-                if self.is_to_the_end and at == self._span.last:
-                    self._before_the_end()
+                if self.is_to_the_end and at == self._span.last and not is_one_piece:
+                    await self._before_the_end()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

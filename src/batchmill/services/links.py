@@ -53,13 +53,15 @@ class LinkService:
         link = self._read(signature, _owner(purpose, subject))
         if link.expires <= self._clock.now():
             raise Refused("this link has expired: ask for a new one", code=EXPIRED)
-        if self._sent.get(link.id, 0.0) > self._clock.monotonic():
-            raise _used()
-        await self._database.read(check_unused, link)
+        await self._check_free(link)
         return link
 
-    def begin_use(self, link: Link) -> None:
-        """What it is for is being sent: it is refused for now, and for good once `use_up` is called."""
+    async def begin_use(self, link: Link) -> None:
+        """The end of what it is for is being sent: it is refused for now, and for good once `use_up` is called.
+
+        Raises: Refused, when somebody who had opened it as well was first.
+        """
+        await self._check_free(link)
         self._sent[link.id] = self._clock.monotonic() + SETTLE_S
 
     async def use_up(self, link: Link) -> None:
@@ -71,6 +73,12 @@ class LinkService:
         now = self._clock.monotonic()
         self._sent = {name: until for name, until in self._sent.items() if until > now}
         return await self._database.write(_forget, self._clock.now())
+
+    async def _check_free(self, link: Link) -> None:
+        """Nobody has used it, or is about to. What follows at once, without waiting, is the first to know."""
+        await self._database.read(check_unused, link)
+        if self._sent.get(link.id, 0.0) > self._clock.monotonic():
+            raise _used()
 
     def _read(self, signature: str, owner: str) -> Link:
         try:

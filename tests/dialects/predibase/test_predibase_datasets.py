@@ -7,6 +7,7 @@ import gzip
 
 import httpx
 import pytest
+import httpx
 import pytest_asyncio
 from dialects.open_server import open_server
 from dialects.predibase.predibase_kit import MISSING_ID, Predibase, lines, row
@@ -210,3 +211,16 @@ async def test_a_download_link_works_once(predibase):
     refused(await predibase.http.get(other[:-1] + ("A" if other[-1] != "A" else "B")), 403, "altered")
     assert (await predibase.http.get(other)).content == ROWS
     refused(await predibase.http.get(other), 410)
+
+
+async def test_of_several_downloads_by_one_link_one_comes_to_its_end(predibase):
+    """Whoever began at the same time gets a refusal, or a reply that breaks off where the file is a large one."""
+    large = lines(*(row(number, user="u" * 1000) for number in range(8000)))
+    for name, content in (("small", ROWS), ("large", large)):
+        told = await predibase.upload(content, f"at once {name}")
+        url = (await predibase.http.get(f"/v2/datasets/{told['uuid']}/download-link")).json()["url"]
+        replies = await asyncio.gather(*(predibase.http.get(url) for _ in range(5)), return_exceptions=True)
+        whole = [each for each in replies if isinstance(each, httpx.Response) and each.status_code == 200]
+        assert [each.content == content for each in whole] == [True]
+        for other in replies:
+            assert other in whole or isinstance(other, httpx.RemoteProtocolError) or other.status_code == 410

@@ -44,7 +44,10 @@ class Downloads:
         return f"{base_of(request)}{PATH.format(file_id=file_id)}?signature={signature}"
 
     async def fetch(self, call: Call) -> Response:
-        """A download that breaks off may be begun again, or gone on with as a range; one that arrived whole may not."""
+        """A download that breaks off may be begun again, or gone on with as a range; one that arrived whole may not.
+
+        Of several at the same time one comes to its end.
+        """
         query: Signed = call.query
         file_id = call.path["file_id"]
         link = await self._links.open(query.signature, DOWNLOAD, file_id)
