@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ServerEntry
@@ -101,6 +102,46 @@ async def test_what_nobody_names_is_swept(room):
     assert room.left() == [(await room.datasets.by_id("one", kept)).file]
     with pytest.raises(UnknownName):
         await room.datasets.name("one", waiting, "too late")
+
+
+async def test_an_upload_that_takes_long(room):
+    """Bytes that are coming when their time is over are still awaited: a slow line is no reason to begin again."""
+    begun = await room.datasets.begin("one", "slow.jsonl")
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield LINE[:5]
+        await room.clock.sleep(2 * datasets.LIFETIME_S)
+        assert await room.datasets.sweep() == 0
+        yield LINE[5:]
+
+    await room.datasets.receive(begun.id, begun.signature, slowly())
+    assert await room.datasets.sweep() == 0
+    assert (await room.datasets.name("one", begun.id, "slow")).details.bytes == len(LINE)
+    broken = await room.datasets.begin("one", "broken.jsonl")
+
+    async def breaks() -> AsyncIterator[bytes]:
+        yield LINE[:5]
+        raise ConnectionError("the client left")
+
+    with pytest.raises(ConnectionError):
+        await room.datasets.receive(broken.id, broken.signature, breaks())
+    await room.clock.sleep(2 * datasets.LIFETIME_S)
+    assert await room.datasets.sweep() == 1
+
+
+async def test_a_check_that_broke_down_is_begun_again(room, caplog):
+    """Where not even its failure could be written down, whoever waits for the dataset does not wait for ever."""
+    full = (
+        "CREATE TRIGGER full BEFORE UPDATE ON datasets WHEN NEW.state = 'connected' BEGIN SELECT RAISE(ABORT, ''); END"
+    )
+    await room.database.write(lambda db: db.execute(sa.text(full)))
+    await room.datasets.name("one", await room.arrived(), "rows")
+    while "failed" not in caplog.text:
+        await asyncio.sleep(0.02)
+    assert (await room.datasets.get("one", names.CONNECTION, "rows")).state == DatasetState.CHECKING
+    await room.database.write(lambda db: db.execute(sa.text("DROP TRIGGER full")))
+    await room.datasets.sweep()
+    assert (await room.checked("rows")).state == DatasetState.CONNECTED
 
 
 async def test_bytes_that_are_not_needed_are_swept(room):

@@ -7,7 +7,6 @@ import gzip
 
 import httpx
 import pytest
-import httpx
 import pytest_asyncio
 from dialects.open_server import open_server
 from dialects.predibase.predibase_kit import MISSING_ID, Predibase, lines, row

@@ -11,6 +11,7 @@ import contextlib
 import filecmp
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -64,12 +65,12 @@ class DatasetService:
         self._config, self._children = config, Children()
         self._room = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._checks: dict[str, asyncio.Task[None]] = {}  # by dataset
+        self._arriving: Counter[str] = Counter()  # uploads whose bytes are coming, however slowly
         self._naming: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by project and name
 
     async def open(self) -> None:
         """Go on with the checks that an earlier process did not end."""
-        for record in await self._database.read(records.unchecked):
-            self._begin_check(record)
+        await self._check_all()
 
     async def close(self) -> None:
         """Leave the checks that run: they are done again."""
@@ -108,11 +109,13 @@ class DatasetService:
                 raise _ended(dataset_id)
 
         writer = await self._files.writer(link.project)
+        self._arriving[dataset_id] += 1
         try:
             async for piece in pieces:
                 await writer.write(piece)
             file = await writer.commit(purpose=PURPOSE, filename=record.details.filename, within=arrive)
         finally:
+            self._arriving -= Counter([dataset_id])
             await writer.discard()
         faults.point("after_arrival")
         return file
@@ -224,8 +227,10 @@ class DatasetService:
         await self._drop(record)
 
     async def sweep(self) -> int:
-        """Take away what nobody has named in its time; returns how much."""
-        gone = await self._database.read(records.unnamed, self._clock.now() - LIFETIME_S, SWEEP_MAX)
+        """Take away what nobody has named in its time, returns how much; and begin again checks that broke down."""
+        await self._check_all()
+        late = await self._database.read(records.unnamed, self._clock.now() - LIFETIME_S, SWEEP_MAX)
+        gone = [record for record in late if record.id not in self._arriving]
         for record in gone:
             with contextlib.suppress(Conflict):  # a job made before it was replaced reads it still
                 await self._drop(record)
@@ -242,7 +247,13 @@ class DatasetService:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
+    async def _check_all(self) -> None:
+        for record in await self._database.read(records.unchecked):
+            self._begin_check(record)
+
     def _begin_check(self, record: DatasetRecord) -> None:
+        if record.id in self._checks:
+            return
         task = self._checks[record.id] = asyncio.create_task(self._check(record))
 
         def ended(done: asyncio.Task[None]) -> None:
