@@ -78,6 +78,12 @@ def moves(fake):
     return [signs[call["url"]] + call["body"]["lora_name"] for call in fake.calls() if call["url"] in signs]
 
 
+def asked(fake):
+    """The calls of rows and live requests."""
+    calls = fake.calls() if fake.calls_file.exists() else []
+    return [call for call in calls if "messages" in call["body"]]
+
+
 def faults(fake):
     """What the server would not have survived or done right."""
     return [call["url"] for call in fake.calls() if call["url"] in ("too-many", "unloaded-in-use")]
@@ -319,3 +325,29 @@ async def test_a_model_without_room_takes_no_adapters(start, fake):
     """A row that names an adapter of a model that takes none is told that there is no such model."""
     engine = await start(adapter_rank=0, limits=Limits())
     assert (await run(engine, rows_of(made(fake, "a"), ["a"]))).code(0) == "unknown_model"
+
+
+async def test_a_row_that_runs_alone_is_called_back_once(start, fake):
+    """A row that runs alone, since the server died with it in flight, gives way to a live request and runs again."""
+    places = made(fake, "a", "b")
+    engine = await start(limits=Limits(adapters_max=1), env={"FAKE_REPLY_S": "5"})
+    rows = rows_of(places, ["a", "a"])
+    rows[0] = replace(chat_row(0, "crash", model="a"), lease=rows[0].lease)
+    running = asyncio.create_task(run(engine, rows))
+
+    def is_alone():
+        texts = [call["body"]["messages"][0]["content"] for call in asked(fake)]
+        return texts.count("crash") == 4 and texts[-1] == "1"
+
+    await until(is_alone)
+    assert await text_of(engine, live("x", "b", places["b"])) == "b x"
+    sink = await running
+    assert (sink.code(0), sink.text(1)) == ("engine_crashed", "a 1")
+
+
+async def test_a_server_that_does_not_let_go_of_an_adapter_is_not_waited_for(start, fake):
+    """The next adapter comes all the same."""
+    places = {**made(fake, "clings", clings=""), **made(fake, "b")}
+    engine = await start(limits=Limits(adapters_max=1, attempt_timeout_s=0.5))
+    assert (await run(engine, rows_of(places, ["clings"]))).text(0) == "clings 0"
+    assert (await run(engine, rows_of(places, ["b"]))).text(0) == "b 0"

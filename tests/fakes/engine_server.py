@@ -3,7 +3,7 @@
 It takes vLLM's flags, serves on a Unix socket, forks an "engine core" and a "worker" as vLLM does, and answers with the
 last message: in capitals for an adapter called `upper`, backwards for any other adapter, or after the words in its
 folder's file `says`. Adapters are loaded and unloaded as in vLLM; one whose folder has a file `broken` cannot be
-loaded, and says what is in there; one with a file `deadly` ends the server.
+loaded, and says what is in there; one with a file `deadly` ends the server; one with a file `clings` is not let go of.
 
 What a row's text starts with decides its fate: `crash`, `core-dies`, `fails`, `fails-once`, `resets-once`, `hangs`,
 `too-long`. With `stream` the words of the answer come one by one; a text that starts with `trickles` never ends. A
@@ -316,6 +316,8 @@ async def unload_adapter(request: web.Request) -> web.Response:
     note_call(request.path, body)
     if engine.users.get(body["lora_name"]):
         note_call("unloaded-in-use", body)
+    if (Path(engine.adapters.get(body["lora_name"], "")) / "clings").exists():
+        await asyncio.sleep(HANGS_S)
     if engine.adapters.pop(body["lora_name"], None) is None:
         return error(404, f"The lora adapter '{body['lora_name']}' cannot be found.", "NotFoundError")
     return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")

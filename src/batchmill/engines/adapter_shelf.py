@@ -247,7 +247,7 @@ class Shelf:
         server, place = self._host.server, self._places[adapter]
         try:
             if victim is not None:
-                await server.unload_adapter(self._names.of(victim.adapter))
+                await server.unload_adapter(self._names.of(victim.adapter), self._timeout_s)
             why = await server.load_adapter(self._names.of(adapter), adapter.place, self._timeout_s)
             if why and not await server.is_healthy():
                 raise CallLost(why)

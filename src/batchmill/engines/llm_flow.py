@@ -111,7 +111,7 @@ class Flow:
         """Take rows of an adapter out of the engine; they keep their turn."""
         for task, flying in self._in_flight.items():
             if flying.call.adapter == adapter and task.cancel():
-                flying.is_recalled = True
+                flying.is_recalled = flying.call not in self._suspects  # which wait where they are
 
     def _limit(self) -> int:
         """Rows that may be in flight now."""
@@ -128,17 +128,21 @@ class Flow:
                 self._send()
                 self._shelve()
                 self._take()
-                if (bug := self._bug or self._shelf.bug) is not None:
-                    raise bug
+                self._raise_bug()
                 if not self._is_done():
                     await self._wake.wait()
                     self._wake.clear()
+            self._raise_bug()
         finally:
             await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
             self._shelf.want([])
 
     def _is_done(self) -> bool:
         return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost)
+
+    def _raise_bug(self) -> None:
+        if (bug := self._bug or self._shelf.bug) is not None:
+            raise bug
 
     @staticmethod
     async def _cancel(tasks: list[asyncio.Task]) -> None:

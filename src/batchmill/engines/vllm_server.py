@@ -162,9 +162,13 @@ class VllmServer:
         message = read_reply(status, data).row_error().message
         return "" if _IS_LOADED in message else message
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
         """Have it forget an adapter that nobody uses. Raises: CallLost."""
-        status, data = await self.post("/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, data = await self.post("/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
+        except TimeoutError:
+            raise CallLost(f"it has not let go of the adapter {name!r} in {timeout_s:g} s") from None
         if status not in (200, 404):
             raise CallLost(
                 f"it does not let go of the adapter {name!r}: {read_reply(status, data).row_error().message}"
