@@ -56,6 +56,17 @@ async def test_the_models_of_a_job(room: AdapterRoom) -> None:
     assert spec.targets() == {"tiny": None, "shout": "shout/1", "shout/1": "shout/1"}
 
 
+async def test_versions_for_several_bases(room: AdapterRoom) -> None:
+    """A name stands for one model where a job has several: that of its newest version; alone each base has its own."""
+    await add(room, "shout")
+    await add(room, "shout", base="twin", rank=8)
+    assert names(room, US) == ["tiny", "shout/1", "twin", "shout", "shout/2", "far", "a"]
+    assert (served := room.catalogue.find(US, "shout")).adapter == "shout/2" and served.model.name == "twin"
+    told = {each.name: each.allowed for each in room.catalogue.specs(US)}
+    assert told == {"tiny": ["tiny", "shout/1"], "twin": ["twin", "shout", "shout/2"], "far": ["far", "a"]}
+    assert room.catalogue.for_job(US, "tiny").targets()["shout"] == "shout/1"
+
+
 async def test_keys_narrow_it(room: AdapterRoom) -> None:
     """A key that lists a name has all its versions, one that lists a version has that; neither has the base by it."""
     await add(room, "shout")

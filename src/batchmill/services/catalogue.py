@@ -13,6 +13,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, Unavailable, UnknownName
 from batchmill.models import registry
 from batchmill.services.adapters import merging
+from batchmill.services.adapters.names import read_reference as read_version
 from batchmill.services.adapters.records import AdapterRecord
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.functions.names import LATEST, MAIN, read_reference
@@ -121,20 +122,23 @@ class Catalogue:
 
         A source is no name here: two models may share one, and where they lie is nobody's business.
         """
-        found = []
-        for model in self._models.values():
-            allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
-            spec = self.with_adapters(caller, replace(model, allowed=allowed))
-            if spec.allowed:
-                found.append(spec)
-        taken = {name for spec in found for name in spec.allowed or ()}
-        for deployment in self._answering(caller):
-            spec = self._limited(caller, deployment)
-            own = [name for name in spec.allowed or () if name not in taken]
-            taken.update(own)
-            found.append(replace(spec, allowed=own))
+        found = [spec for model in self._models.values() if (spec := self._spec_of(caller, model)).allowed]
+        found += [self._limited(caller, each) for each in self._answering(caller)]
         found += [spec for name in self._deployed(caller) for spec in self._specs_of(name)]
-        return found + [self._remote_spec(model) for model in self._registered(caller)[-REMOTE_MAX:]]
+        found += [self._remote_spec(model) for model in self._registered(caller)[-REMOTE_MAX:]]
+        return self.each_once(caller, found)
+
+    def each_once(self, caller: Caller, models: Sequence[ModelSpec]) -> list[ModelSpec]:
+        """Models that one job has together: no name stands for two of them."""
+        return merging.each_once(models, lambda name: self._meant(caller, name))
+
+    def _meant(self, caller: Caller, name: str) -> str | None:
+        found = None if self._adapters is None else self._adapters.find_ready(caller.project, name)
+        return None if found is None else found.own_name
+
+    def _spec_of(self, caller: Caller, model: ModelSpec) -> ModelSpec:
+        allowed = [name for name in (model.name, *model.adapters) if self.may(caller, name)]
+        return self.with_adapters(caller, replace(model, allowed=allowed))
 
     def for_job(self, caller: Caller, name: str) -> ModelSpec:
         """As one of `specs`: the model with this name alone. Of a function, the version that it means now.
@@ -144,9 +148,9 @@ class Catalogue:
         served = self.find(caller, name)
         if served.model.function is not None:
             return replace(served.model, allowed=[name])
-        if served.model.name not in self._models:
-            return served.model
-        return next(spec for spec in self.specs(caller) if spec.name == served.model.name)
+        if served.model.name in self._models:
+            return self._spec_of(caller, self._models[served.model.name])
+        return served.model
 
     # -- deployed language models -------------------------------------------------------------------------------------
 
@@ -182,12 +186,23 @@ class Catalogue:
             raise Unavailable(f"the deployment {name!r} answers nothing: {why}", code="llm_stopped")
         return found
 
-    @staticmethod
-    def _limited(caller: Caller, deployment: LlmDeployment) -> ModelSpec:
+    def _limited(self, caller: Caller, deployment: LlmDeployment) -> ModelSpec:
         """A deployment's model, with those names that the caller may use."""
-        model = deployment.model
-        names = [model.name, *model.adapters, *model.adapter_names]
-        return replace(model, allowed=[name for name in names if caller.models is None or name in caller.models])
+        is_theirs = caller.models is None or deployment.name in caller.models
+        return self.limited(caller, deployment.model, [deployment.name] if is_theirs else [])
+
+    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
+        """A model whose rows may use these names of its own, and those of its adapters that the caller may."""
+        told = [*model.adapters, *model.adapter_names]
+        return replace(model, allowed=[*names, *(name for name in told if self._may_use(caller, model, name))])
+
+    def _may_use(self, caller: Caller, model: ModelSpec, name: str) -> bool:
+        """An adapter of a deployment. One of the configuration is not the project's own because it deployed its base;
+        what the project registered is, and a key that has a name has its versions."""
+        adapter = model.adapter_names.get(name, name)
+        if adapter in self._served:
+            return self.may(caller, name)
+        return caller.models is None or name in caller.models or read_version(adapter)[0] in caller.models
 
     def _llm_for(self, caller: Caller, base: str) -> ModelSpec | None:
         """What serves the adapters of a base: a model of the configuration, or a deployment."""
@@ -260,7 +275,7 @@ class Catalogue:
         return [
             Served(name, self.with_room(merging.with_one(model, record), bases), record.own_name)
             for name, record in found.items()
-            if name not in self._served
+            if name not in self._served and self._meant(caller, name) == record.own_name  # as `find` has it
         ]
 
     def _found_adapter(self, caller: Caller, name: str) -> Served | None:
@@ -344,7 +359,7 @@ class Catalogue:
         remote = self._found_remote(caller, name)
         if remote is not None and remote.id == name:  # what was registered is its project's own, whatever others list
             return True
-        if self._llms is not None and self._llms.is_deployed(caller.project, name):
+        if name not in self._served and self._llms is not None and self._llms.is_deployed(caller.project, name):
             return caller.models is None or name in caller.models
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models

@@ -128,7 +128,7 @@ class Orders:
             if spec in chosen:
                 raise InvalidInput(f"the model {name!r} is named twice", code="duplicate_model")
             chosen.append(spec)
-        return chosen or catalogue.specs(caller)
+        return catalogue.each_once(caller, chosen) if chosen else catalogue.specs(caller)
 
     @staticmethod
     def _format(work: Work, records: Sequence[FileRecord]) -> str | None:

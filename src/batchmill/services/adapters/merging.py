@@ -6,7 +6,7 @@ serves them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -49,3 +49,34 @@ def with_all(model: ModelSpec, records: Iterable[AdapterRecord], may: May) -> Mo
 def with_one(model: ModelSpec, record: AdapterRecord) -> ModelSpec:
     """The model of a live request to this adapter."""
     return replace(model, adapters={record.own_name: record.folder}, adapter_names={})
+
+
+def each_once(models: Sequence[ModelSpec], meant: Callable[[str], str | None]) -> list[ModelSpec]:
+    """The models of one job, of which each name stands for one: that of a model before that of an adapter, and of
+    adapters of several bases the version that the name means alone.
+
+    Args: meant: the own name of the version that a name means; None: no registered adapter is called so.
+    """
+    claims: dict[str, list[int]] = {}
+    for number, model in enumerate(models):
+        for name in model.allowed or ():
+            claims.setdefault(name, []).append(number)
+    lost: dict[int, set[str]] = {}
+    for name, numbers in claims.items():
+        if len(numbers) > 1:
+            keeper = min(numbers, key=lambda number: _standing(models[number], name, meant))
+            for number in numbers:
+                if number != keeper:
+                    lost.setdefault(number, set()).add(name)
+    return [_without(model, lost[number]) if number in lost else model for number, model in enumerate(models)]
+
+
+def _standing(model: ModelSpec, name: str, meant: Callable[[str], str | None]) -> int:
+    own = model.adapter_names.get(name, name)
+    if own not in model.adapters:
+        return 0
+    return 1 if own == meant(name) else 2
+
+
+def _without(model: ModelSpec, names: set[str]) -> ModelSpec:
+    return replace(model, allowed=[name for name in model.allowed or () if name not in names])

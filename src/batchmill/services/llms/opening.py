@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from batchmill.config import Config
 from batchmill.ports import Clock
 from batchmill.services.adapters.service import AdapterService
@@ -13,7 +15,7 @@ from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
-from batchmill.types import ModelSpec
+from batchmill.types import Caller, ModelSpec
 
 
 def make_llms(
@@ -67,3 +69,6 @@ class _Late:
 
     def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         return self._catalogue().adapted(project, base, model)
+
+    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
+        return self._catalogue().limited(caller, model, names)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
@@ -49,6 +49,9 @@ class Around(Protocol):
     def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         """A model with the adapters that a project registered for it and its base, and room for everybody's."""
 
+    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
+        """A model whose rows may use these names of its own, and those of its adapters that the caller may."""
+
 
 class Nothing:
     """As `Around`, where nothing else is known."""
@@ -60,6 +63,9 @@ class Nothing:
 
     def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         return model
+
+    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
+        return replace(model, allowed=[*names, *model.adapters, *model.adapter_names])
 
 
 class LlmService:
@@ -179,8 +185,13 @@ class LlmService:
         for deployment in self._of(caller.project).values() if name is None else ():
             is_ours = self._may(caller, deployment) and not deployment.is_stopped
             if is_ours and self._serves(deployment, settings):
-                return self._fresh(deployment).model
-        return self._with_adapters(caller.project, settings, model_of(base, settings, name=name))
+                return self._for_rows(caller, self._fresh(deployment).model, settings)
+        made = self._with_adapters(caller.project, settings, model_of(base, settings, name=name))
+        return self._for_rows(caller, made, settings)
+
+    def _for_rows(self, caller: Caller, model: ModelSpec, settings: LlmSettings) -> ModelSpec:
+        """A model that rows call by its base's name, or none, and whose adapters are those that the caller may use."""
+        return self.around.limited(caller, model, list(dict.fromkeys([model.name, settings.base_model])))
 
     def _serves(self, deployment: LlmDeployment, settings: LlmSettings) -> bool:
         """Its engine runs, with just these settings. One that was given a token serves jobs that bring none."""

@@ -1,0 +1,94 @@
+"""Deployments and settings of jobs are no way to what a caller may not use."""
+
+import pytest
+from fakes.lora_files import write_base, write_lora
+from msgspec.structs import replace
+from services.llm_room import LlmRoom
+
+from batchmill.errors import UnknownName
+from batchmill.services.adapters.opening import make_adapters
+from batchmill.types import Caller, LlmSettings, Scope
+
+CONFIG = """
+[models.tiny]
+engine = "vllm"
+source = "tiny"
+adapters = { house = "house" }
+
+[projects.small]
+models = ["tiny"]
+"""
+BIG, SMALL = Caller("big", Scope.ADMIN), Caller("small", Scope.ADMIN)
+TINY, LONG = LlmSettings("tiny"), LlmSettings("tiny", {"max-model-len": 2048})
+
+
+@pytest.fixture
+async def room(tmp_path):
+    write_base(tmp_path / "tiny")
+    write_lora(tmp_path / "house")
+    room = LlmRoom(tmp_path, CONFIG)
+    await room.again()
+    room.adapters = make_adapters(room.config, room.database, room.vault, room.catalogue)
+    room.catalogue.attach_adapters(room.adapters)
+    await room.adapters.load()
+    yield room
+    await room.adapters.close()
+    await room.close()
+
+
+async def add(room: LlmRoom, name: str, who: Caller) -> None:
+    folder = write_lora(room.folder / "loras" / name)
+    record = await room.adapters.register(who, "tiny", name, str(folder), is_trusted=True)
+    assert (await room.adapters.wait(record)).state == "ready"
+
+
+async def test_adapters_of_the_configuration(room):
+    """A project that may use a base, and not an adapter of the configuration, does not get it by deploying the base."""
+    await add(room, "own", SMALL)
+    await room.llms.create(SMALL, "d", TINY)
+    for spec in (room.catalogue.for_job(SMALL, "d"), room.llms.spec(SMALL, LONG), room.llms.spec(SMALL, TINY)):
+        assert sorted(set(spec.targets()) - {"d", "tiny", spec.name}) == ["own", "own/1"]
+    for spec in (room.llms.spec(BIG, LONG), room.llms.spec(BIG, TINY)):
+        assert sorted(set(spec.targets()) - {spec.name}) == sorted({"tiny", "house"} - {spec.name})
+    model = room.catalogue.find(SMALL, "d").model
+    assert room.catalogue.with_adapter(SMALL, model, "house", ("tiny",)) is None
+    with pytest.raises(UnknownName):
+        room.catalogue.find(SMALL, "house")
+
+
+async def test_keys_narrow_the_settings_of_a_job(room):
+    """A key that lists a base has no adapters by it; one that lists an adapter's name has its versions."""
+    await add(room, "own", BIG)
+    base = Caller("big", Scope.SUBMIT, models=frozenset({"tiny"}))
+    both = replace(base, models=frozenset({"tiny", "own"}))
+    for settings in (TINY, LONG):
+        spec = room.llms.spec(base, settings)
+        assert set(spec.targets()) == {spec.name, "tiny"}
+        assert set(room.llms.spec(both, settings).targets()) == {spec.name, "tiny", "own", "own/1"}
+    await room.llms.create(BIG, "d", TINY)
+    limited = replace(both, models=frozenset({"d", "own"}))
+    assert set(room.catalogue.find(limited, "d").model.targets()) == {"d", "own", "own/1"}
+
+
+async def test_a_deployment_opens_no_model_of_its_name(room):
+    """A model that came to the configuration later is not open to a project whose deployment is called so."""
+    await room.llms.create(SMALL, "later", TINY)
+    room.config = replace(
+        room.config, models=room.config.models | {"later": replace(room.config.models["tiny"], adapters={})}
+    )
+    await room.again()
+    assert room.catalogue.find(SMALL, "later").model.alias == "tiny"
+    assert room.catalogue.find(BIG, "later").model.alias is None
+
+
+async def test_a_job_of_all_models(room):
+    """Each name stands for one of them, though deployments of one base share its adapters."""
+    await add(room, "own", BIG)
+    await room.llms.create(BIG, "one", TINY)
+    await room.llms.create(BIG, "two", LONG)
+    specs = room.catalogue.specs(BIG)
+    names = [name for spec in specs for name in spec.allowed or ()]
+    assert sorted(names) == ["house", "one", "own", "own/1", "tiny", "two"]
+    chosen = [room.catalogue.for_job(BIG, name) for name in ("one", "two")]
+    told = [name for spec in room.catalogue.each_once(BIG, chosen) for name in spec.allowed or ()]
+    assert sorted(told) == ["house", "one", "own", "own/1", "two"]
