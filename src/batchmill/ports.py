@@ -305,8 +305,12 @@ class FetchedAdapter(Protocol):
 class Adapters(Protocol):
     """Who registers and fetches adapters."""
 
-    async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
+    async def ensure(
+        self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
+    ) -> Mapping[str, FetchedAdapter]:
         """Have these ids of a model hub registered for the model `base`, and fetched: each is ready or failed.
+
+        Args: token: where the token lies that the hub is shown; None: that of the base.
 
         Cancelling it leaves what was begun to itself.
         """

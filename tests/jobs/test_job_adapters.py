@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 from small_adapter import write_adapter
 
 from batchmill.errors import InvalidInput
@@ -41,10 +42,12 @@ class Hub:
     def __init__(self, folders: dict[str, str], gate: asyncio.Event | None = None) -> None:
         self.folders, self.gate = folders, gate
         self.asked: list[tuple[str, str, list[str]]] = []
+        self.tokens: list[str | None] = []
         self.called = asyncio.Event()
 
-    async def ensure(self, project, base, hub_ids):
+    async def ensure(self, project, base, hub_ids, *, token=None):
         self.asked.append((project, base, list(hub_ids)))
+        self.tokens.append(token)
         self.called.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -91,6 +94,16 @@ async def prepared(service: JobService, hub: Hub, asked: JobOrder) -> tuple[JobV
     return view, JobFiles(service._data_dir, submitted.id).read_spec()
 
 
+async def test_adapters_of_a_model_that_settings_made(folder, opened):
+    """They are registered for its base, where others find them, and fetched with the token that the job brings."""
+    hub = Hub({"acme/a": write_adapter(folder / "a")})
+    made = replace(
+        base(folder, adapter_patterns=["acme/*"], alias="base", secrets={"HF_TOKEN": "secret:mine"}), name="base~1"
+    )
+    await prepared(await opened(), hub, order(folder, "acme/a", model=made, default_model=True))
+    assert (hub.asked, hub.tokens) == ([("p", "base", ["acme/a"])], ["secret:mine"])
+
+
 async def test_adapters_are_fetched_and_pinned(folder, opened):
     """What rows name by a pattern is fetched once, and stands in the description under its own name."""
     place = write_adapter(folder / "a")
@@ -101,7 +114,7 @@ async def test_adapters_are_fetched_and_pinned(folder, opened):
     )  # fmt: skip
     service = await opened()
     view, spec = await prepared(service, hub, asked)
-    assert hub.asked == [("p", "base", ["acme/a", "acme/gone"])]
+    assert (hub.asked, hub.tokens) == ([("p", "base", ["acme/a", "acme/gone"])], [None])
     assert (view.state, view.reason) == (JobState.PAUSED, "engine_failed"), view.message
     model = spec.models[0]
     assert model.adapters == {"acme/a/1": place, "acme/gone/1": "acme/gone"}

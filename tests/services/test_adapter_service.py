@@ -13,6 +13,7 @@ from fakes.model_hub import TOKEN, ModelHub
 from services.adapter_room import SMALL, THEM, US, AdapterRoom
 
 from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.models.adapters.fetching import Fetched, FetchReport
 from batchmill.services.adapters import records
 from batchmill.services.adapters.names import check_name, read_reference
 from batchmill.services.adapters.service import REMOVED_S
@@ -315,6 +316,29 @@ async def test_removed_while_it_is_fetched(room: AdapterRoom, hub: ModelHub) -> 
     assert (await waiting).state == "removed"
     with pytest.raises(UnknownName):
         await room.adapters.remove("default", "shout")
+
+
+async def test_removed_while_it_is_settled(room: AdapterRoom, tmp_path: Path) -> None:
+    """An upload that was removed before it was ready stays removed, for the next process too."""
+    record = await room.database.write(
+        records.begin, records.AdapterRecord("id", "default", "shout", 0, "tiny", "upload")
+    )
+    await room.again(resumes=False)
+    await room.adapters.remove("default", "shout")
+    late = FetchReport(Fetched(str(room.home / "id"), "0", 1), 4, None)
+    assert (await room.adapters._end(record, late)).state == "removed"
+    assert room.adapters.every() == []
+    await room.again()
+    assert room.adapters.every() == []
+
+
+async def test_the_token_of_a_job(room: AdapterRoom, hub: ModelHub) -> None:
+    """What one job could not read another may, with its own token."""
+    hub.private.add("org/one")
+    assert (await room.adapters.ensure("default", "tiny", ["org/one"]))["org/one"].state == "failed"
+    await room.vault.put("hub", TOKEN)
+    found = (await room.adapters.ensure("default", "tiny", ["org/one"], token="secret:hub"))["org/one"]
+    assert (found.own_name, found.state) == ("org/one/1", "ready")
 
 
 async def test_projects_do_not_meet(room: AdapterRoom, tmp_path: Path) -> None:

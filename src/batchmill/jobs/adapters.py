@@ -25,6 +25,7 @@ from batchmill.wire.job_spec import JobSpec
 CHECK = "batchmill.jobs.adapters:check_offloaded"
 OURS = "llm"  # the engine that loads adapters; a service has its own
 READY = "ready"
+TOKEN = "HF_TOKEN"  # the variable with the token that a model hub is shown
 RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")  # of the engine, where somebody has settled its room
 SHOWN_MAX = 3  # adapters that are named where it is said what is waited for
 
@@ -34,7 +35,9 @@ ByModel = Mapping[int, Sequence[str]]  # number of a model -> names
 class NoAdapters:
     """Where nobody registers adapters."""
 
-    async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
+    async def ensure(
+        self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
+    ) -> Mapping[str, FetchedAdapter]:
         raise InvalidInput(
             f"rows name {hub_ids[0]!r}, and nobody fetches adapters here: register it, or leave adapter_patterns out",
             code="no_adapters",
@@ -159,11 +162,16 @@ class AdapterWork:
         try:
             models = list(spec.models)
             for number, names in wanted.items():
-                found = await self._source().ensure(spec.project, models[number].name, names)
+                found = await self._ensure(spec.project, models[number], names)
                 models[number] = await asyncio.to_thread(with_fetched, models[number], found)
             return replace(spec, models=models)
         finally:
             self.told = ""
+
+    async def _ensure(self, project: str, model: ModelSpec, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
+        """Registered for the base of a model that settings made, so that others of that base have them too; with the
+        token that the model brings."""
+        return await self._source().ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
 
     async def check(self, spec: JobSpec, used: ByModel) -> JobSpec:
         """The description that says of every adapter in use why it cannot be used, if it cannot."""
@@ -192,7 +200,7 @@ class AdapterWork:
             for number, places in hubs.items():
                 if places:
                     ids = list(dict.fromkeys(places.values()))
-                    found = await self._source().ensure(spec.project, models[number].name, ids)
+                    found = await self._ensure(spec.project, models[number], ids)
                     models[number] = _placed(models[number], {name: found[place] for name, place in places.items()})
             return replace(spec, models=models)
         finally:

@@ -77,6 +77,10 @@ def test_kinds_of_sources(source: str, kind: str) -> None:
         "s3://",
         "s3://key:secret@host/x",
         "s3://b/x?a=b",
+        "s3://b/ours/../theirs",
+        "gs://b/ours/./x",
+        "s3://b/ours/%2e%2e/theirs",
+        "org/name@../../x",
         "-x",
     ],
 )

@@ -178,7 +178,8 @@ class Serving:
         catalogue, base = self._services.catalogue, deployment.settings.base_model
         found = catalogue.with_adapter(caller, served.model, adapter, (base,))
         if found is None and any(fnmatchcase(adapter, pattern) for pattern in served.model.adapter_patterns):
-            record = (await self._services.adapters.ensure(caller.project, base, [adapter]))[adapter]
+            token = served.model.secrets.get("HF_TOKEN")
+            record = (await self._services.adapters.ensure(caller.project, base, [adapter], token=token))[adapter]
             if record.state != READY:
                 raise InvalidInput(f"the adapter {adapter!r} cannot be used: {record.message}", code="bad_adapter")
             found = catalogue.with_adapter(caller, catalogue.find(caller, name).model, adapter, (base,))

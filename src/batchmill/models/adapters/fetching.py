@@ -28,6 +28,7 @@ SCHEMES = ("s3", "gs", "az")
 STAGING = "staging"  # beside the folders of adapters
 PIECE_BYTES = 1024 * 1024
 SHOWN_CHARS = 200
+UNFIT = "?#%\\"  # in the address of an object: what is read of it would be another place than what was allowed
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(@[\w./-]{1,200})?")
 
 
@@ -71,17 +72,18 @@ def kind_of(source: str) -> str:
     """Where an adapter comes from: "folder", "hub" or "objects". Raises: InvalidInput for a text that is none."""
     scheme, colon, rest = source.partition("://")
     if colon:
-        bucket, _, _ = rest.partition("/")
-        if scheme not in SCHEMES or not bucket or "@" in bucket or any(mark in rest for mark in "?#\\"):
+        bucket, *parts = rest.split("/")
+        is_plain = not any(mark in rest for mark in UNFIT) and not any(part in (".", "..") for part in parts)
+        if scheme not in SCHEMES or not bucket or "@" in bucket or not is_plain:
             raise InvalidInput(
-                f"{source[:SHOWN_CHARS]!r} is no address of an object store: write s3://BUCKET/PREFIX, gs:// or az://; "
-                "credentials come from the environment",
+                f"{source[:SHOWN_CHARS]!r} is no address of an object store: write s3://BUCKET/PREFIX, gs:// or az://, "
+                f"without . and .. as parts and without {' '.join(UNFIT)}; credentials come from the environment",
                 code="invalid_source",
             )
         return "objects"
     if source.startswith(("/", ".", "~")):
         return "folder"
-    if HUB_ID.fullmatch(source):
+    if HUB_ID.fullmatch(source) and ".." not in source:
         return "hub"
     raise InvalidInput(
         f"{source[:SHOWN_CHARS]!r} is no source of an adapter: write the path of a folder, ORG/NAME of a model hub, or "

@@ -83,8 +83,10 @@ def begin(db: sa.Connection, record: AdapterRecord) -> AdapterRecord:
 
 
 def update(db: sa.Connection, records: Sequence[AdapterRecord]) -> None:
+    """One that was removed stays so, whatever is written of it after that."""
     for record in records:
-        db.execute(adapters.update().where(adapters.c.id == record.id).values(**_values(record)))
+        is_kept = sa.and_(adapters.c.id == record.id, adapters.c.state != REMOVED)
+        db.execute(adapters.update().where(is_kept).values(**_values(record)))
 
 
 def read_all(db: sa.Connection) -> list[AdapterRecord]:

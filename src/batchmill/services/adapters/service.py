@@ -201,8 +201,12 @@ class AdapterService:
         async with self._changing:  # it may be being removed
             return self._book.get(record.id) or replace(record, state=REMOVED)
 
-    async def ensure(self, project: str, base: str, hub_ids: Sequence[str]) -> dict[str, AdapterRecord]:
+    async def ensure(
+        self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
+    ) -> dict[str, AdapterRecord]:
         """The adapters of a model hub that rows name, registered under their ids and fetched: ready or failed.
+
+        Args: token: where the token lies that the hub is shown; None: that of the base.
 
         Cancelling it leaves what was begun to itself.
         """
@@ -211,10 +215,12 @@ class AdapterService:
             model = self._bases.base(caller, base)
         except UnknownName:  # a model of the job's own: whoever asks knows what the adapters are to fit
             model = None
+        if token is None and model is not None:
+            token = model.secrets.get("HF_TOKEN")
         found: dict[str, AdapterRecord] = {}
         for hub_id in dict.fromkeys(hub_ids):
             try:
-                found[hub_id] = await self._ensure(project, base, hub_id, model)
+                found[hub_id] = await self._ensure(self._new(project, base, hub_id, hub_id, token), model)
             except InvalidInput as error:
                 found[hub_id] = replace(
                     self._new(project, base, hub_id, hub_id, None), version=1, state=FAILED, message=error.message
@@ -223,17 +229,17 @@ class AdapterService:
             hub_id: await self.wait(record) if record.state == FETCHING else record for hub_id, record in found.items()
         }
 
-    async def _ensure(self, project: str, base: str, hub_id: str, model: ModelSpec | None) -> AdapterRecord:
-        check_name(hub_id)
+    async def _ensure(self, wanted: AdapterRecord, model: ModelSpec | None) -> AdapterRecord:
+        check_name(wanted.name)
         async with self._changing:
-            record = self._book.newest(project, base, hub_id)
+            record = self._book.newest(wanted.project, wanted.base, wanted.name)
             if record is None:
-                token = None if model is None else model.secrets.get("HF_TOKEN")
-                record = await self._database.write(records.begin, self._new(project, base, hub_id, hub_id, token))
+                record = await self._database.write(records.begin, wanted)
                 self._book.put(record)
                 self._start(record, model)
-            elif record.state == FAILED:  # it may be there now
-                record = await self._write(replace(record, state=FETCHING, message=""))
+            elif record.state == FAILED:  # it may be there now, or for this token
+                token = wanted.token if record.source == wanted.source else record.token
+                record = await self._write(replace(record, state=FETCHING, message="", token=token))
                 self._start(record, model)
         return record
 
@@ -342,8 +348,11 @@ class AdapterService:
         shutil.rmtree(folder, ignore_errors=True)  # what stays is swept
 
     async def _write(self, record: AdapterRecord) -> AdapterRecord:
+        """Write down what became of a version; one that was removed meanwhile stays so."""
         record = replace(record, changed=self._clock.now())
         await self._database.write(records.update, [record])
+        if self._book.get(record.id) is None:
+            return replace(record, state=REMOVED)
         self._book.put(record)
         return record
 
