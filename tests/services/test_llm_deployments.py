@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from services.llm_room import READY, THEM, TOKEN, US, LlmRoom
 
 from batchmill.errors import Conflict, InvalidInput, ModelFailed, Unavailable, UnknownName
-from batchmill.types import Caller, EngineState, EngineView, LlmSettings, Price, Scaling, Scope
+from batchmill.services.llms.settings import model_of
+from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Price, Scaling, Scope
 
 TINY = LlmSettings("tiny")
 LONG = LlmSettings("tiny", {"max-model-len": 2048})
@@ -110,6 +111,15 @@ async def test_settings_make_one_model(room):
     assert room.llms.spec(US, LONG) == room.llms.spec(US, LONG)
     assert room.llms.spec(US, LONG).name.startswith("tiny~") and room.llms.spec(US, LONG).alias == "tiny"
     assert room.llms.spec(US, LlmSettings("tiny", {"seed": 1})).name != room.llms.spec(US, LONG).name
+
+
+def test_the_same_in_other_words_is_the_same_model():
+    """What a client is shown of a configured model, and sends back as a job's config, is that very model."""
+    base = ModelSpec("tiny", "llm", "s", engine_args={"--max_model_len": "512", "enforce-eager": None, "other": 0.5})
+    for said in ({"max-model-len": 512, "enforce-eager": True}, {"max-model-len": 512}, {}):
+        assert model_of(base, LlmSettings("tiny", said)) is base
+    for said in ({"max-model-len": 513}, {"enforce-eager": False}, {"seed": 1}):
+        assert model_of(base, LlmSettings("tiny", said)).name.startswith("tiny~")
 
 
 async def test_a_job_shares_the_engine_of_a_deployment(room):

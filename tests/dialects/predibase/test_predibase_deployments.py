@@ -114,6 +114,20 @@ async def test_an_order_that_arrives_twice(http):
     assert "twice" in refused["error"]
 
 
+async def test_changes_while_it_is_deleted(http):
+    """Whoever is first: each is answered, and none with an error of the server's own."""
+    for number in range(3):
+        await create(http, f"gone-{number}")
+        place = f"/v2/deployments/gone-{number}"
+        replies = await asyncio.gather(
+            *(http.put(place, json={"config": {"maxTotalTokens": 64 + n}}) for n in range(4)),
+            http.delete(place),
+            *(http.get(f"/llms/gone-{number}/events") for _ in range(2)),
+        )
+        assert {each.status_code for each in replies} <= {200, 204, 404}, [each.text for each in replies]
+        assert (await http.get(place)).status_code == 404
+
+
 async def test_lists(http):
     """Models of the configuration are shared, those that were deployed private."""
     await create(http, "listed")

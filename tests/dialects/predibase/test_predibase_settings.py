@@ -191,6 +191,17 @@ def test_an_update_says_what_changes():
     assert changed.preloaded_adapters == []
 
 
+def test_flags_of_an_update_replace_those_before():
+    """A flag that is not among them is gone, an empty list takes all away; what a field said is said until it changes."""
+    had = LlmSettings("m", {"seed": 1, "enforce-eager": True, "max-model-len": 64, "quantization": "fp8"})
+    assert deployment(had, customArgs=["--seed=2"]).engine_args == {
+        "seed": 2, "max-model-len": 64, "quantization": "fp8"
+    }  # fmt: skip
+    assert deployment(had, customArgs=[]).engine_args == {"max-model-len": 64, "quantization": "fp8"}
+    assert deployment(had, customArgs=shown(had).custom_args) == had
+    assert deployment(had, maxTotalTokens=32).engine_args == had.engine_args | {"max-model-len": 32}
+
+
 def test_a_config_comes_back():
     """What is shown of a deployment, never a token, is taken again and means the same, also as a job's."""
     had = deployment(

@@ -33,6 +33,10 @@ NO_COUNTERPART: dict[str, str] = {
     "hqq-3bit": "only LoRAX has it; use a base model whose weights are quantized (awq, gptq)",
     "hqq-2bit": "only LoRAX has it; use a base model whose weights are quantized (awq, gptq)",
 }
+# Engine arguments that have a field of their own.
+OF_FIELDS = frozenset(
+    ["max-model-len", "max-num-batched-tokens", "enable-prefix-caching", "enable-chunked-prefill", "quantization"]
+)
 # What is refused whatever it says -> why, and what to do.
 REFUSED: dict[str, str] = {
     "loraxImageTag": "batchmill runs vLLM and no LoRAX image; leave it out",
@@ -109,6 +113,8 @@ def of_server_config(config: ServerConfig) -> LlmSettings:
 def of_deployment_config(config: DeploymentConfig, had: LlmSettings | None = None) -> LlmSettings:
     """The engine that a deployment asks for; of an update, `had` with what the update says.
 
+    Flags are said anew, all of them, where there are any: no other way takes one away. What fields say stays.
+
     Raises: InvalidInput, naming the field.
     """
     _refuse(config)
@@ -131,7 +137,7 @@ def of_deployment_config(config: DeploymentConfig, had: LlmSettings | None = Non
         raise InvalidInput(
             "preloadedAdapters names adapters and disableAdapters refuses them: say one", code="invalid_value"
         )
-    kept = dict(had.engine_args)
+    kept = {name: value for name, value in had.engine_args.items() if config.custom_args is None or name in OF_FIELDS}
     if config.quantization is not None or launch.quantize is not None:
         kept.pop("quantization", None)
     return replace(

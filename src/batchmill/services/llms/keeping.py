@@ -113,8 +113,10 @@ class Keeper:
         return self._kept[key].model
 
     def view(self, key: str) -> EngineView:
-        """The engine, and what became of the deployment besides."""
-        kept = self._kept[key]
+        """The engine, and what became of the deployment besides; of one that was deleted a moment ago, none."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return EngineView()
         view = self._engines.engine_of(kept.model)
         if not kept.events:
             return view
@@ -173,8 +175,9 @@ class Keeper:
 
     def start(self, key: str) -> None:
         """Have an engine ready, which stays as if it had just been called."""
-        if self._is_open:
-            self._spawn(self._start(self._kept[key].model))
+        kept = self._kept.get(key)
+        if self._is_open and kept is not None:  # nobody deleted it meanwhile
+            self._spawn(self._start(kept.model))
 
     def drop(self, key: str) -> None:
         """Let go of it: its engine ends when nobody uses it."""

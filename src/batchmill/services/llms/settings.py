@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -56,11 +57,9 @@ def model_of(base: ModelSpec, settings: LlmSettings, *, name: str | None = None)
 
     Args: name, what it is called; None: as the base, with a digest of the settings where they make another of it.
     """
-    ours = {_flag(told) for told in settings.engine_args}
-    kept = {told: value for told, value in base.engine_args.items() if _flag(told) not in ours}
     made = replace(
         base,
-        engine_args=kept | settings.engine_args,
+        engine_args=_engine_args(base, settings),
         scaling=base.scaling if settings.scaling == Scaling() else settings.scaling,
         needs=replace(
             base.needs,
@@ -74,6 +73,18 @@ def model_of(base: ModelSpec, settings: LlmSettings, *, name: str | None = None)
     if made == base and name is None:
         return base
     return replace(made, name=name or f"{base.name}{MARK}{digest_of(settings)}", alias=base.name)
+
+
+def _engine_args(base: ModelSpec, settings: LlmSettings) -> dict[str, str | int | float | bool | None]:
+    """The base's own where the settings say the same in other words, so that its engine serves both."""
+    ours = {_flag(told) for told in settings.engine_args}
+    made = {told: value for told, value in base.engine_args.items() if _flag(told) not in ours} | settings.engine_args
+    return base.engine_args if _in_one_form(made) == _in_one_form(base.engine_args) else made
+
+
+def _in_one_form(args: Mapping[str, str | int | float | bool | None]) -> dict[str, str]:
+    """As a command line says them: a flag without a value is true."""
+    return {_flag(told): "true" if value is None else str(value).lower() for told, value in args.items()}
 
 
 def digest_of(settings: LlmSettings) -> str:
