@@ -353,6 +353,16 @@ async def test_trouble_that_is_not_its_own_is_everybodys(stage):
     assert [each.code for each in stage.failures] == ["storage_full"]
 
 
+async def test_a_model_that_comes_to_scale_does_so(stage):
+    """Engines that were started with a fixed number follow the load once they are to."""
+    stage.use("job", model("m"))
+    await stage.executor.next()
+    stage.pools.keep(model("m", scaling=Scaling(replicas_max=2, scale_up_requests=10)))
+    stage.loads["m"] = Load(rows=100, shards=4)
+    await stage.clock.go_on(5)
+    await stage.executor.next()
+
+
 async def test_a_dead_workers_last_lines_are_kept(stage):
     """The event of a death has the end of the worker's log."""
     spec = model("m")

@@ -165,8 +165,7 @@ class Pools:
         everybodys = msgspec.structs.replace(_everybodys(model), scaling=model.scaling)
         pool = self._pools[key] = Pool(key, everybodys, home, self._tools, after=after)
         pool.sums, pool.adapters = self.sums(key), self.adapters
-        if model.scaling is not None and (self._scaling is None or self._scaling.done()):
-            self._scaling = asyncio.create_task(self._follow_loads())
+        self._watch_loads(pool)
         return pool
 
     def leave(self, key: str, user: str) -> None:
@@ -236,6 +235,7 @@ class Pools:
         if pool is not None and pool.model.scaling != model.scaling:
             pool.model = msgspec.structs.replace(pool.model, scaling=model.scaling)
             self.rescale(key)
+            self._watch_loads(pool)
         if not least:
             self.leave(key, _keeper(key))
 
@@ -258,6 +258,11 @@ class Pools:
         if pool.standing.wanted != before:
             text = f"{pool.standing.wanted} instead of {before}: {load.requests} requests and {load.rows} rows"
             self._log.add(key, "scaled", text)
+
+    def _watch_loads(self, pool: Pool) -> None:
+        """Have a pool that scales do so from now on."""
+        if pool.model.scaling is not None and (self._scaling is None or self._scaling.done()):
+            self._scaling = asyncio.create_task(self._follow_loads())
 
     async def _follow_loads(self) -> None:
         while any(pool.model.scaling is not None for pool in self._pools.values()):
