@@ -59,6 +59,13 @@ class Hub:
         return Had(f"{hub_id}/1", folder=self.folders[hub_id])
 
 
+class RankedHub(Hub):
+    """Whose adapters have a high rank."""
+
+    def _had(self, hub_id):
+        return msgspec.structs.replace(super()._had(hub_id), rank=64)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
@@ -275,6 +282,22 @@ def test_room_grows_with_what_was_fetched(folder, argument, rank):
     model = base(folder, adapter_rank=16, engine_args=argument)
     found = adapters.with_fetched(model, {"acme/a": Had("acme/a/1", folder="/a", rank=40)})
     assert found.adapter_rank == rank
+
+
+@pytest.mark.parametrize(
+    ("argument", "room", "is_bad"),
+    [({}, 64, False), ({"max-lora-rank": 64}, 16, False), ({"--max_lora_rank": "8"}, 16, True)],
+)
+async def test_a_configured_id_gets_room_for_its_rank(folder, opened, argument, room, is_bad):
+    """What lies at a hub tells its rank once it is here: the engine has room for it, unless that is settled."""
+    place = write_adapter(folder / "a", rank=64)
+    hub = RankedHub({"acme/a": place})
+    model = base(folder, adapters={"mine": "acme/a"}, adapter_rank=16, engine_args=argument)
+    service = await opened()
+    _, spec = await prepared(service, hub, order(folder, "mine", model=model, default_model=True))
+    assert spec.models[0].adapters == {"mine": place}
+    assert spec.models[0].adapter_rank == room
+    assert bool(spec.models[0].bad_adapters) is is_bad
 
 
 def test_only_what_is_used_stays(folder):

@@ -26,7 +26,6 @@ CHECK = "batchmill.jobs.adapters:check_offloaded"
 OURS = "llm"  # the engine that loads adapters; a service has its own
 READY = "ready"
 TOKEN = "HF_TOKEN"  # the variable with the token that a model hub is shown
-RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")  # of the engine, where somebody has settled its room
 SHOWN_MAX = 3  # adapters that are named where it is said what is waited for
 
 ByModel = Mapping[int, Sequence[str]]  # number of a model -> names
@@ -72,7 +71,8 @@ def flaw_of(model: ModelSpec, place: str) -> str:
         facts = reading.read_adapter(Path(place))
     except InvalidInput as error:
         return error.message
-    return reading.flaw(facts, base_source=model.source, rank_max=model.adapter_rank)
+    room = reading.settled_room(model.engine_args) or model.adapter_rank
+    return reading.flaw(facts, base_source=model.source, rank_max=room)
 
 
 def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
@@ -130,14 +130,18 @@ def with_fetched(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> Model
     places = {adapter.own_name: _place_of(hub_id, adapter) for hub_id, adapter in found.items()}
     bad = {adapter.own_name: _why(adapter) for adapter in found.values() if adapter.state != READY}
     allowed = None if model.allowed is None else list(dict.fromkeys([*model.allowed, *names, *places]))
-    rank = model.adapter_rank
-    if not any(name in model.engine_args for name in RANK_ARGUMENTS):
-        ranks = [adapter.rank for adapter in found.values() if adapter.state == READY]
-        rank = reading.room_for([rank, reading.RANK_LEAST, *ranks]) if ranks else rank
     return replace(
         model, adapters=model.adapters | places, adapter_names=model.adapter_names | names,
-        bad_adapters=model.bad_adapters | bad, adapter_rank=rank, allowed=allowed,
+        bad_adapters=model.bad_adapters | bad, adapter_rank=_room_with(model, found), allowed=allowed,
     )  # fmt: skip
+
+
+def _room_with(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> int:
+    """The rank that the engine of a model has room for, with these adapters."""
+    ranks = [adapter.rank for adapter in found.values() if adapter.state == READY]
+    if not ranks or reading.settled_room(model.engine_args) is not None:
+        return model.adapter_rank
+    return reading.room_for([model.adapter_rank, reading.RANK_LEAST, *ranks])
 
 
 def _place_of(hub_id: str, adapter: FetchedAdapter) -> str:
@@ -218,7 +222,10 @@ def _placed(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
     """A model whose adapters, by their own names, lie where they were fetched to."""
     bad = {name: _why(adapter) for name, adapter in found.items() if adapter.state != READY}
     places = {name: adapter.folder for name, adapter in found.items() if name not in bad}
-    return replace(model, adapters=model.adapters | places, bad_adapters=model.bad_adapters | bad)
+    return replace(
+        model, adapters=model.adapters | places, bad_adapters=model.bad_adapters | bad,
+        adapter_rank=_room_with(model, found),
+    )  # fmt: skip
 
 
 def _with_bad(spec: JobSpec, bad: Mapping[int, Mapping[str, str]]) -> JobSpec:

@@ -241,11 +241,16 @@ class Drive:
             spec = await self._heeding(self._adapters.fetch(self.spec, prepared.wanted))
             if spec is None:
                 return None
-            if [each.adapter_rank for each in spec.models] != [each.adapter_rank for each in self.spec.models]:
-                await self._dispatcher.unreserve(spec.id)  # an engine with room for their ranks is another
-            self.spec = spec
-            self._reserve()
+            await self._describe(spec)
         return None
+
+    async def _describe(self, spec: JobSpec) -> None:
+        """Go on with this description. An engine that has room for the ranks of its adapters may be another."""
+        ranks = [[model.adapter_rank for model in each.models] for each in (self.spec, spec)]
+        self.spec = spec
+        if ranks[0] != ranks[1]:
+            await self._dispatcher.unreserve(spec.id)
+            self._reserve()
 
     async def _describe_anew(self, prepared: Prepared) -> bool:
         """Put into the description what is known once there is a plan. False: the job is to end early."""
@@ -259,7 +264,7 @@ class Drive:
         checked = await self._heeding(self._adapters.check(spec, used)) if used else spec
         if checked is None:
             return False
-        self.spec = checked
+        await self._describe(checked)
         return True
 
     async def _heeding(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -442,7 +447,10 @@ class Drive:
         record = await self._book.record()
         if not self._is_planned(record):
             raise InvalidTransition(f"the job {self.spec.id} ended before its rows were planned: submit it again")
-        spec = self.spec = await self._adapters.check_again(self.spec)
+        spec = await self._adapters.check_again(self.spec)
+        if spec != self.spec:
+            await asyncio.to_thread(self.files.write_spec, spec)
+        self.spec = spec
         blocks = await self._book.call(self._book.ledger.committed, spec.id)
         generation = record["generation"] + 1
         order = retry.RetryOrder(spec, str(self.files.data_dir), blocks, generation)

@@ -6,7 +6,7 @@ Source: PEFT's adapter_config.json, and vllm/lora/peft_helper.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ INDEX_BYTES_MAX = 64 * 1024 * 1024
 ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM has room for
 RANK_MAX = ROOMS[-1]
 RANK_LEAST = 16  # room that an engine has in any case, so that one more adapter seldom means another engine
+RANK_ARGUMENT = "max-lora-rank"  # of the engine, where somebody has settled its room
 PREFIX = "base_model.model."  # before the module's own name, as PEFT writes it
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})  # which leave the base as it is
 HEADS_OF_CLASSIFIERS = frozenset({"classifier", "score"})
@@ -71,6 +72,12 @@ def read_adapter(place: Path) -> AdapterFacts:
 def rank_of(place: Path) -> int:
     """The rank that an adapter's configuration names. Raises: InvalidInput, as `read_adapter`."""
     return _rank_of(_config_of(place))
+
+
+def settled_room(engine_args: Mapping[str, object]) -> int | None:
+    """The room for ranks that the engine's own arguments settle; None: they say nothing of it."""
+    told = [str(value) for name, value in engine_args.items() if name.lstrip("-").replace("_", "-") == RANK_ARGUMENT]
+    return int(told[-1]) if told and told[-1].isdecimal() else None
 
 
 def room_for(ranks: Iterable[int]) -> int:

@@ -22,7 +22,7 @@ from batchmill.errors import BatchmillError, Conflict, InvalidInput, UnknownName
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
-from batchmill.models.adapters.reading import RANK_LEAST, RANK_MAX, read_adapter, room_for
+from batchmill.models.adapters.reading import RANK_LEAST, RANK_MAX, read_adapter, room_for, settled_room
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.book import AdapterBook
@@ -42,7 +42,6 @@ log = logging.getLogger("batchmill.adapters")
 
 UPLOAD = "upload"  # the source of an adapter that was sent here
 ENGINE = "llm"  # the only one that takes adapters
-RANK_ARGUMENTS = ("max-lora-rank", "max_lora_rank")
 REMOVED_S = 600.0  # the files of a removed adapter stay so long: a job that names it may be on its way in
 Key = tuple[str, str]
 
@@ -368,8 +367,7 @@ def _unpack(bundle: Path, folder: Path) -> Path:
 
 def _rank_max(model: ModelSpec) -> int:
     """The room for ranks that somebody has settled for an engine, or what any may have."""
-    told = next((model.engine_args[name] for name in RANK_ARGUMENTS if name in model.engine_args), None)
-    return int(told) if isinstance(told, int) or (isinstance(told, str) and told.isdecimal()) else RANK_MAX
+    return settled_room(model.engine_args) or RANK_MAX
 
 
 def unknown_adapter(name: str, version: int | None) -> UnknownName:
