@@ -192,7 +192,7 @@ def test_an_update_says_what_changes():
 
 
 def test_flags_of_an_update_replace_those_before():
-    """A flag that is not among them is gone, an empty list takes all away; what a field said is said until it changes."""
+    """A flag that is not among them is gone, an empty list takes all away; what a field said stays."""
     had = LlmSettings("m", {"seed": 1, "enforce-eager": True, "max-model-len": 64, "quantization": "fp8"})
     assert deployment(had, customArgs=["--seed=2"]).engine_args == {
         "seed": 2, "max-model-len": 64, "quantization": "fp8"

@@ -34,7 +34,11 @@ BY_CLASS: tuple[tuple[type[BatchmillError], int, str], ...] = (
     (errors.JobPaused, 503, OVERLOADED),
     (BatchmillError, 500, INCOMPLETE),
 )
-BY_CODE: dict[str, tuple[int, str]] = {"generation": (424, GENERATION), "engine_lost": (503, INCOMPLETE)}
+BY_CODE: dict[str, tuple[int, str]] = {
+    "generation": (424, GENERATION),
+    "answer_too_large": (424, GENERATION),  # the client would have it made six times
+    "engine_lost": (503, INCOMPLETE),
+}
 
 
 class Envelope(Struct, frozen=True):
