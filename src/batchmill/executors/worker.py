@@ -120,6 +120,7 @@ class Worker:
             await self._engine.run(self._feed, self._recorder)
             await self._answering.finish()
             await self._calling.finish()
+            self._send(Heartbeat(self._engine.stats()))  # what it has counted since the last one
         except JobPaused as error:
             self._fail(error, error.reason)
         except BatchmillError as error:
