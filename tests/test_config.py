@@ -228,6 +228,8 @@ def test_every_key_is_documented():
         (config.ProjectEntry, "projects.NAME"),
         (config.WebhookEntry, "webhooks"),
         (config.MlCommonsEntry, "ml_commons"),
+        (config.DeploymentsEntry, "deployments"),
+        (config.MachineEntry, "machine"),
     ):
         keys |= {f"{place}.{each.name}" for each in fields(entry)}
     keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}

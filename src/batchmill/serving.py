@@ -143,7 +143,7 @@ class _Server:
             services, database=database, jobs=jobs, dispatcher=jobs.dispatcher, environ=os.environ
         )
         gate = Gate(services.keys, clock, config.server.requests_per_minute)
-        own = Own(self._health, gate, observers.metrics.render)
+        own = Own(self._health, gate, observers.metrics.render, services.catalogue.sees)
         dialects = load_dialects(services)
         fallback = next(each for each in dialects if each.name == FALLBACK)
         self._root = HttpRoot(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.machine import Asked, Leaver, Machine, Place, Room
+from batchmill.jobs.machine import Asked, Leaver, Machine, Place, Room, veiled
 from batchmill.types import FunctionSpec, ModelSpec, Needs, Scaling
 
 GIB = 2**30
@@ -219,3 +219,25 @@ def test_who_waits_behind_another_is_told():
     machine.ask(asked("small", 3))
     assert machine.allot() == []
     assert machine.why(Place("small", 0), str) == "'small' comes after 'large', which waited first"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "told"),
+    [
+        (
+            "'big' needs 1 GPU and 0 of 2 GPUs are free: 'other' (2 jobs run on it) holds 1 GPU; 'ours' (it is ending) "
+            "holds 1 GPU",
+            "'big' needs 1 GPU and 0 of 2 GPUs are free: another model (2 jobs run on it) holds 1 GPU; 'ours' (it is "
+            "ending) holds 1 GPU",
+        ),
+        (
+            "'big' comes after 'other', 'ours', which waited first",
+            "'big' comes after another model, 'ours', which waited first",
+        ),
+        ("ImportError: No module named 'other' (a job runs on it)",) * 2,
+        ("",) * 2,
+    ],
+)
+def test_others_may_be_unknown(sentence, told):
+    """Who may not know of a model is not told its name; what an engine says stays as it is."""
+    assert veiled(sentence, lambda name: name == "ours") == told

@@ -1,5 +1,7 @@
 """Which engine arguments callers may set, and what each may be."""
 
+from pathlib import Path
+
 import pytest
 
 from batchmill.errors import InvalidInput
@@ -68,3 +70,9 @@ def test_what_is_not_the_callers(name):
 def test_no_argument_is_both():
     """What is allowed is not refused."""
     assert not ALLOWED.keys() & REFUSED.keys()
+
+
+def test_the_page_names_them_all():
+    """Who reads the page knows every argument that callers may set."""
+    page = (Path(__file__).parents[2] / "docs" / "deploy-a-language-model.md").read_text()
+    assert [name for name in ALLOWED if f"`{name}`" not in page] == []

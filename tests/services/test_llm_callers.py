@@ -7,7 +7,7 @@ from services.llm_room import LlmRoom
 
 from batchmill.errors import UnknownName
 from batchmill.services.adapters.opening import make_adapters
-from batchmill.types import Caller, LlmSettings, Scope
+from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, Scope
 
 CONFIG = """
 [models.tiny]
@@ -92,3 +92,18 @@ async def test_a_job_of_all_models(room):
     chosen = [room.catalogue.for_job(BIG, name) for name in ("one", "two")]
     told = [name for spec in room.catalogue.each_once(BIG, chosen) for name in spec.allowed or ()]
     assert sorted(told) == ["house", "one", "own", "own/1", "two"]
+
+
+async def test_names_of_others_in_what_is_waited_for(room):
+    """A deployment that waits says for what, and names no model that its caller may not know of."""
+    await room.llms.create(SMALL, "mine", TINY)
+    await room.llms.create(BIG, "theirs", TINY)
+    need = "'mine' needs 1 GPU and 0 of 2 GPUs are free"
+    why = f"{need}: 'theirs' (a job runs on it) holds 1 GPU; 'tiny' (a job runs on it) holds 1 GPU"
+    view = EngineView(EngineState.WAITING, message=why, events=[EngineEvent(1.0, "waiting", why)])
+    room.engines.states["mine", None] = view
+    view = room.llms.shown(SMALL, room.llms.get(SMALL, "mine"))
+    assert view.message == view.events[0].message == why.replace("'theirs'", "another model")
+    assert "'theirs'" in room.llms.view(room.llms.get(SMALL, "mine")).message
+    sees = room.catalogue.sees
+    assert sees(BIG, "theirs") and sees(SMALL, "tiny~0123abcd") and not sees(SMALL, "theirs") and not sees(SMALL, "x")

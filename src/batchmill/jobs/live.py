@@ -9,6 +9,7 @@ from typing import Any
 
 from batchmill.errors import BatchmillError, ModelFailed, StorageFull, TooLarge, Unavailable
 from batchmill.jobs.live_asks import BYTES_IN_FLIGHT_MAX, Cancel, HearAnswer, Line, LiveAsk
+from batchmill.jobs.machine import veiled
 from batchmill.jobs.pool import Pool
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
@@ -228,7 +229,7 @@ class LivePath:
                 return await self._worker(user, model, key)
         except TimeoutError:
             pool = self._pools.get(key)
-            why = "" if pool is None else pool.waits
+            why = "" if pool is None else veiled(pool.waits, lambda _: False)  # whoever asks
             text = f"{model.name!r} is still being loaded after {self._loading_s:g} s"
             raise Unavailable(text + (f", for {why}" if why else "") + "; try again") from None
 

@@ -6,6 +6,7 @@ were all gone that were there before them: a large replica is not starved by sma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import Struct
@@ -14,6 +15,11 @@ from batchmill.types import ModelSpec, Needs
 from batchmill.types.machines import size_text
 
 MEMORY, GPUS = "memory_bytes", "gpus"
+ANOTHER = "another model"
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+_OTHERS = re.compile(
+    rf"""(?:{_QUOTED.pattern})(?= \([a-z0-9 ]+\) holds )|(?<=comes after )[^:;]+(?=, which waited first)"""
+)
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 
 
@@ -247,6 +253,15 @@ class Machine:
         mine = [held.asked.needs for place, held in self._held.items() if place.key == key]
         sums = [(what, sum(getattr(needs, what) for needs in mine)) for what in whats]
         return " and ".join(_text(what, amount) for what, amount in sums if amount)
+
+
+def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
+    """What `why` says, for one who may not know of every model: others are "another model"."""
+
+    def told(found: re.Match[str]) -> str:
+        return found[0] if may_know(found[0][1:-1]) else ANOTHER
+
+    return _OTHERS.sub(lambda part: _QUOTED.sub(told, part[0]), sentence)
 
 
 def must_be_there(model: ModelSpec) -> int:

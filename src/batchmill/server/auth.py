@@ -91,13 +91,12 @@ class Gate:
         per_minute = caller.requests_per_minute or self._per_minute
         return per_minute is None or not self._requests.wait_s(caller.key or "", per_minute, self._clock.monotonic())
 
-    async def knows(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> bool:
-        """Whoever asks has a key, or needs none. For what anybody may ask, and not everybody is told in full."""
+    async def asker(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
+        """Who asks, with a key or where none is needed. For what anybody may ask, and not everybody is told in full."""
         try:
-            await self._caller(headers, address)
+            return await self._caller(headers, address)
         except Refused:
-            return False
-        return True
+            return None
 
     async def _caller(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller:
         if not await self._keys.any_exist():

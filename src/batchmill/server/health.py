@@ -22,7 +22,8 @@ from batchmill.store.tables import schema
 FRESH_S = 1.0  # an answer is given again for so long: anybody may ask, and a look costs a commit
 ANSWER_S = 5.0
 ROOM_BYTES_MIN = 64 * 1024 * 1024
-FAILED = "its engine failed; the jobs that wait for it say how"
+FAILED = "its engine failed; its events, and the jobs that wait for it, say how"
+WAITS = "it waits for room on the machine; the jobs that wait for it say for what"
 
 
 class Part(Struct, frozen=True):
@@ -37,7 +38,7 @@ class Report(Struct, frozen=True):
     status: str  # ok, failing, stopping
     version: str
     parts: list[Part]
-    models: list[Part] = []  # those with workers; told to who has a key, or needs none
+    models: list[Part] = []  # those with workers, of which whoever asks may know
 
 
 class Health:
@@ -90,12 +91,14 @@ class Health:
     def _see_models(self) -> list[Part]:
         """The workers of every model that has some. One that failed does not keep the others from work."""
         return [
-            Part(each.name, not each.failure, FAILED if each.failure else each.note or _ready(each))
+            Part(each.name, not each.failure, FAILED if each.failure else each.note or _standing(each))
             for each in self._jobs.dispatcher.gauges()
         ]
 
 
-def _ready(model: ModelGauge) -> str:
+def _standing(model: ModelGauge) -> str:
+    if model.waits and not model.ready:
+        return WAITS
     return f"{model.ready} of {model.workers} workers are ready"
 
 

@@ -12,7 +12,7 @@ from batchmill.server.auth import Gate
 from batchmill.server.health import Health, Report
 from batchmill.server.metrics import CONTENT_TYPE
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.types import Scope
+from batchmill.types import Caller, Scope
 
 DOCUMENT = Content("application/json", {"type": "object", "required": ["openapi", "paths"]})
 METRICS = "text/plain"
@@ -21,8 +21,15 @@ METRICS = "text/plain"
 class Own:
     """`render` makes the text of /metrics; `document` is filled once every operation is known."""
 
-    def __init__(self, health: Health, gate: Gate, render: Callable[[str | None], Awaitable[bytes]]) -> None:
-        self._health, self._gate, self._render = health, gate, render
+    def __init__(
+        self,
+        health: Health,
+        gate: Gate,
+        render: Callable[[str | None], Awaitable[bytes]],
+        sees: Callable[[Caller, str], bool],
+    ) -> None:
+        """Args: sees: a caller may know that there is a model of a name."""
+        self._health, self._gate, self._render, self._sees = health, gate, render, sees
         self.document: dict[str, object] = {}
         self._encoded = b""
 
@@ -45,9 +52,14 @@ class Own:
     async def health(self, call: Call) -> Response:
         report = await self._health.report()
         scope = call.request.scope
-        if not await self._gate.knows(scope["headers"], (scope.get("client") or ("",))[0]):
-            report = replace(report, models=[])
+        caller = await self._gate.asker(scope["headers"], (scope.get("client") or ("",))[0])
+        seen = [] if caller is None else [each for each in report.models if self._shows(caller, each.name)]
+        report = replace(report, models=seen)
         return json_reply(report, 200 if report.status == "ok" else 503)
+
+    def _shows(self, caller: Caller, name: str) -> bool:
+        """As with /metrics: whoever looks after projects sees what all of them use."""
+        return caller.may(Scope.ADMIN) or self._sees(caller, name)
 
     async def openapi(self, call: Call) -> Response:
         if not self._encoded:

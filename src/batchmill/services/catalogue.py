@@ -21,6 +21,7 @@ from batchmill.services.functions.records import READY
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.llms.bases import served_here
 from batchmill.services.llms.service import LlmDeployment, LlmService
+from batchmill.services.llms.settings import MARK
 from batchmill.services.remote.models import RemoteModel, RemoteModels
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire.deploys import ModelVersion
@@ -166,6 +167,18 @@ class Catalogue:
             return "a connector's model"
         found = None if self._adapters is None else self._adapters.find_ready(project, name)
         return "" if found is None else "an adapter"
+
+    def sees(self, caller: Caller, name: str) -> bool:
+        """The caller may know that there is a model of this name: it may use it, or what it was made of."""
+        name = name.partition(MARK)[0]
+        if name in self._models or (self._llms is not None and self._llms.is_deployed(caller.project, name)):
+            return self.may(caller, name)
+        if self._llms is not None and self._llms.bases.offers(caller, name):
+            return True
+        is_function = self._versions is not None and read_reference(name)[0] in self._versions.names()
+        return (is_function and self.may(caller, read_reference(name)[0])) or self._found_remote(
+            caller, name
+        ) is not None
 
     def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         """A deployment's model with the adapters that a project registered for it or its base."""

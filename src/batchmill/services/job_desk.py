@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import StorageFull, UnknownName
+from batchmill.jobs.machine import veiled
 from batchmill.ports import Jobs
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.files import FileRecord, FileService
@@ -113,7 +114,9 @@ class JobDesk:
 
     async def explain(self, caller: Caller, job_id: str) -> Wait:
         await self._own(caller, job_id)
-        return await self._jobs.explain(job_id)
+        wait = await self._jobs.explain(job_id)
+        reasons = [veiled(each, lambda name: self.catalogue.sees(caller, name)) for each in wait.reasons]
+        return msgspec.structs.replace(wait, reasons=reasons)
 
     async def partial(self, caller: Caller, job_id: str) -> str:
         """As `ports.Jobs.partial`: the caller removes the file."""

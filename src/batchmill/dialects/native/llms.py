@@ -13,7 +13,7 @@ from batchmill.services.llms import views
 from batchmill.services.llms.door import change
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.services import Services
-from batchmill.types import EngineEvent, EngineView, Scope
+from batchmill.types import Caller, EngineEvent, EngineView, Scope
 from batchmill.wire.native import PREFIX
 from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmEventsQuery, LlmInfo, LlmList, NewLlm
 
@@ -64,17 +64,17 @@ class Llms:
         asked: NewLlm = call.body
         settings = views.settings_of(asked)
         made = await self._llms.create(call.caller, asked.name, settings, description=asked.description)
-        return self._reply(made, 201)
+        return self._reply(call.caller, made, 201)
 
     async def list(self, call: Call) -> Response:
-        found = [self._info(each) for each in self._llms.list(call.caller)]
+        found = [self._info(call.caller, each) for each in self._llms.list(call.caller)]
         return json_reply(LlmList(found, self._llms.bases.names(call.caller)))
 
     async def show(self, call: Call) -> Response:
-        return self._reply(self._llms.get(call.caller, call.path["name"]))
+        return self._reply(call.caller, self._llms.get(call.caller, call.path["name"]))
 
     async def change(self, call: Call) -> Response:
-        return self._reply(await change(self._llms, call.caller, call.path["name"], call.body))
+        return self._reply(call.caller, await change(self._llms, call.caller, call.path["name"], call.body))
 
     async def remove(self, call: Call) -> Response:
         gone = await self._llms.delete(call.caller, call.path["name"])
@@ -82,21 +82,21 @@ class Llms:
 
     async def events(self, call: Call) -> Response:
         query: LlmEventsQuery = call.query
-        view = self._llms.view(self._llms.get(call.caller, call.path["name"]))
+        view = self._llms.shown(call.caller, self._llms.get(call.caller, call.path["name"]))
         after = 0.0 if query.after is None else query.after
         return json_reply(LlmEvents([self._event(each) for each in view.events if each.at > after]))
 
     async def start(self, call: Call) -> Response:
-        return self._reply(await self._llms.start(call.caller, call.path["name"]))
+        return self._reply(call.caller, await self._llms.start(call.caller, call.path["name"]))
 
     async def stop(self, call: Call) -> Response:
-        return self._reply(await self._llms.stop(call.caller, call.path["name"]))
+        return self._reply(call.caller, await self._llms.stop(call.caller, call.path["name"]))
 
-    def _reply(self, deployment: LlmDeployment, status: int = 200) -> Response:
-        return json_reply(self._info(deployment), status)
+    def _reply(self, caller: Caller, deployment: LlmDeployment, status: int = 200) -> Response:
+        return json_reply(self._info(caller, deployment), status)
 
-    def _info(self, deployment: LlmDeployment) -> LlmInfo:
-        found = views.info(deployment, self._llms.view(deployment))
+    def _info(self, caller: Caller, deployment: LlmDeployment) -> LlmInfo:
+        found = views.info(deployment, self._llms.shown(caller, deployment))
         return replace(found, message=self._shown.text(found.message))
 
     def _event(self, event: EngineEvent) -> EngineEvent:

@@ -20,7 +20,7 @@ from batchmill.models.context_window import context_window
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.services import Services
-from batchmill.types import Price, Scope
+from batchmill.types import Caller, Price, Scope
 
 PLACE = "/v2/deployments"
 REPEATED_S = 3_600.0  # an order that arrives again within this time is the one that came before
@@ -165,17 +165,17 @@ class Deployments:
             is_repeated = had is not None and had.details.get("digest") == digest
             if had is None or not is_repeated or self._clock.now() - had.created > REPEATED_S:
                 raise
-            return json_reply(OneDeployment(self._shown(had)))
+            return json_reply(OneDeployment(self._shown(call.caller, had)))
         await self._llms.start(call.caller, made.name)
-        return json_reply(OneDeployment(self._shown(made)))
+        return json_reply(OneDeployment(self._shown(call.caller, made)))
 
     async def list(self, call: Call) -> Response:
         wanted = TYPES.get(call.query.type)
-        found = [self._shown(each) for each in self._llms.list(call.caller)]
+        found = [self._shown(call.caller, each) for each in self._llms.list(call.caller)]
         return json_reply(ManyDeployments([each for each in found if wanted in (None, each.type)]))
 
     async def get(self, call: Call) -> Response:
-        return json_reply(OneDeployment(self._shown(self._llms.get(call.caller, call.path["name"]))))
+        return json_reply(OneDeployment(self._shown(call.caller, self._llms.get(call.caller, call.path["name"]))))
 
     async def update(self, call: Call) -> Response:
         """What is not said stays. The engine that runs answers until the new one is ready."""
@@ -183,14 +183,14 @@ class Deployments:
         caller, name = call.caller, call.path["name"]
         if told.config is None:
             changed = await self._llms.update(caller, name, description=told.description)
-            return json_reply(OneDeployment(self._shown(changed)))
+            return json_reply(OneDeployment(self._shown(call.caller, changed)))
         had = self._llms.get(caller, name)
         settings = of_deployment_config(told.config, had.settings)
         details = had.details | asked(self._clock.now())
         changed = await self._llms.update(caller, name, settings, told.description, details)
         if not changed.is_updating and not changed.is_stopped:
             await self._llms.start(caller, name)
-        return json_reply(OneDeployment(self._shown(changed)))
+        return json_reply(OneDeployment(self._shown(call.caller, changed)))
 
     async def delete(self, call: Call) -> Response:
         await self._llms.delete(call.caller, call.path["name"])
@@ -210,11 +210,11 @@ class Deployments:
 
     async def events(self, call: Call) -> Response:
         found = self._llms.get(call.caller, call.path["name"])
-        view = self._llms.view(found)
+        view = self._llms.shown(call.caller, found)
         return json_reply(compute_events(found, view, now=self._clock.now(), detailed=call.query.detailed))
 
-    def _shown(self, deployment: LlmDeployment) -> Deployment:
-        view, config = self._llms.view(deployment), shown(deployment.settings)
+    def _shown(self, caller: Caller, deployment: LlmDeployment) -> Deployment:
+        view, config = self._llms.shown(caller, deployment), shown(deployment.settings)
         gpus = deployment.model.needs.gpus
         return Deployment(
             name=deployment.name,

@@ -67,6 +67,9 @@ class _Late:
     def holder(self, project: str, name: str) -> str:
         return self._catalogue().holder(project, name)
 
+    def sees(self, caller: Caller, name: str) -> bool:
+        return self._catalogue().sees(caller, name)
+
     def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
         return self._catalogue().adapted(project, base, model)
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.jobs.machine import veiled
 from batchmill.ports import Clock
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
+from batchmill.services.llms.around import Around, Nothing
 from batchmill.services.llms.bases import ENGINE, Bases
 from batchmill.services.llms.keeping import Calls, Engines, Keeper
 from batchmill.services.llms.records import LlmDeployment, Stored
@@ -36,36 +38,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SHOWN_CHARS = 80
 DESCRIPTION_CHARS_MAX = 4_096
 STARTED = (EngineState.READY, EngineState.STARTING)
-
-
-class Around(Protocol):
-    """What else there is that has names, and which adapters."""
-
-    revision: int  # of adapters: rises with every change
-
-    def holder(self, project: str, name: str) -> str:
-        """Who has this name: "a model of the configuration"; empty: nobody."""
-
-    def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
-        """A model with the adapters that a project registered for it and its base, and room for everybody's."""
-
-    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
-        """A model whose rows may use these names of its own, and those of its adapters that the caller may."""
-
-
-class Nothing:
-    """As `Around`, where nothing else is known."""
-
-    revision = 0
-
-    def holder(self, project: str, name: str) -> str:
-        return ""
-
-    def adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
-        return model
-
-    def limited(self, caller: Caller, model: ModelSpec, names: Sequence[str]) -> ModelSpec:
-        return replace(model, allowed=[*names, *model.adapters, *model.adapter_names])
 
 
 class LlmService:
@@ -168,6 +140,16 @@ class LlmService:
             told = f"the update failed, and what was there before it is served: {deployment.problem}"
             return replace(view, message=" / ".join(filter(None, (told, view.message))))
         return view
+
+    def shown(self, caller: Caller, deployment: LlmDeployment) -> EngineView:
+        """As `view`, without the names of models that the caller may not know of."""
+        view = self.view(deployment)
+
+        def told(text: str) -> str:
+            return veiled(text, lambda name: self.around.sees(caller, name))
+
+        events = [replace(each, message=told(each.message)) for each in view.events]
+        return replace(view, message=told(view.message), events=events)
 
     def base_models(self, caller: Caller) -> list[ModelSpec]:
         """What has a name among what may be deployed."""
