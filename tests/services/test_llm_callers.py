@@ -1,5 +1,7 @@
 """Deployments and settings of jobs are no way to what a caller may not use."""
 
+import asyncio
+
 import pytest
 from fakes.lora_files import write_base, write_lora
 from msgspec.structs import replace
@@ -7,7 +9,7 @@ from services.llm_room import LlmRoom
 
 from batchmill.errors import UnknownName
 from batchmill.services.adapters.opening import make_adapters
-from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, Scope
+from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, Scaling, Scope
 
 CONFIG = """
 [models.tiny]
@@ -22,15 +24,24 @@ BIG, SMALL = Caller("big", Scope.ADMIN), Caller("small", Scope.ADMIN)
 TINY, LONG = LlmSettings("tiny"), LlmSettings("tiny", {"max-model-len": 2048})
 
 
+async def again(room: LlmRoom) -> None:
+    """Open it as the next process does, with its adapters."""
+    if room.adapters is not None:
+        await room.adapters.close()
+    await room.again(opens=False)
+    room.adapters = make_adapters(room.config, room.database, room.vault, room.catalogue)
+    room.catalogue.attach_adapters(room.adapters)
+    await room.adapters.load()
+    room.llms.open()
+
+
 @pytest.fixture
 async def room(tmp_path):
     write_base(tmp_path / "tiny")
     write_lora(tmp_path / "house")
     room = LlmRoom(tmp_path, CONFIG)
-    await room.again()
-    room.adapters = make_adapters(room.config, room.database, room.vault, room.catalogue)
-    room.catalogue.attach_adapters(room.adapters)
-    await room.adapters.load()
+    room.adapters = None
+    await again(room)
     yield room
     await room.adapters.close()
     await room.close()
@@ -76,7 +87,7 @@ async def test_a_deployment_opens_no_model_of_its_name(room):
     room.config = replace(
         room.config, models=room.config.models | {"later": replace(room.config.models["tiny"], adapters={})}
     )
-    await room.again()
+    await again(room)
     assert room.catalogue.find(SMALL, "later").model.alias == "tiny"
     assert room.catalogue.find(BIG, "later").model.alias is None
 
@@ -107,3 +118,19 @@ async def test_names_of_others_in_what_is_waited_for(room):
     assert "'theirs'" in room.llms.view(room.llms.get(SMALL, "mine")).message
     sees = room.catalogue.sees
     assert sees(BIG, "theirs") and sees(SMALL, "tiny~0123abcd") and not sees(SMALL, "theirs") and not sees(SMALL, "x")
+
+
+async def test_engines_that_stay_get_room_for_new_adapters(room):
+    """One that nobody calls is exchanged for one that takes the adapter which was registered since."""
+    room.config = replace(
+        room.config, models={"tiny": replace(room.config.models["tiny"], adapters={}, replicas_min=1)}
+    )
+    await again(room)
+    held = []
+    room.engines.keep = lambda model: held.append((model.name, model.adapter_rank))
+    await room.llms.create(BIG, "d", replace(TINY, scaling=Scaling(1)))
+    await add(room, "own", BIG)
+    async with asyncio.timeout(60):
+        while len(held) < 3:
+            await asyncio.sleep(0.01)
+    assert held == [("d", 0), ("d", 16), ("tiny", 16)]

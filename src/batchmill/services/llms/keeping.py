@@ -83,12 +83,15 @@ Moved = Callable[[str, str], Awaitable[None]]
 
 
 class Keeper:
-    def __init__(self, engines: Engines, calls: Calls | None, clock: Clock, *, moved: Moved) -> None:
+    def __init__(
+        self, engines: Engines, calls: Calls | None, clock: Clock, *, moved: Moved, look: Callable[[], None]
+    ) -> None:
         """Args:
         calls: None in a process that runs no engines.
         moved: called with a key and why, or "", once an exchange has failed, or come about.
+        look: called again and again, to say what is to be served otherwise.
         """
-        self._engines, self._calls, self._clock, self._moved = engines, calls, clock, moved
+        self._engines, self._calls, self._clock, self._moved, self._look = engines, calls, clock, moved, look
         self._kept: dict[str, _Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = False
@@ -270,6 +273,7 @@ class Keeper:
 
     async def _look_after(self) -> None:
         while True:
+            self._look()
             for key, kept in list(self._kept.items()):
                 if kept.preloaded:
                     self._look_at(key, kept)

@@ -65,11 +65,12 @@ class LlmService:
         self._tokens = HubTokens(database, vault, clock)
         self.bases = bases
         self.around: Around = Nothing()
-        self._keeper = Keeper(engines, calls, clock, moved=self._moved)
+        self._keeper = Keeper(engines, calls, clock, moved=self._moved, look=self._look)
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
         self._shown: list[LlmDeployment] | None = None  # those of the configuration
         self._seen: dict[str, tuple[int, ModelSpec]] = {}  # id -> what its model was made of
+        self._looked_at = -1  # the revision of adapters that all engines have room for
         self._opened = clock.now()
 
     async def load(self) -> None:
@@ -381,6 +382,22 @@ class LlmService:
             if self._keeper.refresh(deployment.id, merged):
                 self._seen[deployment.id] = seen
         return replace(deployment, model=self._keeper.model(deployment.id))
+
+    def _look(self) -> None:
+        """Engines that stay, called or not, get room for adapters that were registered since."""
+        revision = self.around.revision
+        if revision == self._looked_at:
+            return
+        taken = []
+        for each in self._all():
+            self._fresh(each)
+            taken.append(self._seen.get(each.id) == (revision, each.model))
+        for each in self._configured():
+            if each.settings.scaling.replicas_min:
+                adapted = self.around.adapted("", each.name, each.model)
+                taken.append(self._keeper.refresh(each.id, adapted))
+        if all(taken):  # otherwise an exchange is under way
+            self._looked_at = revision
 
     def _put(self, deployment: LlmDeployment) -> None:
         self._records.setdefault(deployment.project, {})[deployment.name] = deployment
