@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 
 import pytest
 import pytest_asyncio
@@ -10,7 +12,7 @@ from dialects.predibase.llm_server import WINDOW, open_llms
 
 from batchmill.dialects.predibase.compute_events import STARTS_WITHIN_S, asked, compute_events
 from batchmill.services.llms.records import LlmDeployment
-from batchmill.types import EngineEvent, EngineView, LlmSettings, ModelSpec
+from batchmill.types import Caller, EngineEvent, EngineView, LlmSettings, ModelSpec, Scope
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,6 +114,22 @@ async def test_an_order_that_arrives_twice(http):
     assert (await create(http, "twice"))["data"]["uuid"] == first["data"]["uuid"]
     refused = await create(http, "twice", status=409, maxTotalTokens=64)
     assert "twice" in refused["error"]
+
+
+async def test_an_order_that_a_crash_cut_off(opened):
+    """What was written down and not started yet is started when the order arrives again; what was stopped is not."""
+    running, http, _ = opened
+    body = json.dumps({"name": "cut-off", "config": {"baseModel": "tiny", "maxTotalTokens": 128}}).encode()
+    caller, settings = Caller("default", Scope.ADMIN), LlmSettings("tiny", {"max-model-len": 128})
+    details = asked(running.services.clock.now()) | {"digest": hashlib.sha256(body).hexdigest()}
+    await running.services.llms.create(caller, "cut-off", settings, details=details)
+    headers = {"content-type": "application/json"}
+    assert (await http.post("/v2/deployments", content=body, headers=headers)).status_code == 200
+    assert (await until_over(http, "cut-off"))["deploymentStatus"] == "ready"
+    await running.services.llms.stop(caller, "cut-off")
+    again = await http.post("/v2/deployments", content=body, headers=headers)
+    assert (again.status_code, again.json()["data"]["status"]) == (200, "stopped")
+    await running.services.llms.delete(caller, "cut-off")
 
 
 async def test_changes_while_it_is_deleted(http):

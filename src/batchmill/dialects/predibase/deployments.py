@@ -165,8 +165,9 @@ class Deployments:
             is_repeated = had is not None and had.details.get("digest") == digest
             if had is None or not is_repeated or self._clock.now() - had.created > REPEATED_S:
                 raise
-            return json_reply(OneDeployment(self._shown(call.caller, had)))
-        await self._llms.start(call.caller, made.name)
+            made = had  # its engine was not started yet, where a crash came before the reply
+        if not made.is_stopped:
+            await self._llms.start(call.caller, made.name)
         return json_reply(OneDeployment(self._shown(call.caller, made)))
 
     async def list(self, call: Call) -> Response:
