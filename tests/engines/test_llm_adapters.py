@@ -206,6 +206,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_its_own_rows(start, fake, 
         if n % 3 == 0:
             assert sink.code(n) == "bad_adapter"
             assert words in sink.outcomes[n].error.message
+            assert places["bad"] not in sink.outcomes[n].error.message
     assert [sink.text(1), sink.text(2)] == ["good 1", "2"]
     with pytest.raises(InvalidInput, match=words) as refused:
         await text_of(engine, live("x", "bad", places["bad"]))

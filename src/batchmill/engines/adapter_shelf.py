@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
@@ -273,6 +274,8 @@ class Shelf:
         self._losses.pop(adapter, None)
         if why:
             self._places.pop(adapter, None)
+            if os.path.isabs(adapter.place):  # which callers need not know
+                why = why.replace(adapter.place, "its folder")
             self._fail(adapter, f"the adapter {adapter.name!r} cannot be loaded: {why}")
             return
         place.is_loading = False
