@@ -12,7 +12,7 @@ from fakes.lora_files import CONFIG, WEIGHTS, lora, lora_files, write_lora
 from fakes.model_hub import TOKEN, ModelHub
 from services.adapter_room import SMALL, THEM, US, AdapterRoom
 
-from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.errors import Conflict, Forbidden, InvalidInput, StorageFull, UnknownName
 from batchmill.models.adapters.fetching import Fetched, FetchReport
 from batchmill.services.adapters import records
 from batchmill.services.adapters.names import check_name, read_reference
@@ -316,6 +316,25 @@ async def test_removed_while_it_is_fetched(room: AdapterRoom, hub: ModelHub) -> 
     assert (await waiting).state == "removed"
     with pytest.raises(UnknownName):
         await room.adapters.remove("default", "shout")
+
+
+async def test_a_disk_that_was_full(room: AdapterRoom, tmp_path: Path) -> None:
+    """A version of which nobody could write down what became of it is fetched again by the next look."""
+    written, full = room.database.write, StorageFull("there is no room")
+
+    async def write(function, *args, **kwargs):
+        if function is records.update:
+            raise full
+        return await written(function, *args, **kwargs)
+
+    room.database.write = write
+    record = await room.adapters.register(US, "tiny", "shout", str(write_lora(tmp_path / "a")), is_trusted=True)
+    with pytest.raises(StorageFull):
+        await room.adapters.wait(record)
+    assert room.adapters.get("default", "shout").state == "fetching"
+    room.database.write = written
+    await room.adapters.sweep()
+    assert (await room.adapters.wait(record)).state == "ready"
 
 
 async def test_removed_while_it_is_settled(room: AdapterRoom, tmp_path: Path) -> None:

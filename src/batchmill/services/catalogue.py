@@ -72,8 +72,13 @@ class Catalogue:
         self._adapters = adapters
 
     def attach_llms(self, llms: LlmService) -> None:
-        """And language models that were deployed over an API."""
-        self._llms, llms.around = llms, self
+        """And language models that were deployed over an API, which learn here what else there is."""
+        self.know_llms(llms)
+        llms.around = self
+
+    def know_llms(self, llms: LlmService) -> None:
+        """As `attach_llms`; they learn elsewhere."""
+        self._llms = llms
 
     def names(self, caller: Caller) -> list[Served]:
         """What a caller may use: each model before its adapters, deployments, functions by name and alias, then remote

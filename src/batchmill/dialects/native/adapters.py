@@ -76,9 +76,7 @@ class Adapters:
         _check(call.caller, name)
         bundle = await asyncio.to_thread(self._adapters.incoming)
         try:
-            with bundle.open("wb") as file:
-                async for piece in call.request.stream():
-                    await asyncio.to_thread(file.write, piece)
+            await self._adapters.receive(bundle, call.request.stream())
             record = await self._adapters.take(call.caller, query.base, name, bundle)
         finally:
             await asyncio.to_thread(bundle.unlink)

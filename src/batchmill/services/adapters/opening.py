@@ -41,7 +41,7 @@ class _LateBases:
             self._made = Catalogue(self._config, self._config.base)
             self._made.attach(self._versions, self._remote)
             if self._llms is not None:
-                self._made.attach_llms(self._llms)
+                self._made.know_llms(self._llms)  # this catalogue knows of no adapters
         return self._made
 
     def base(self, caller: Caller, name: str) -> ModelSpec:

@@ -7,10 +7,11 @@ whole; what was being fetched when an owner died is fetched again by the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, Conflict, InvalidInput, UnknownName
+from batchmill.errors import BatchmillError, Conflict, InvalidInput, StorageFull, UnknownName
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
@@ -30,6 +31,7 @@ from batchmill.services.adapters.fetches import Fetches
 from batchmill.services.adapters.names import SHOWN_CHARS, check_name
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, AdapterRecord
 from batchmill.services.adapters.sources import check_source, check_token
+from batchmill.services.incoming import FULL
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -68,6 +70,8 @@ class AdapterService:
         self._book = AdapterBook(())
         self._fetches = Fetches(clock, vault)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of versions that are being fetched
+        self._settling: set[str] = set()  # of versions that were sent here and are being looked at
+        self._resumes = False
         self._changing = asyncio.Lock()
 
     async def load(self, *, resumes: bool = True) -> None:
@@ -77,10 +81,8 @@ class AdapterService:
         """
         self._book = AdapterBook(await self._database.read(records.read_all))
         await asyncio.to_thread(shutil.rmtree, self._home / fetching.STAGING, ignore_errors=True)
+        self._resumes = resumes
         await self.sweep()
-        for record in self._book.all() if resumes else ():
-            if record.state == FETCHING:
-                self._start(record)
 
     async def close(self) -> None:
         """What is being fetched goes on with the next owner."""
@@ -159,7 +161,8 @@ class AdapterService:
         staging = self._home / fetching.STAGING
         await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=staging) as folder:
-            staged = await asyncio.to_thread(_unpack, bundle, Path(folder))
+            with _full_disk_told():
+                staged = await asyncio.to_thread(_unpack, bundle, Path(folder))
             settling = asyncio.create_task(
                 self._settle(self._new(caller.project, model.name, name, UPLOAD, None), staged, model)
             )
@@ -170,7 +173,13 @@ class AdapterService:
 
     async def _settle(self, record: AdapterRecord, staged: Path, model: ModelSpec) -> AdapterRecord:
         """A version of what was unpacked and checked."""
-        record = await self._begin(record)
+        self._settling.add(record.id)
+        try:
+            return await self._settled(await self._begin(record), staged, model)
+        finally:
+            self._settling.discard(record.id)
+
+    async def _settled(self, record: AdapterRecord, staged: Path, model: ModelSpec) -> AdapterRecord:
         faults.point("after_adapter_record")
         try:
             with full_disk_named(self._home):
@@ -189,6 +198,12 @@ class AdapterService:
         handle, path = tempfile.mkstemp(dir=staging, suffix=".tar.gz")
         open(handle, "wb").close()
         return Path(path)
+
+    async def receive(self, bundle: Path, pieces: AsyncIterator[bytes]) -> None:
+        """Write an archive that arrives piece by piece. Raises: StorageFull."""
+        with _full_disk_told(), bundle.open("wb") as file:
+            async for piece in pieces:
+                await asyncio.to_thread(file.write, piece)
 
     async def wait(self, record: AdapterRecord) -> AdapterRecord:
         """The record once it is ready, or has failed."""
@@ -260,7 +275,11 @@ class AdapterService:
         return removed
 
     async def sweep(self) -> None:
-        """Remove the files of adapters that nobody has any more and no job that has not ended uses."""
+        """Go on with what nobody fetches: on a full disk it could not be written down that it had failed. Remove the
+        files of adapters that nobody has any more and no job that has not ended uses."""
+        for record in self._book.all() if self._resumes else ():
+            if record.state == FETCHING and record.id not in self._tasks and record.id not in self._settling:
+                self._start(record)
         if not self._home.is_dir():
             return
         known = {each.id for each in self._book.all()} | {fetching.STAGING}
@@ -354,6 +373,16 @@ class AdapterService:
             return replace(record, state=REMOVED)
         self._book.put(record)
         return record
+
+
+@contextlib.contextmanager
+def _full_disk_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StorageFull("there is no room left on the server's disk; nothing of the adapter was kept") from error
 
 
 def _unpack(bundle: Path, folder: Path) -> Path:
