@@ -24,7 +24,6 @@ SIGNATURE_CHARS_MAX = 1024
 SETTLE_S = 20.0  # after which it is known whether something that was sent has arrived
 SWEEP_MAX = 10_000  # used links that are forgotten at once
 UNREADABLE = "secret_unreadable"  # SecretBox: it was sealed for something else, or by another server
-ALTERED, EXPIRED, USED = "link_altered", "link_expired", "link_used"
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +51,7 @@ class LinkService:
         """The link that a signature is, of this purpose and this very thing."""
         link = self._read(signature, _owner(purpose, subject))
         if link.expires <= self._clock.now():
-            raise Refused("this link has expired: ask for a new one", code=EXPIRED)
+            raise Refused("this link has expired: ask for a new one", code="link_expired")
         await self._check_free(link)
         return link
 
@@ -92,7 +91,7 @@ class LinkService:
             pass  # no signature of ours has such a form
         raise Refused(
             "this link was altered, or was not given by this server with the keys it has now: ask for a new one",
-            code=ALTERED,
+            code="link_altered",
         ) from None
 
 
@@ -109,7 +108,7 @@ def check_unused(db: sa.Connection, link: Link) -> None:
 
 
 def _used() -> Refused:
-    return Refused("this link has been used, and works only once: ask for a new one", code=USED)
+    return Refused("this link has been used, and works only once: ask for a new one", code="link_used")
 
 
 def _note(db: sa.Connection, link: Link) -> None:
