@@ -296,7 +296,7 @@ def _unseen(share: float) -> None:
 
 
 def _ended(dataset_id: str) -> Refused:
-    return Refused(f"the upload {dataset_id[:SHOWN_CHARS]} is not awaited any more: begin another", code=links.EXPIRED)
+    return Refused(f"the upload {dataset_id[:SHOWN_CHARS]} is not awaited any more: begin another", code="link_expired")
 
 
 def _unknown(name: str) -> UnknownName:
