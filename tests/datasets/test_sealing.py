@@ -1,7 +1,6 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dataset_rows import openai_row
+from datasets.killed_validators import kill_crews
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -251,24 +251,10 @@ def test_findings_wait_for_their_turn_in_bounded_memory(monkeypatch, many, seale
 def test_a_validator_that_dies_is_an_error(many, home):
     """A validator that is killed ends the sealing with an error that says where, and leaves no process."""
     order = SealOrder(DatasetSpec([many]))
-    crews = []
-
-    def kill(_):
-        pids = [link._process.pid for link in crews[0]._links]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    real = fan_out.Crew.__init__
-
-    def remember(self, *args):
-        crews.append(self)
-        real(self, *args)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fan_out.Crew, "__init__", remember)
-        patch.setattr(inspection, "RANGE_BYTES", 50_000)
+        crews = kill_crews(patch, 1)
         with pytest.raises(InvalidDataset, match=r"died \(signal 9\) over bytes \d+-\d+ of") as caught:
-            seal(order, home, kill)
+            seal(order, home, lambda _: None)
     assert caught.value.code == "validator_died"
     assert all(link._process.poll() is not None for link in crews[0]._links)
     assert not (home / layout.SEAL).exists()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import msgspec
 import pytest
+from datasets.killed_validators import kill_crews
 
-from batchmill.datasets import fan_out, inspection
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
 from batchmill.types import DatasetSpec, ModelSpec, Policy
@@ -36,23 +34,10 @@ def order(tmp_path) -> bytes:
 @pytest.mark.parametrize("kills", [1, 2])
 def test_a_validator_that_was_killed(order, monkeypatch, kills):
     """The dataset is read anew where a validator was killed, once: a line that always kills is an error."""
-    crews: list[fan_out.Crew] = []
-    real = fan_out.Crew.__init__
-
-    def remember(self, *args):
-        crews.append(self)
-        real(self, *args)
-
-    def kill(_):
-        if len(crews) <= kills:
-            for link in crews[-1]._links:
-                os.kill(link._process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(fan_out.Crew, "__init__", remember)
-    monkeypatch.setattr(inspection, "RANGE_BYTES", 50_000)
+    crews = kill_crews(monkeypatch, kills)
     if kills == 1:
-        assert msgspec.json.decode(prepare(order, kill), type=Prepared).plan.rows == ROWS
+        assert msgspec.json.decode(prepare(order, lambda _: None), type=Prepared).plan.rows == ROWS
     else:
         with pytest.raises(InvalidDataset, match="signal 9"):
-            prepare(order, kill)
+            prepare(order, lambda _: None)
     assert len(crews) == 2

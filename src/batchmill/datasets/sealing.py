@@ -14,7 +14,7 @@ import msgspec
 
 from batchmill.datasets import late, layout
 from batchmill.datasets.conversion import Material, convert, copied, in_place
-from batchmill.datasets.fan_out import Crew, validators
+from batchmill.datasets.fan_out import VALIDATOR_DIED, Crew, validators
 from batchmill.datasets.formats import Detected, classify, detect, names_at_first
 from batchmill.datasets.hub_names import ADAPTERS_MAX
 from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder
@@ -30,6 +30,16 @@ from batchmill.wire.previews import SealReport
 __all__ = ["SealOrder", "SealReport", "seal"]
 
 COPY_SHARE = 0.5  # of the progress, where rows are copied or converted first
+
+
+def seal_patiently(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+    """As `seal`; anew, once, where a validator died: it was killed from outside, perhaps."""
+    try:
+        return seal(order, home, progress)
+    except InvalidDataset as error:
+        if error.code != VALIDATOR_DIED:
+            raise
+    return seal(order, home, progress)
 
 
 def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:

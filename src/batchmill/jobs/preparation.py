@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.fan_out import VALIDATOR_DIED
 from batchmill.datasets.hub_names import HubPatterns
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealing import seal
-from batchmill.errors import InvalidDataset, InvalidInput
+from batchmill.datasets.sealing import seal_patiently
+from batchmill.errors import InvalidInput
 from batchmill.jobs import plan, routing, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
@@ -51,7 +50,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     asked = msgspec.json.decode(order, type=PrepareOrder)
     spec = asked.spec
     sealing = seal_order(spec)
-    report = _seal(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    report = seal_patiently(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
@@ -95,16 +94,6 @@ def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> di
             deadline = asked.spec.policy.deadline
             choices[number] = routing.choose(model, rows, total or None, deadline, asked.now, asked.rates)
     return choices
-
-
-def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
-    """Seal the dataset; anew, once, where a validator died: it was killed from outside, perhaps."""
-    try:
-        return seal(order, home, progress)
-    except InvalidDataset as error:
-        if error.code != VALIDATOR_DIED:
-            raise
-    return seal(order, home, progress)
 
 
 def seal_order(spec: JobSpec) -> SealOrder:

@@ -9,13 +9,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.fan_out import VALIDATOR_DIED
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealing import seal
-from batchmill.errors import InvalidDataset
+from batchmill.datasets.sealing import seal_patiently
 from batchmill.types import DatasetSpec, Problem
 from batchmill.wire.forms import URLS
-from batchmill.wire.previews import SealReport
 
 PROBLEMS_MAX = 100  # that are kept with a dataset
 TARGET = f"{__name__}:check"
@@ -41,25 +38,11 @@ class Checked(Struct, frozen=True):
 def check(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: CheckOrder in, Checked out, both as JSON. Raises: InvalidDataset, InputChanged, StorageFull."""
     asked = msgspec.json.decode(order, type=CheckOrder)
-    dataset = DatasetSpec(
-        [asked.path], format="openai", line_bytes_max=asked.line_bytes_max, depth_max=asked.depth_max
-    )  # fmt: skip
+    dataset = DatasetSpec([asked.path], format="openai", line_bytes_max=asked.line_bytes_max, depth_max=asked.depth_max)
     wanted = SealOrder(
         dataset, any_model=True, urls=[frozenset(URLS)], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX
-    )  # fmt: skip
+    )
     # A name that an owner sweeps where a kill has left it.
     with tempfile.TemporaryDirectory(prefix="preview-dataset-", dir=asked.home) as home:
-        report = _seal(wanted, Path(home), progress)
-    return msgspec.json.encode(
-        Checked(report.seal.rows, report.problems, report.problems_total, report.rejected)
-    )  # fmt: skip
-
-
-def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
-    """Anew, once, where a validator died: it was killed from outside, perhaps."""
-    try:
-        return seal(order, home, progress)
-    except InvalidDataset as error:
-        if error.code != VALIDATOR_DIED:
-            raise
-    return seal(order, home, progress)
+        report = seal_patiently(wanted, Path(home), progress)
+    return msgspec.json.encode(Checked(report.seal.rows, report.problems, report.problems_total, report.rejected))
