@@ -15,6 +15,7 @@ from batchmill.dialects.openai.batch_object import Batch, batch_id, batch_of, jo
 from batchmill.dialects.openai.errors import UnknownParam
 from batchmill.dialects.openai.files import ExpiresAfter
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
+from batchmill.server import orders
 from batchmill.server.bodies import Refusal
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
@@ -85,12 +86,7 @@ class Batches:
 
     async def create(self, call: Call) -> Response:
         once = self._once(call)
-        # An order that is known already is answered whatever has become of its file, its model or the key's rate.
-        job = await self._desk.ordered(once)
-        if job is None:
-            call.spend()
-            job = await self._submit(call, once)
-        call.on_delivered(lambda: self._desk.answered(once.key))
+        job = await orders.take(call, self._desk, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
             view, results = await self._desk.show_with_results(call.caller, job)

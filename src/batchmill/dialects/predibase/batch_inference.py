@@ -15,6 +15,7 @@ from batchmill.dialects.predibase.datasets import CONFLICT, MISSING, why_failed
 from batchmill.dialects.predibase.downloads import Downloads
 from batchmill.dialects.predibase.server_config import ServerConfig, of_server_config
 from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
+from batchmill.server import orders
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.datasets.records import OPENAI, DatasetRecord, DatasetState
 from batchmill.services.files import FileRecord
@@ -90,12 +91,7 @@ class BatchInference:
     async def create(self, call: Call) -> Response:
         key, arrived = call.request.headers.get("idempotency-key"), self._services.clock.now()
         once = once_for(call.caller, ROUTE, call.raw, key, 0, arrived=arrived)
-        # An order that is known already is answered whatever has become of its dataset, its model or the key's rate.
-        job = await self._desk.ordered(once)
-        if job is None:
-            call.spend()
-            job = await self._submit(call, once)
-        call.on_delivered(lambda: self._desk.answered(once.key))
+        job = await orders.take(call, self._desk, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the client gets its id, and does not send the order again.
         try:
             view, results = await self._desk.show_with_results(call.caller, job)
