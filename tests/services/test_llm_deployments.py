@@ -200,10 +200,15 @@ async def test_an_update_replaces_what_runs_once_it_is_ready(room):
     made = await room.llms.update(US, "d", replace(LONG, scaling=STAYS))
     assert made.is_updating and made.model.engine_args["max-model-len"] == 1024
     room.engines.hold.set()
-    await until(lambda: not room.llms.get(US, "d").is_updating)
+
+    def kinds() -> list[str]:
+        return [each.kind for each in room.llms.view(room.llms.get(US, "d")).events]
+
+    await until(lambda: "updated" in kinds())
+    assert not room.llms.get(US, "d").is_updating, "who sees the event reads what is settled"
     assert room.llms.get(US, "d").model.engine_args["max-model-len"] == 2048
     assert room.engines.kept == [("d", 2048)]
-    assert [each.kind for each in room.llms.view(room.llms.get(US, "d")).events] == ["ready", "updating", "updated"]
+    assert kinds() == ["ready", "updating", "updated"]
 
 
 async def test_an_update_that_fails_keeps_what_runs(room):

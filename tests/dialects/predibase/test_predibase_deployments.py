@@ -236,6 +236,7 @@ def events(state: str, *kinds: tuple[str, float], late: bool = False, **told) ->
         (events("starting", ("failed", 1001.0), ("restarted", 1002.0)), ["Crashed", "Restarting"]),
         (events("failed", ("failed", 1001.0)), ["Crashed", "Failed"]),
         (events("ready", ("ready", 900.0), ("updating", 1000.1), serving=LlmSettings("m")), ["Updating"]),
+        (events("ready", ("updating", 1000.1), ("ready", 1000.9), serving=LlmSettings("m")), ["Updating"]),
         (events("ready", ("update_failed", 1001.0), serving=LlmSettings("m"), problem="no"), ["Failed"]),
         (events("ready", ("updating", 1000.1), ("updated", 1001.0)), ["Updating", "Ready"]),
         (events("stopped", is_stopped=True, late=True), []),

@@ -74,12 +74,15 @@ def status_of(deployment: LlmDeployment, view: EngineView) -> str:
 
 
 def compute_events(deployment: LlmDeployment, view: EngineView, *, now: float, detailed: bool) -> ComputeEvents:
-    """Everything since its engine was last asked for; without `detailed`, only failures say more than their names."""
+    """Everything since its engine was last asked for; without `detailed`, only failures say more than their names.
+
+    The new engine of an update is ready a moment before the deployment has it: `Ready` is told when it has.
+    """
     since = float(deployment.details.get(ASKED, deployment.created))
     found = [
         ComputeEvent(NAMES.get(event.kind, event.kind.capitalize()), _time(event.at), event.message, event.replica)
         for event in view.events
-        if event.at >= since
+        if event.at >= since and not (deployment.is_updating and event.kind == "ready")
     ]
     names = {event.event_type for event in found}
     ending = _ending(deployment, view, is_late=now - since > STARTS_WITHIN_S)

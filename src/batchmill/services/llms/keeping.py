@@ -237,8 +237,9 @@ class Keeper:
             self._calls.unload(model)
             if kept.exchange is asyncio.current_task():  # it was cancelled: nobody else has begun one
                 kept.exchange, kept.wanted = None, None
-        self.note(key, UPDATE_FAILED if why else UPDATED, why)
-        await self._moved(key, why)
+        await self._moved(key, why)  # before the event: a client that sees the event reads a deployment that is settled
+        if key in self._kept:  # else it was deleted meanwhile
+            self.note(key, UPDATE_FAILED if why else UPDATED, why)
 
     async def _loaded(self, kept: _Kept, model: ModelSpec) -> str:
         """Why the engine of a model could not be started; empty: it is ready."""
