@@ -29,11 +29,13 @@ class Server:
     port: int
     key: str
     grpc: str = ""  # "HOST:PORT", of one that was asked for
+    pid: int = 0
+    program: Path = harness.BATCHMILL
 
     def deploy(self, name: str, code: str, *flags: str) -> None:
         """The function `name` of `code`. Raises CommandFailed."""
         (self.folder / f"{name}.py").write_text(code)
-        command = [harness.BATCHMILL, "deploy", f"{name}.py:{name}", "--name", name, *flags]
+        command = [self.program, "deploy", f"{name}.py:{name}", "--name", name, *flags]
         run(self.folder, *command)
 
     def request(self, name: str, body: bytes) -> bytes:
@@ -55,12 +57,12 @@ def run(folder: Path, *command: str | Path) -> str:
 
 
 @contextmanager
-def serving(config: str = "", *, grpc: bool = False) -> Iterator[Server]:
-    """A server with keys in a folder of its own."""
+def serving(config: str = "", *, grpc: bool = False, program: Path = harness.BATCHMILL) -> Iterator[Server]:
+    """A server with keys in a folder of its own; `program`: the `batchmill` that serves."""
     with harness.work_folder() as folder:
         (folder / "batchmill.toml").write_text(config)
-        key = run(folder, harness.BATCHMILL, "keys", "create", "--name", "benchmark").split()[-1]
-        command = [harness.BATCHMILL, "serve", "--json", "--port", "0", "--data-dir", folder / "data"]
+        key = run(folder, program, "keys", "create", "--name", "benchmark").split()[-1]
+        command = [program, "serve", "--json", "--port", "0", "--data-dir", folder / "data"]
         command += ["--grpc-port", "0"] if grpc else []
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
@@ -74,7 +76,7 @@ def serving(config: str = "", *, grpc: bool = False) -> Iterator[Server]:
                 raise harness.CommandFailed((folder / "log").read_text()[-2000:])
             told = json.loads(first)
             host, _, port = told["url"].removeprefix("http://").rpartition(":")
-            yield Server(folder, host, int(port), key, told.get("grpc", ""))
+            yield Server(folder, host, int(port), key, told.get("grpc", ""), process.pid, program)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
