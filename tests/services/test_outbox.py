@@ -14,7 +14,7 @@ from webhook_support import FILE_SECRET, EndedJobs
 
 from batchmill.config import WebhookEntry
 from batchmill.services.events import Ended
-from batchmill.services.outbox import DELAYS_S, SENDING_EACH_MAX, SPREAD, delay_s
+from batchmill.services.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
 from batchmill.states import JobState
 
 
@@ -142,6 +142,21 @@ async def test_a_dead_endpoint_holds_up_nobody(jobs: EndedJobs, receiver: Webhoo
     async with jobs.running():
         await receiver.wait_for(20)
         assert len(receiver.at("/dead")) == SENDING_EACH_MAX
+
+
+async def test_a_project_of_dead_endpoints_holds_up_no_other(jobs: EndedJobs, receiver: WebhookReceiver):
+    """Endpoints of one project that never answer hold its own share of deliveries, and the other project's arrive."""
+    receiver.held.add("/dead")
+    for _ in range(SENDING_PROJECT_MAX):
+        await jobs.register(receiver.url("/dead"), project="slow")
+    await jobs.register(receiver.url(), project="other")
+    for number in range(SENDING_EACH_MAX):
+        await jobs.end(number, project="slow")
+    await jobs.end(99, project="other")
+    async with jobs.running():
+        await receiver.wait_for(1)
+        await receiver.wait_for(SENDING_PROJECT_MAX, "/dead")
+        assert len(receiver.at("/dead")) == SENDING_PROJECT_MAX
 
 
 async def test_only_endpoints_of_the_project_hear_of_its_jobs(jobs: EndedJobs, receiver: WebhookReceiver):

@@ -30,6 +30,7 @@ LOOK_S = 1.0
 PAGE = 100  # jobs, or events, looked at in one go
 SENDING_MAX = 64
 SENDING_EACH_MAX = 4  # to one endpoint
+SENDING_PROJECT_MAX = 16  # to all endpoints of one project: its slow ones hold up its own events alone
 HOLD_MAX_S = 60.0  # an endpoint that fails is tried with one event at a time, this far apart at most
 SWEEP_S = 3600.0
 GONE = 410  # the endpoint wants no more of this
@@ -42,6 +43,14 @@ class _Standing(Struct):
 
     failures: int = 0  # in a row
     free_at: float = 0.0  # monotonic
+
+
+class _Sending(Struct, frozen=True):
+    """A delivery under way."""
+
+    endpoint: str
+    project: str
+    task: asyncio.Task[None]
 
 
 class Outbox:
@@ -60,7 +69,7 @@ class Outbox:
         """`heard` is called once for each end of a job, whoever is told of it."""
         self._database, self._clock = database, clock
         self._webhooks, self._jobs, self._files, self._heard = webhooks, jobs, files, heard
-        self._sending: dict[str, tuple[str, asyncio.Task[None]]] = {}  # message -> endpoint, task
+        self._sending: dict[str, _Sending] = {}  # by message
         self._settled: deque[Settled] = deque()
         self._standing: dict[str, _Standing] = {}
         self._wake = asyncio.Event()
@@ -78,7 +87,7 @@ class Outbox:
                     logger.error("webhooks wait", exc_info=error)
                 await self._rest()
         finally:
-            tasks = [task for _, task in self._sending.values()]
+            tasks = [each.task for each in self._sending.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -135,16 +144,21 @@ class Outbox:
 
     async def _send_due(self) -> None:
         while len(self._sending) < SENDING_MAX:
-            now, busy = self._clock.now(), self._busy()
-            found = await self._database.read(records.due, now, busy, list(self._sending), PAGE)
+            now, busy, full = self._clock.now(), self._busy(), self._full()
+            found = await self._database.read(records.due, now, busy, full, list(self._sending), PAGE)
             begun = [each for each in found if self._begin(each)]
             if not begun:
                 return
 
     def _busy(self) -> list[str]:
         """The endpoints that take nothing more now."""
-        running = Counter(endpoint for endpoint, _ in self._sending.values())
+        running = Counter(each.endpoint for each in self._sending.values())
         return [each for each in {*running, *self._standing} if not self._has_room(each, running[each])]
+
+    def _full(self) -> list[str]:
+        """The projects that have their share under way."""
+        running = Counter(each.project for each in self._sending.values())
+        return [project for project, count in running.items() if count >= SENDING_PROJECT_MAX]
 
     def _has_room(self, endpoint: str, running: int) -> bool:
         standing = self._standing.get(endpoint)
@@ -153,10 +167,11 @@ class Outbox:
         return running == 0 and standing.free_at <= self._clock.monotonic()
 
     def _begin(self, event: Waiting) -> bool:
-        running = sum(endpoint == event.endpoint for endpoint, _ in self._sending.values())
-        if len(self._sending) >= SENDING_MAX or not self._has_room(event.endpoint, running):
+        running = sum(event.endpoint == each.endpoint for each in self._sending.values())
+        is_full = len(self._sending) >= SENDING_MAX or event.project in self._full()
+        if is_full or not self._has_room(event.endpoint, running):
             return False
-        self._sending[event.id] = event.endpoint, asyncio.create_task(self._send(event))
+        self._sending[event.id] = _Sending(event.endpoint, event.project, asyncio.create_task(self._send(event)))
         return True
 
     async def _send(self, event: Waiting) -> None:

@@ -26,6 +26,7 @@ class Waiting(Struct, frozen=True):
     payload: bytes
     attempts: int
     created: float
+    project: str
 
 
 class Settled(Struct, frozen=True):
@@ -100,12 +101,20 @@ def _put(db: sa.Connection, ended: Ended, now: float, endpoints: Iterable[str]) 
             )  # fmt: skip
 
 
-def due(db: sa.Connection, now: float, busy: Sequence[str], taken: Sequence[str], limit: int) -> list[Waiting]:
-    """Events to be sent now, the longest due first, apart from those in hand and those of busy endpoints."""
+def due(
+    db: sa.Connection, now: float, busy: Sequence[str], full: Sequence[str], taken: Sequence[str], limit: int
+) -> list[Waiting]:
+    """Events to be sent now, the longest due first, apart from those in hand (`taken`).
+
+    Args:
+        busy: endpoints that take nothing more now.
+        full: projects that have their share of deliveries under way.
+    """
     columns = outbox.c
+    is_free = columns.endpoint.not_in(busy) & columns.project.not_in(full)
     query = (
-        sa.select(columns.id, columns.endpoint, columns.payload, columns.attempts, columns.created)
-        .where(columns.due <= now, columns.endpoint.not_in(busy), columns.id.not_in(taken))
+        sa.select(*(columns[name] for name in Waiting.__struct_fields__))
+        .where(columns.due <= now, is_free, columns.id.not_in(taken))
         .order_by(columns.due)
         .limit(limit)
     )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 
 import pytest
+import sqlalchemy as sa
 from dialects.modelbit.modelbit_kit import HOOKS, open_deployments
 from dialects.open_server import open_server
 from fakes.webhook_receiver import WebhookReceiver
 
+from batchmill.errors import Unavailable
 from batchmill.services.functions import late_records
 from batchmill.services.functions.late_records import LateCall, Order
+from batchmill.services.functions.late_replies import IN_HAND_MAX, IN_HAND_PROJECT_MAX
 from batchmill.store.database import Database
+from batchmill.store.service_tables import late_calls
 
 
 @pytest.fixture
@@ -100,6 +105,54 @@ async def test_a_call_that_a_dead_server_had(tmp_path, receiver, begun, expected
         (delivery,) = await receiver.wait_for(1)
     body = json.loads(delivery.body)
     assert body == expected if expected is not None else body["error"].startswith("WorkerCrashed: the server ended")
+
+
+async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
+    """Answers of one project to a URL that never takes them hold its own share, and the other project's arrive."""
+    async with open_server(tmp_path, HOOKS):
+        pass
+    receiver.held.add("/dead")
+    database = Database(tmp_path / "data" / "batchmill.db")
+
+    async def leave(number: int, project: str, path: str) -> None:
+        order = Order("modelbit", "rows", receiver.url(path), "x-mb-batch-id")
+        call = LateCall(f"{number:04x}", project, None, "f", "main", 1, order, b"", reply=b"{}", created=float(number))
+        await database.write(late_records.insert, call)
+
+    for number in range(IN_HAND_MAX):
+        await leave(number, "slow", "/dead")
+    await leave(99, "other", "/hook")
+    database.close()
+    async with open_server(tmp_path, HOOKS):
+        await receiver.wait_for(1)
+        await receiver.wait_for(IN_HAND_PROJECT_MAX, "/dead")
+        assert len(receiver.at("/dead")) == IN_HAND_PROJECT_MAX
+
+
+async def test_a_project_is_promised_its_share_of_answers(tmp_path):
+    """Where calls of one project wait up to its share, its next one is refused, and another project's is not."""
+    database = Database(tmp_path / "batchmill.db")
+    order = Order("modelbit", "rows", "https://example.com/", "x-mb-batch-id")
+
+    def waiting(name: str, project: str, size_bytes: int) -> dict[str, object]:
+        call = {"id": name, "project": project, "name": "f", "branch": "main", "number": 1, "order": b"{}"}
+        return {**call, "body": b"", "bytes": size_bytes, "created": 0.0, "due": 0.0}
+
+    def fill(db: sa.Connection) -> None:
+        share = late_records.CALLS_MAX // late_records.PROJECT_SHARE
+        rows = [waiting(f"many-{number}", "many", 1) for number in range(share)]
+        rows.append(waiting("large", "large", late_records.BYTES_MAX // late_records.PROJECT_SHARE))
+        db.execute(late_calls.insert(), rows)
+
+    try:
+        await database.write(fill)
+        for project, code in (("many", "too_many_calls"), ("large", "too_many_bytes"), ("other", None)):
+            call = LateCall(f"{project}-more", project, None, "f", "main", 1, order, b"x")
+            with pytest.raises(Unavailable, match="of this project") if code else nullcontext() as refused:
+                await database.write(late_records.insert, call)
+            assert refused is None or refused.value.code == code
+    finally:
+        database.close()
 
 
 async def test_an_endpoint_that_is_gone_is_told_no_more(tmp_path, receiver):

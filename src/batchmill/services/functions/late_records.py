@@ -13,6 +13,7 @@ from batchmill.store.service_tables import late_calls
 
 CALLS_MAX = 10_000  # that wait at once, of all projects
 BYTES_MAX = 4 * 1024**3  # of them
+PROJECT_SHARE = 4  # one project may hold this part of both
 
 
 class Order(Struct, frozen=True):
@@ -43,33 +44,36 @@ class LateCall(Struct, frozen=True):
     attempts: int = 0
 
 
-class Due(Struct, frozen=True):
-    """One that is to be gone on with."""
-
-    id: str
-    url: str
-
-
 _COLUMNS = [late_calls.c[name] for name in LateCall.__struct_fields__]
 
 
 def insert(db: sa.Connection, call: LateCall) -> None:
-    """Raises: Unavailable when too many wait."""
-    waiting, held = db.execute(sa.select(sa.func.count(), sa.func.sum(late_calls.c.bytes))).one()
-    if waiting >= CALLS_MAX:
-        raise Unavailable(f"{waiting:,} calls are to be answered later; try again", code="too_many_calls")
-    if (held or 0) + len(call.body) > BYTES_MAX:
-        raise Unavailable(f"{held:,} bytes of calls are to be answered later; try again", code="too_many_bytes")
+    """Raises: Unavailable when too many wait, of all projects or of the caller's."""
+    count_and_bytes = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(late_calls.c.bytes), 0))
+    _check_room(*db.execute(count_and_bytes).one(), call, share=1, whose="")
+    own = count_and_bytes.where(late_calls.c.project == call.project)
+    _check_room(*db.execute(own).one(), call, share=PROJECT_SHARE, whose=" of this project")
     values = {name: getattr(call, name) for name in LateCall.__struct_fields__ if name != "order"}
     order = msgspec.json.encode(call.order)
     db.execute(late_calls.insert().values(**values, order=order, bytes=len(call.body), due=call.created))
 
 
-def due(db: sa.Connection, now: float, taken: Sequence[str], limit: int) -> list[str]:
-    """The ids of calls to go on with, the longest due first, apart from those in hand."""
+def _check_room(waiting: int, held: int, call: LateCall, *, share: int, whose: str) -> None:
+    if waiting >= CALLS_MAX // share:
+        raise Unavailable(f"{waiting:,} calls{whose} are to be answered later; try again", code="too_many_calls")
+    if held + len(call.body) > BYTES_MAX // share:
+        raise Unavailable(f"{held:,} bytes of calls{whose} are to be answered later; try again", code="too_many_bytes")
+
+
+def due(db: sa.Connection, now: float, taken: Sequence[str], full: Sequence[str], limit: int) -> list[tuple[str, str]]:
+    """The ids of calls to go on with and their projects, the longest due first, apart from those in hand.
+
+    Args: full: projects that have their share in hand.
+    """
     columns = late_calls.c
-    query = sa.select(columns.id).where(columns.due <= now, columns.id.not_in(taken))
-    return list(db.execute(query.order_by(columns.due).limit(limit)).scalars())
+    wanted = (columns.due <= now, columns.id.not_in(taken), columns.project.not_in(full))
+    query = sa.select(columns.id, columns.project).where(*wanted).order_by(columns.due).limit(limit)
+    return [tuple(found) for found in db.execute(query)]
 
 
 def find(db: sa.Connection, call_id: str) -> LateCall | None:

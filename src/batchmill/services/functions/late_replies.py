@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ __all__ = ["LateCall", "LateReplies", "Order"]
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
 IN_HAND_MAX = 16  # calls that are made, or answers that are sent, at once
+IN_HAND_PROJECT_MAX = 4  # of one project: its slow functions and URLs hold up its own replies alone
 LOOK_S = 1.0
 DRAIN_S = 10.0  # calls that are being made may end in so long when the server stops
 RETRY_S, RETRY_MAX_S = 5.0, 600.0  # a function that cannot be called now is called later
@@ -46,7 +48,7 @@ class LateReplies:
     def __init__(self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier) -> None:
         self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
         self._writers: dict[str, Write] = {}
-        self._in_hand: dict[str, asyncio.Task[None]] = {}
+        self._in_hand: dict[str, tuple[str, asyncio.Task[None]]] = {}  # call -> its project, task
         self._calling: set[str] = set()
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -86,7 +88,7 @@ class LateReplies:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
-        tasks = dict(self._in_hand)
+        tasks = {call_id: task for call_id, (_, task) in self._in_hand.items()}
         for call_id, task in tasks.items():
             if call_id not in self._calling:
                 task.cancel()
@@ -107,14 +109,22 @@ class LateReplies:
             await self._rest()
 
     async def _turn(self) -> None:
-        """Begin with what is due."""
-        room = IN_HAND_MAX - len(self._in_hand)
-        if room <= 0:
-            return
-        for call_id in await self._database.read(records.due, self._clock.now(), list(self._in_hand), room):
-            task = asyncio.create_task(self._go_on(call_id))
-            self._in_hand[call_id] = task
-            task.add_done_callback(lambda _, call_id=call_id: self._let_go(call_id))
+        """Begin with what is due, of each project up to its share."""
+        while (room := IN_HAND_MAX - len(self._in_hand)) > 0:
+            running = Counter(project for project, _ in self._in_hand.values())
+            full = [project for project, count in running.items() if count >= IN_HAND_PROJECT_MAX]
+            found = await self._database.read(records.due, self._clock.now(), list(self._in_hand), full, room)
+            for call_id, project in found:
+                if running[project] < IN_HAND_PROJECT_MAX:
+                    running[project] += 1
+                    self._begin(call_id, project)
+            if len(found) < room:
+                return
+
+    def _begin(self, call_id: str, project: str) -> None:
+        task = asyncio.create_task(self._go_on(call_id))
+        self._in_hand[call_id] = project, task
+        task.add_done_callback(lambda _: self._let_go(call_id))
 
     def _let_go(self, call_id: str) -> None:
         del self._in_hand[call_id]
