@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-from batchmill.errors import Unavailable
 from batchmill.jobs import preview
+from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.types import JobOrder
 from batchmill.wire.native import Estimated, Planned
 from batchmill.wire.previews import SealReport
 
 AT_ONCE = 2  # each reads its whole dataset in processes of its own
-WAITING_MAX = 16
+WAITING_MAX = 16  # of one project
 
 
 def _unseen(share: float) -> None:
@@ -26,31 +23,19 @@ class PreviewService:
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._waiting = 0
+        self._places = FairSemaphore(AT_ONCE, waiting_max=WAITING_MAX, what="datasets to look at")
 
     async def validate(self, order: JobOrder) -> SealReport:
         """Check every row."""
-        async with self._turn():
+        async with self._places.place(order.project):
             return await preview.validate(order, self._data_dir, _unseen)
 
     async def plan(self, order: JobOrder) -> Planned:
         """Explain in which order the rows would run."""
-        async with self._turn():
+        async with self._places.place(order.project):
             return Planned(*await preview.plan(order, self._data_dir, _unseen))
 
     async def estimate(self, order: JobOrder, rows_per_s: float | None) -> Estimated:
         """Estimate tokens, cost and, at the rate given, time."""
-        async with self._turn():
+        async with self._places.place(order.project):
             return Estimated(*await preview.estimate(order, self._data_dir, _unseen, rows_per_s))
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        if self._waiting >= WAITING_MAX:
-            raise Unavailable(f"{WAITING_MAX} datasets wait to be looked at already: come again", code="busy")
-        self._waiting += 1
-        try:
-            async with self._room:
-                yield
-        finally:
-            self._waiting -= 1

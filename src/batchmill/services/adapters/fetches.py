@@ -12,6 +12,7 @@ from batchmill.jobs.offload import Children
 from batchmill.models import secrets
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
 from batchmill.ports import Clock
+from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.secrets.vault import Vault
 
 WORK = "batchmill.models.adapters.fetching:run"
@@ -26,16 +27,16 @@ class Fetches:
     def __init__(self, clock: Clock, vault: Vault) -> None:
         self._clock, self._vault = clock, vault
         self._children = Children()
-        self._room = asyncio.Semaphore(FETCHES_MAX)
+        self._places = FairSemaphore(FETCHES_MAX)
 
-    async def fetch(self, order: FetchOrder, token: str | None) -> FetchReport:
-        """What became of an order. Cancelling it ends the child that works on it.
+    async def fetch(self, project: str, order: FetchOrder, token: str | None) -> FetchReport:
+        """What became of an order of a project. Cancelling it ends the child that works on it.
 
         Args: token: where the token for a model hub lies.
 
         Raises: BatchmillError, with what is wrong.
         """
-        async with self._room:
+        async with self._places.place(project):
             order = replace(order, token=await self._reveal(token))
             for attempt in range(ATTEMPTS_MAX):
                 try:

@@ -335,7 +335,7 @@ class AdapterService:
             model = model or self._known_base(record)
             source, rank = ("", RANK_MAX) if model is None else (model.source, _rank_max(model))
             order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
-            report = await self._fetches.fetch(order, record.token)
+            report = await self._fetches.fetch(record.project, order, record.token)
         except BatchmillError as error:
             log.warning("the adapter %s of %s failed: %s", record.own_name, record.project, error.message)
             await self._write(replace(record, state=FAILED, message=error.message))

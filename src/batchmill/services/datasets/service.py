@@ -31,6 +31,7 @@ from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
 from batchmill.services.datasets.names import CONNECTION, checked_name, format_of
 from batchmill.services.datasets.records import DatasetRecord, DatasetState, Details
+from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.file_records import FileRecord
 from batchmill.services.files import FileService, checked_filename
 from batchmill.services.links import LinkService
@@ -63,7 +64,7 @@ class DatasetService:
     ) -> None:
         self._database, self._files, self._links, self._clock = database, files, links, clock
         self._config, self._children = config, Children()
-        self._room = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._places = FairSemaphore(CHECKS_AT_ONCE)
         self._checks: dict[str, asyncio.Task[None]] = {}  # by dataset
         self._arriving: Counter[str] = Counter()  # uploads whose bytes are coming, however slowly
         self._naming: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by project and name
@@ -268,7 +269,7 @@ class DatasetService:
         details, state = record.details, DatasetState.FAILED
         path = self._files.home / (record.file or "")
         try:
-            async with self._room:
+            async with self._places.place(record.project):
                 found = await self._looked_at(path)
             details = replace(
                 details, rows=found.rows, problems=found.problems, problems_total=found.problems_total

@@ -17,6 +17,7 @@ from batchmill.config import MlCommonsEntry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, UnknownName
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
+from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls, RemoteReply
 from batchmill.services.remote.ids import new_id
@@ -81,7 +82,7 @@ class RemoteTasks:
         self._handing: dict[str, asyncio.Task[TaskRecord]] = {}  # by task: batches on their way to a provider
         self._looking: dict[str, asyncio.Task[TaskRecord]] = {}
         self._rounds: dict[str, asyncio.Task[None]] = {}  # by task: looks that nobody waits for, and those to come
-        self._turns = asyncio.Semaphore(LOOKS_MAX)
+        self._turns = FairSemaphore(LOOKS_MAX)
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by model
         self._following: asyncio.Task[None] | None = None
 
@@ -315,7 +316,7 @@ class RemoteTasks:
 
     async def _look_in_turn(self, project: str, name: str, model: str) -> None:
         lane = self._lanes.setdefault(model, asyncio.Semaphore(MODEL_LOOKS_MAX))
-        async with lane, self._turns:
+        async with lane, self._turns.place(project):
             try:
                 task = await self._database.read(records.find, project, name)
             except UnknownName:  # deleted while it waited
