@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 
 import click
 from msgspec.structs import replace
@@ -46,6 +47,7 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
     told = {name: value for name, value in given.items() if value is not None}
     config = replace(config, server=replace(config.server, **told))
     access_log.configure(log_level)
+    os.umask(0o077)  # whatever the server and its workers write is for nobody else on this machine
     return session.run(_serve(session, config))
 
 

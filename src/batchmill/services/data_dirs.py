@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from batchmill.ports import Provisions
 from batchmill.services.adapters.door import AdapterClient, AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
+from batchmill.services.data_dir_modes import make_private
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.door import ModelClient, ModelDoor
 from batchmill.services.functions.trial import Trials
@@ -36,6 +38,8 @@ from batchmill.services.secrets.door import SecretClient
 from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
+
+log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
@@ -186,8 +190,11 @@ async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, Control
 
 
 def prepare_data_dir(data_dir: Path) -> None:
+    """Have the folder there, and to ourselves. Raises: InvalidConfig where it cannot be used, or is another user's."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if make_private(data_dir):
+            log.warning("the data directory %s could be opened by other users: it is now this user's alone", data_dir)
         probe = data_dir / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -6,6 +6,7 @@ One process owns it. The reader never waits for the writer: SQLite's write-ahead
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,11 @@ class Database:
     """Raises: InvalidConfig for a database of another version, or one that cannot be opened."""
 
     def __init__(self, path: Path) -> None:
+        # SQLite gives its own files the mode of this one: they are this user's alone from their first byte on.
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             tables.metadata.create_all(self.writer)

@@ -1,0 +1,81 @@
+"""A data directory is its user's alone, whatever it was before, and what is anybody else's is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from batchmill.errors import InvalidConfig
+from batchmill.services.data_dir_modes import make_private
+from batchmill.services.data_dirs import prepare_data_dir
+from batchmill.store.database import Database
+
+
+def mode(path: Path) -> int:
+    return path.lstat().st_mode & 0o777
+
+
+def test_what_others_could_read_is_mended_once_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that others can open is this user's alone once it was opened, with all that lies in it, and one line
+    says so the one time."""
+    place = tmp_path / "data"
+    (place / "jobs" / "one").mkdir(parents=True)
+    for name in ("batchmill.db", "batchmill.db-wal", "secrets.key"):
+        (place / name).write_text("x")
+        (place / name).chmod(0o644)
+    monkeypatch.chdir(place)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("control.sock")
+    for each in (place, place / "jobs", place / "control.sock"):
+        each.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        prepare_data_dir(place)
+        prepare_data_dir(place)
+    assert [mode(each) for each in (place, place / "jobs")] == [0o700, 0o700]
+    files = ("batchmill.db", "batchmill.db-wal", "secrets.key", "control.sock")
+    assert [mode(place / name) for name in files] == [0o600] * 4
+    assert [each.getMessage() for each in caplog.records] == [
+        f"the data directory {place} could be opened by other users: it is now this user's alone"
+    ]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """What a link in the folder leads to keeps its mode."""
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    (outside / "page").write_text("x")
+    (outside / "page").chmod(0o644)
+    place = tmp_path / "data"
+    place.mkdir(mode=0o755)
+    (place / "secrets.key").symlink_to(outside / "page")
+    (place / "jobs").symlink_to(outside)
+    assert make_private(place)
+    assert [mode(each) for each in (place, outside, outside / "page")] == [0o700, 0o755, 0o644]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    """A data directory that belongs to another user is refused with both users named, and keeps its mode."""
+    place = tmp_path / "data"
+    place.mkdir(mode=0o755)
+    other = os.geteuid() + 1
+    with pytest.raises(InvalidConfig, match=f"belongs to the user {os.geteuid()}, and batchmill runs as {other}"):
+        make_private(place, other)
+    assert mode(place) == 0o755
+
+
+def test_the_database_is_never_readable_by_others(tmp_path: Path) -> None:
+    """The database and the files that SQLite puts beside it are made for this user alone, whatever the umask."""
+    before = os.umask(0)
+    try:
+        database = Database(tmp_path / "batchmill.db")
+        there = {path.name: mode(path) for path in tmp_path.iterdir()}
+        database.close()
+    finally:
+        os.umask(before)
+    assert "batchmill.db-wal" in there and set(there.values()) == {0o600}
