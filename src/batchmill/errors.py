@@ -8,7 +8,8 @@ BatchmillError
 │   ├── UnknownName         a job, file, model, adapter or engine nobody knows
 │   ├── InvalidTransition   what was asked does not fit the job's state
 │   ├── Conflict            it contradicts something that is there: a repeated key, a file in use
-│   └── TooLarge            more bytes, rows or parts than are taken
+│   ├── TooLarge            more bytes, rows or parts than are taken
+│   └── TooComplex          it took more time or memory than it may
 ├── Refused                 the caller may not do this
 │   ├── Unauthenticated     no key, or none that is valid
 │   ├── Forbidden           the key does not reach so far
@@ -82,6 +83,10 @@ class Conflict(InvalidInput):
 
 class TooLarge(InvalidInput):
     code = "too_large"
+
+
+class TooComplex(InvalidInput):
+    code = "too_complex"
 
 
 class Refused(BatchmillError):

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.children.offload import Offload
 from batchmill.errors import InvalidInput
-from batchmill.jobs.offload import Offload
 from batchmill.jobs.plan import Plan, Progress
 from batchmill.models.adapters import reading
 from batchmill.ports import Adapters, FetchedAdapter

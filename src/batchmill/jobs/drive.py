@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
+from batchmill.children.offload import Offload
 from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused, SubmitUnknown
 from batchmill.jobs import adapters, recovery, retry, routing, shard_notes, winding_up
 from batchmill.jobs.adapters import AdapterWork
@@ -21,7 +22,6 @@ from batchmill.jobs.endings import EarlyEnd, early_end_of
 from batchmill.jobs.job_book import JobBook
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.offload import Offload
 from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.jobs.publishing import Publishing

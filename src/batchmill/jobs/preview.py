@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from batchmill.children.offload import offload
 from batchmill.jobs import orders, routing
 from batchmill.jobs.estimate import EstimateOrder
-from batchmill.jobs.offload import offload
 from batchmill.jobs.plan import PlanReader, explain
 from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.types import JobOrder

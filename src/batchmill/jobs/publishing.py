@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from batchmill.children.offload import Offload
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.offload import Offload
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, RowError, SegmentRef

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from batchmill.children.offload import Children
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import (
     endings,
@@ -34,7 +35,6 @@ from batchmill.jobs.entrance import Entrance
 from batchmill.jobs.job_files import JobFiles, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
-from batchmill.jobs.offload import Children
 from batchmill.jobs.roster import Roster
 from batchmill.jobs.waits import ModelAtWork
 from batchmill.models.provisions import NothingProvided

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from batchmill import errors
-from batchmill.errors import BatchmillError, JobPaused
+from batchmill.errors import BatchmillError, JobPaused, RateLimited
 from batchmill.states import PauseReason
 
 
@@ -16,15 +16,19 @@ class Raised(Struct, frozen=True, tag="raised"):
     code: str
     message: str
     reason: str | None = None
+    retry_after_s: float = 0.0
 
     @classmethod
     def of(cls, error: BatchmillError) -> Raised:
         reason = str(error.reason) if isinstance(error, JobPaused) else None
-        return cls(type(error).__name__, error.code, error.message, reason)
+        wait_s = error.retry_after_s if isinstance(error, RateLimited) else 0.0
+        return cls(type(error).__name__, error.code, error.message, reason, wait_s)
 
     def error(self) -> BatchmillError:
         """The error itself, of the kind it was."""
         kind = getattr(errors, self.kind, BatchmillError)
         if issubclass(kind, JobPaused):
             return kind(self.message, reason=PauseReason(self.reason) if self.reason else None)
+        if issubclass(kind, RateLimited):
+            return kind(self.message, retry_after_s=self.retry_after_s)
         return kind(self.message, code=self.code)

@@ -16,8 +16,8 @@ from fakes.lora_files import CONFIG, WEIGHTS, lora_files, write_base, write_lora
 from fakes.model_hub import TOKEN, ModelHub
 from moto.server import ThreadedMotoServer
 
+from batchmill.children.offload import offload
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, TooLarge, Unavailable
-from batchmill.jobs.offload import offload
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport, fetch, kind_of
 from batchmill.wire.adapter_bundles import FILES
 

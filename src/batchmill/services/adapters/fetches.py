@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 from msgspec.structs import replace
 
+from batchmill.children.offload import Children
 from batchmill.errors import Unavailable
-from batchmill.jobs.offload import Children
 from batchmill.models import secrets
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
 from batchmill.ports import Clock

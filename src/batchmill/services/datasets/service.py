@@ -22,9 +22,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill import faults
+from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
-from batchmill.jobs.offload import Children
 from batchmill.ports import Clock
 from batchmill.services import links
 from batchmill.services.datasets import checking, records

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from batchmill.children import offload as offloading
+from batchmill.children.offload import Children, offload
 from batchmill.errors import BatchmillError
-from batchmill.jobs import offload as offloading
-from batchmill.jobs.offload import Children, offload
 
 WORK = """
 import os, signal
@@ -40,7 +40,7 @@ def die_once(order, progress):
     os.write(1, b"A" + (9).to_bytes(8, "little") + b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-CHILD = [sys.executable, "-P", "-m", "batchmill.jobs.offload_child"]
+CHILD = [sys.executable, "-P", "-m", "batchmill.children.child"]
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_child_whose_parent_has_gone(work):
 
 def test_a_child_is_bound_before_anything_slow():
     """Nothing heavy is imported before the kernel is asked to end the child with its parent."""
-    code = "import batchmill.jobs.offload_child, sys; print([n for n in ('asyncio', 'msgspec') if n in sys.modules])"
+    code = "import batchmill.children.child, sys; print([n for n in ('asyncio', 'msgspec') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -188,7 +188,7 @@ def wait(order, progress):
 """
     (tmp_path / "offloaded_wait.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ask = "import asyncio; from batchmill.jobs.offload import offload; "
+    ask = "import asyncio; from batchmill.children.offload import offload; "
     ask += "asyncio.run(offload('offloaded_wait:wait', b'', print))"
     asker = await asyncio.create_subprocess_exec(sys.executable, "-c", ask)
     pid = int(await asyncio.to_thread(fifo.read_text))

@@ -1,4 +1,4 @@
-"""What a child of `jobs.offload` runs: `python -P -m batchmill.jobs.offload_child PARENT`.
+"""What a child of `children.offload` runs: `python -P -m batchmill.children.child PARENT`.
 
 It is asked for one MODULE:FUNCTION after another, and bound to its parent before anything that takes time is imported.
 """
@@ -23,7 +23,7 @@ def _die_with(parent: int) -> None:
 
 def _main(parent: int) -> None:
     _die_with(parent)
-    import_module("batchmill.jobs.offload").serve(_find)
+    import_module("batchmill.children.offload").serve(_find)
 
 
 def _find(target: str) -> Callable[..., bytes]:

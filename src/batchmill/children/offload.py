@@ -1,0 +1,357 @@
+"""Work that would hold up a process's loop runs in its children, see `children.child`.
+
+The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes. Starting a child costs more than
+most work of small jobs: `Children` keeps a few of them for what comes next. `Programs` does so for work of callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
+from batchmill.errors import BatchmillError
+from batchmill.wire.raised import Raised
+
+PROGRESS_S = 0.2
+CHILDREN_MAX = 16  # that work at once: long work of some jobs does not hold up the short work of another
+IDLE_MAX = 2  # kept for what comes next
+IDLE_S = 60.0  # and for so long
+GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
+LENGTH_BYTES = 8  # before what is sent
+LAST_WORDS = 2000  # bytes of what a child that died had said
+PIECE_BYTES = 256 * 1024  # of what is sent or read at once: the loop goes on in between
+NICE = 10  # programs of callers wait for everybody else
+START_S = 60.0  # for a child to start, to find its work and to read its order
+_ANSWER, _PROGRESS, _ERROR, _BEGUN, _FULL = b"A", b"P", b"E", b"B", b"M"
+
+CHILD_DIED = "child_died"
+
+Work = Callable[[bytes, Callable[[float], None]], bytes]
+Offload = Callable[[str, bytes, Callable[[float], None]], Awaitable[bytes]]
+
+
+async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Run `target` in a child process of its own. Raises what it raised, or a BatchmillError when the child died.
+
+    Cancelling kills the child.
+    """
+    child = await Child.start()
+    try:
+        return await child.run(target, order, progress)
+    finally:
+        await child.end()
+
+
+class Child:
+    """A child process that does one piece of work after another."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        self._words = b""
+        self._listening = asyncio.create_task(self._listen(process.stderr))
+        self.kept: asyncio.TimerHandle | None = None  # until when it waits for work
+
+    @classmethod
+    async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
+        """Args: `environ`, instead of this process's own."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, env=environ,
+        )  # fmt: skip
+        return cls(process)
+
+    async def _listen(self, stderr: asyncio.StreamReader) -> None:
+        while data := await stderr.read(LAST_WORDS):
+            self._words = (self._words + data)[-LAST_WORDS:]
+
+    async def run(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """As `offload`; the child can do more after it, unless this was cancelled or the child died."""
+        await self._ask(target, b"", order)
+        while (message := await self._read()) is not None:
+            kind, length = message
+            data = await self._read_data(length)
+            if data is None:
+                break
+            if kind == _PROGRESS:
+                progress(msgspec.json.decode(data, type=float))
+            elif kind == _ERROR:
+                raise msgspec.json.decode(data, type=Raised).error()
+            elif kind == _ANSWER:
+                return data
+        raise await self._died(target)
+
+    async def run_within(self, target: str, order: bytes, bounds: Bounds, work: str) -> bytes:
+        """The same, of a program of a caller. The time counts from when the child has its order.
+
+        Args:
+            work: what it is, for whoever asked.
+
+        Raises: TooComplex at a bound; end the child then.
+        """
+        begun = False
+        try:
+            async with asyncio.timeout(START_S) as limit:
+                await self._ask(target, msgspec.json.encode(bounds), order)
+                while (message := await self._read()) is not None:
+                    kind, length = message
+                    if kind == _BEGUN:
+                        begun = True
+                        limit.reschedule(asyncio.get_running_loop().time() + bounds.wall_s)
+                    if length > bounds.answer_bytes:
+                        raise said_too_much(work, bounds.answer_bytes)
+                    data = await self._read_data(length)
+                    if data is None:
+                        break
+                    if kind == _FULL:
+                        raise took_too_much(work, bounds.memory_bytes)
+                    if kind == _ERROR:
+                        raise msgspec.json.decode(data, type=Raised).error()
+                    if kind == _ANSWER:
+                        return data
+        except TimeoutError:
+            if begun:
+                raise took_too_long(work, bounds.wall_s) from None
+            raise BatchmillError(f"a child process did not begin {target} in {START_S:g} s", code=CHILD_DIED) from None
+        code = await self._process.wait()
+        if code == -signal.SIGPROF:
+            raise took_too_long(work, bounds.cpu_s)
+        if begun and code in (-signal.SIGABRT, -signal.SIGSEGV):  # of libraries that have no memory left
+            raise took_too_much(work, bounds.memory_bytes)
+        raise await self._died(target)
+
+    async def _ask(self, target: str, bounds: bytes, order: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it has died: what it said tells why
+            for part in (target.encode(), bounds, order):
+                self._stdin.write(len(part).to_bytes(LENGTH_BYTES, "little"))
+                view = memoryview(part)
+                for at in range(0, len(part), PIECE_BYTES):
+                    self._stdin.write(view[at : at + PIECE_BYTES])
+                    await self._stdin.drain()
+            await self._stdin.drain()
+
+    async def _read(self) -> tuple[bytes, int] | None:
+        """The kind of a message, and how many bytes follow; None when the child has gone."""
+        try:
+            head = await self._stdout.readexactly(1 + LENGTH_BYTES)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return head[:1], int.from_bytes(head[1:], "little")
+
+    async def _read_data(self, length: int) -> bytes | None:
+        """None when the child has gone in the midst of it."""
+        pieces = []
+        while length > 0:
+            try:
+                piece = await self._stdout.read(min(length, PIECE_BYTES))
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            pieces.append(piece)
+            length -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _died(self, target: str) -> BatchmillError:
+        code = await self._process.wait()
+        await self._listening
+        last = self._words.decode(errors="replace").strip()
+        return BatchmillError(f"{target} ended with exit code {code} and no answer: {last}", code=CHILD_DIED)
+
+    def holds_at_most(self, size_bytes: int) -> bool:
+        """It can do more work, and does not hold on to more memory than this."""
+        if self._process.returncode is not None:
+            return False
+        try:
+            with open(f"/proc/{self._process.pid}/statm", "rb") as file:
+                pages = int(file.read().split()[1])
+        except OSError:
+            return False
+        return pages * os.sysconf("SC_PAGESIZE") <= size_bytes
+
+    async def end(self) -> None:
+        """End it, whatever it does; its own children too. Returns when it has gone."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._stdin.close()
+        await self._process.wait()
+        await self._listening
+
+
+class Warm:
+    """Children that wait for their next work. Owned by who closes it."""
+
+    def __init__(
+        self, *, idle_s: float = IDLE_S, idle_max: int = IDLE_MAX, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._idle_s, self._idle_max, self._environ = idle_s, idle_max, environ
+        self._idle: list[Child] = []  # the last one used comes last, and is used next
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def take(self, grown_bytes: int) -> Child:
+        """One that waits and holds no more memory than this, or a fresh one."""
+        while self._idle:
+            child = self._idle.pop()
+            assert child.kept is not None
+            child.kept.cancel()
+            if child.holds_at_most(grown_bytes):
+                return child
+            self.end(child)
+        return await self.start()
+
+    async def start(self) -> Child:
+        return await Child.start(self._environ)
+
+    def keep(self, child: Child, grown_bytes: int) -> None:
+        """For what comes next, unless it holds more memory than this."""
+        if self._is_closed or not child.holds_at_most(grown_bytes):
+            self.end(child)
+            return
+        child.kept = asyncio.get_running_loop().call_later(self._idle_s, self._drop, child)
+        self._idle.append(child)
+        if len(self._idle) > self._idle_max:
+            self._drop(self._idle[0])
+
+    def _drop(self, child: Child) -> None:
+        """It has waited long enough."""
+        self._idle.remove(child)
+        if child.kept is not None:
+            child.kept.cancel()
+        self.end(child)
+
+    def end(self, child: Child) -> None:
+        task = asyncio.create_task(child.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End those that wait for work; returns when they have gone. Those at work end with it."""
+        self._is_closed = True
+        for child in list(self._idle):
+            self._drop(child)
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+
+class Children:
+    """Children that are kept for the next piece of work. Owned by who closes it."""
+
+    def __init__(self, *, idle_s: float = IDLE_S) -> None:
+        self._warm = Warm(idle_s=idle_s)
+        self._room = asyncio.Semaphore(CHILDREN_MAX)
+
+    async def offload(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """As the function `offload`, in a child that may have worked before.
+
+        Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
+        """
+        async with self._room:
+            try:
+                return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress)
+            except BatchmillError as error:
+                if error.code != CHILD_DIED:
+                    raise
+            return await self._run_in(await self._warm.start(), target, order, progress)
+
+    async def _run_in(self, child: Child, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+        """The answer of a child, which is kept afterwards if it is sound."""
+        is_sound = False
+        try:
+            answer = await child.run(target, order, progress)
+            is_sound = True
+            return answer
+        except BatchmillError as error:
+            is_sound = error.code != CHILD_DIED
+            raise
+        finally:
+            if is_sound:
+                self._warm.keep(child, GROWN_BYTES)
+            else:
+                await child.end()
+
+    async def close(self) -> None:
+        """End those that wait for work; returns when they have gone. Those at work end with it."""
+        await self._warm.close()
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def serve(load: Callable[[str], Work]) -> None:
+    """Do what is asked for on stdin, with what `load` finds under its name, until there is no more."""
+    stdin = sys.stdin.buffer
+    while (target := _read_part(stdin)) is not None:
+        bounds, order = _read_part(stdin), _read_part(stdin)
+        if bounds is None or order is None:
+            return
+        _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=Bounds) if bounds else None)
+
+
+def _read_part(stream: BinaryIO) -> bytes | None:
+    head = stream.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        return None
+    length = int.from_bytes(head, "little")
+    data = stream.read(length)
+    return data if len(data) == length else None
+
+
+def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Bounds | None) -> None:
+    """Tell the parent what became of one piece of work."""
+    sent = 0.0
+
+    def progress(share: float) -> None:
+        nonlocal sent
+        if time.monotonic() - sent >= PROGRESS_S:
+            sent = time.monotonic()
+            _send(_PROGRESS, msgspec.json.encode(share))
+
+    try:
+        work = load(target)
+        if bounds is not None:
+            _bind(bounds)
+        data = work(order, progress)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    except BatchmillError as error:
+        _send(_ERROR, msgspec.json.encode(Raised.of(error)))
+    except MemoryError:
+        if bounds is None:
+            raise
+        _send(_FULL, b"")
+    except Exception as error:  # our own bug in a child: the parent must be told what it was
+        traceback.print_exc()
+        message = f"{target}: {type(error).__name__}: {error}"
+        _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))
+    else:
+        _send(_ANSWER, data)
+
+
+def _bind(bounds: Bounds) -> None:
+    """Have the kernel hold what comes to its bounds, and tell the parent that it begins."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    resource.setrlimit(resource.RLIMIT_DATA, (bounds.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # it writes to its pipe, and to nothing else
+        resource.setrlimit(what, (0, 0))
+    _send(_BEGUN, b"")
+    signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)  # its signal ends the process
+
+
+def _send(kind: bytes, data: bytes) -> None:
+    out = sys.stdout.buffer
+    out.write(kind + len(data).to_bytes(LENGTH_BYTES, "little"))
+    out.write(data)
+    out.flush()
