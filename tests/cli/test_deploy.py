@@ -70,7 +70,8 @@ def test_options_become_an_order(call, models, place):
         "deploy", "app.py:f", "--name", "g", "--branch", "feat/x", "--requirements", "req.txt", "--python", "3.11",
         "--env", "A=b=c", "--secret", "K=env:NAME", "--secret", "L=file:key.txt", "--workers", "2", "--memory", "512MB",
         "--timeout", "1.5m", "--gpus", "1", "--batch-size", "8", "--batch-window", "5ms", "--dataframe", "a,b",
-        "--idempotent", "--received-shapes", "--example", "example.json", "--example", "[1]", "--example", "2",
+        "--idempotent", "--private", "--received-shapes", "--example", "example.json", "--example", "[1]",
+        "--example", "2",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (order,) = models.asked
@@ -80,7 +81,7 @@ def test_options_become_an_order(call, models, place):
         "python": "3.11", "environment": {"A": "b=c"}, "secrets": {"K": "env:NAME", "L": f"file:{place / 'key.txt'}"},
         "workers": 2, "gpus": 1, "memory_bytes": 512_000_000, "timeout_s": 90.0, "batch_size": 8,
         "batch_window_s": 0.005, "frame_columns": ["a", "b"], "is_idempotent": True, "received_shapes": True,
-        "examples": [{"foo": 1}, [1], [2]], "has_samples": False,
+        "examples": [{"foo": 1}, [1], [2]], "has_samples": False, "is_shared": False,
     }  # fmt: skip
     assert "f@main/3 is ready" in result.output
 

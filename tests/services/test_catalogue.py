@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from batchmill.config import load
 from batchmill.errors import InvalidConfig, UnknownName
@@ -134,8 +135,8 @@ class Deployed:
 
     def __init__(self, *versions, routes=()):
         self._book = ModelBook(versions, routes, random.Random(1))
-        self.names, self.routes, self.get, self.choose = (
-            self._book.names, self._book.routes, self._book.get, self._book.choose,
+        self.names, self.routes, self.get, self.choose, self.is_hidden = (
+            self._book.names, self._book.routes, self._book.get, self._book.choose, self._book.is_hidden,
         )  # fmt: skip
 
 
@@ -200,3 +201,19 @@ def test_functions_are_for_whom_they_are_for(tmp_path, deployed):
     assert names(other, caller("small")) == ["upper", "doubler", "doubler@prod"]
     with pytest.raises(UnknownName):
         deployed.for_job(caller("small"), "doubler@1")
+
+
+def test_a_function_that_is_not_shared_is_nowhere_for_others(catalogue):
+    """A function of another project that does not share it is neither found, listed, seen, allowed nor in the way."""
+    hidden = [replace(version(1), project="one", is_shared=False)]
+    catalogue.attach(Deployed(*hidden, routes=[Route("doubler", "main", [Backend("main", 1)])]))
+    assert catalogue.find(caller("one"), "doubler").model.function.version == "main/1"
+    assert "doubler" in names(catalogue, caller("one")) and catalogue.is_taken("one", "doubler")
+    other = caller("two")
+    for name in ("doubler", "doubler@1", "doubler@main/1"):
+        with pytest.raises(UnknownName, match="does not exist or you do not have access"):
+            catalogue.find(other, name)
+    assert "doubler" not in names(catalogue, other)
+    assert not any((catalogue.sees(other, "doubler"), catalogue.may(other, "doubler")))
+    assert not catalogue.is_taken("two", "doubler") and not catalogue.holder("two", "doubler")
+    assert all(model.name != "doubler" for model in catalogue.specs(other))

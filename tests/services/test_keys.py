@@ -2,12 +2,13 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
 from batchmill.services.key_door import KeyClient, KeyDoor
-from batchmill.services.keys import KeyService
+from batchmill.services.keys import ANYBODY, KeyService
 from batchmill.store.database import Database
 from batchmill.types import Caller, Scope
 
@@ -143,6 +144,18 @@ async def test_a_key_makes_none_that_may_more(keys, told):
     by = Caller("one", Scope.SUBMIT, "k", frozenset({"m"}), 10)
     with pytest.raises(Forbidden):
         await make(keys, by=by, **told)
+
+
+async def test_only_who_runs_the_machine_makes_a_key_that_deploys(keys):
+    """A key with the scope deploy is made without a caller, and by no caller: not with such a key, nor where there are
+    no keys."""
+    made = await make(keys, scope=Scope.DEPLOY)
+    caller = await keys.authenticate(made.key)
+    assert all(caller.may(scope) for scope in Scope) and ANYBODY.may(Scope.DEPLOY)
+    for by in (caller, msgspec.structs.replace(ANYBODY, project="one"), Caller("one", Scope.ADMIN, "k")):
+        with pytest.raises(Forbidden, match="batchmill keys create --scope deploy"):
+            await make(keys, scope=Scope.DEPLOY, by=by)
+    assert (await make(keys, scope=Scope.ADMIN, by=caller)).record.scope == Scope.ADMIN
 
 
 async def test_a_key_hands_on_its_own_bounds(keys):

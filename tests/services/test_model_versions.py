@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from fakes.held_clock import HeldClock
 
-from batchmill.errors import Conflict, InvalidInput, ModelFailed, UnknownName
+from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.jobs import ledger_snapshot
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
-from batchmill.types import DatasetSpec, Interface, Policy, Tensor
+from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.wire import bundles
 from batchmill.wire.deploys import Backend, DeployOrder
 from batchmill.wire.forms import TableForm
@@ -48,13 +48,13 @@ class Place:
             raise self.trouble
         return Interface(inputs=[Tensor("foo")])
 
-    async def deploy(self, text=DOUBLER, name="example_doubler", **told):
+    async def deploy(self, text=DOUBLER, name="example_doubler", by=None, **told):
         path = self.folder / "bundle.tar.gz"
         order = DeployOrder(**{"name": name, "target": "app.py:example_doubler", "source": "app.py:fn"} | told)
         out = io.BytesIO()
         bundles.write(out, order, {"app.py": text.encode()})
         path.write_bytes(out.getvalue())
-        return await self.versions.deploy(path)
+        return await self.versions.deploy(path, by=by)
 
     def close(self):
         self.database.close()
@@ -242,3 +242,83 @@ async def test_the_revision_rises_with_every_change(place):
     await place.versions.remove("example_doubler")
     seen.append(place.versions.revision)
     assert seen == sorted(set(seen))
+
+
+ONE, TWO = Caller("one", Scope.DEPLOY, "key1"), Caller("two", Scope.DEPLOY, "key2")
+
+
+def changes(versions, by):
+    """Every change of a function, and its log, as somebody asks for it."""
+    name = "example_doubler"
+    return {
+        "log": lambda: versions.log(name, by=by), "rollback": lambda: versions.rollback(name, by=by),
+        "merge": lambda: versions.merge(name, "main", "other", by=by),
+        "restart": lambda: versions.restart(name, by=by),
+        "set_alias": lambda: versions.set_alias(name, "prod", [Backend("main", 1)], by=by),
+        "remove_alias": lambda: versions.remove_alias(name, "prod", by=by),
+        "remove": lambda: versions.remove(name, by=by),
+    }  # fmt: skip
+
+
+async def test_a_function_is_its_projects(place):
+    """What a key deploys belongs to its project: to another it is not there, its name is taken, and none of its
+    versions, aliases and logs can be had or changed."""
+    first = (await place.deploy(by=ONE)).version
+    assert (first.project, first.key, first.is_shared) == ("one", "key1", False)
+    assert place.versions.is_hidden("example_doubler", "two") and not place.versions.is_hidden("example_doubler", "one")
+    with pytest.raises(Conflict, match="^the name 'example_doubler' is taken: choose another$"):
+        await place.deploy(DOUBLER + "# theirs", by=TWO)
+    for what, change in changes(place.versions, TWO).items():
+        with pytest.raises(UnknownName, match="example_doubler"):
+            await change()
+            raise AssertionError(what)
+    assert place.versions.get("example_doubler") == [first]
+    assert (await place.deploy(DOUBLER + "# more", by=ONE)).version.number == 2
+    assert (await place.versions.rollback("example_doubler", by=ONE)).number == 1
+
+
+async def test_what_is_shared_can_be_called_and_not_changed(place):
+    """A function that its project shares is there for others, who are told that it is not theirs to change; the next
+    version may end that."""
+    await place.deploy(by=ONE, is_shared=True)
+    assert not place.versions.is_hidden("example_doubler", "two")
+    for what, change in changes(place.versions, TWO).items():
+        with pytest.raises(Forbidden, match="another project's"):
+            await change()
+            raise AssertionError(what)
+    await place.deploy(DOUBLER + "# more", by=ONE)
+    assert not place.versions.is_hidden("example_doubler", "two")
+    await place.deploy(DOUBLER + "# most", by=ONE, is_shared=False)
+    assert place.versions.is_hidden("example_doubler", "two")
+
+
+async def test_who_runs_the_machine_may_change_every_function(place):
+    """What is deployed beside the data directory is shared by default; another project's function stays that
+    project's, and hidden, when it is deployed anew there."""
+    own = (await place.deploy(name="theirs")).version
+    assert (own.project, own.key, own.is_shared) == ("default", None, True)
+    await place.deploy(by=ONE)
+    mended = (await place.deploy(DOUBLER + "# mended")).version
+    assert (mended.project, mended.key, mended.is_shared) == ("one", None, False)
+    await place.versions.remove("example_doubler")
+
+
+async def test_a_name_is_free_again_with_nothing_of_its_past(place):
+    """A name whose versions are all gone can be another project's, which sees none of the versions and logs of before,
+    also after the next start."""
+    await place.deploy(by=ONE)
+    place.trouble = ModelFailed("a secret of one")
+    with pytest.raises(ModelFailed):
+        await place.deploy(DOUBLER + "# bad", by=ONE)
+    place.trouble = None
+    await place.versions.remove("example_doubler", by=ONE)
+    mine = (await place.deploy(DOUBLER + "# mine", by=TWO)).version
+    place.close()
+    await place.open().load()
+    assert [each.number for each in place.versions.own("example_doubler", TWO)] == [mine.number]
+    assert "secret" not in await place.versions.log("example_doubler", by=TWO)
+    for version in ("1", "2"):
+        with pytest.raises(UnknownName):
+            await place.versions.log("example_doubler", None, version, by=TWO)
+    with pytest.raises(UnknownName):
+        await place.versions.log("example_doubler", by=ONE)

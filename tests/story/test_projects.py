@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,9 @@ import sys
 import httpx
 import pytest
 from fakes.running_server import running_server
+
+from batchmill.wire import bundles
+from batchmill.wire.deploys import BUNDLE_MEDIA, DeployOrder
 
 CONFIG = """
 [models.echo]
@@ -66,8 +70,8 @@ def keys(server):
         line += ["--project", project, "--scope", scope, *words]
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
-    made = {scope: make("one", scope) for scope in ("read", "submit", "admin")}
-    return made | {"other": make("two", "admin"), "narrow": make("one", "submit", "--model", "echo")}
+    made = {scope: make("one", scope) for scope in ("read", "submit", "admin", "deploy")}
+    return made | {"other": make("two", "deploy"), "narrow": make("one", "submit", "--model", "echo")}
 
 
 @pytest.fixture
@@ -75,9 +79,9 @@ def asking(server, keys):
     """Ask as the owner of a key."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
 
-        def ask(who, method, path, **options):
-            headers = {"authorization": f"Bearer {keys[who]}"} if who else {}
-            return client.request(method, path, headers=headers, **options)
+        def ask(who, method, path, headers=(), **options):
+            key = {"authorization": f"Bearer {keys[who]}"} if who else {}
+            return client.request(method, path, headers=key | dict(headers), **options)
 
         yield ask
 
@@ -136,7 +140,7 @@ def test_every_operation_needs_a_key(asking, operations, keys):
 
 def test_every_operation_needs_its_scope(asking, operations):
     """A key does what its scope holds: more is refused before anything is looked at."""
-    held = {"read": {"read"}, "submit": {"read", "submit"}}
+    held = {"read": {"read"}, "submit": {"read", "submit"}, "admin": {"read", "submit", "admin"}}
     wrong = [
         (who, each)
         for each, told in operations.items()
@@ -211,3 +215,38 @@ def test_models_of_a_narrow_key(asking):
     while batch["status"] not in ("failed", "completed"):
         batch = asking("narrow", "GET", f"/v1/batches/{batch['id']}").json()
     assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
+
+
+def deployed_by(ask, who, text, **told):
+    """What became of a deployment of a function `doubler`."""
+    order = DeployOrder(**{"name": "doubler", "target": "app.py:doubler", "source": "one-secret.py:f"} | told)
+    out = io.BytesIO()
+    bundles.write(out, order, {"app.py": text.encode()})
+    return ask(who, "POST", "/batchmill/v1/models", content=out.getvalue(), headers={"content-type": BUNDLE_MEDIA})
+
+
+def test_who_may_bring_code(asking):
+    """An admin's key brings no code and makes no key that may; what a key brings is its own project's: to another its
+    name is taken, it is not there, and where it is shared it can be called and neither stopped nor read."""
+    text, one = "def doubler(foo: int):\n    return 2 * foo\n", "/batchmill/v1/models/doubler"
+    assert deployed_by(asking, "admin", text).status_code == 403
+    for who in ("admin", "deploy"):
+        refused = asking(who, "POST", "/batchmill/v1/keys", json={"name": "more", "scope": "deploy"})
+        assert refused.status_code == 403 and "batchmill keys create --scope deploy" in refused.text
+    assert deployed_by(asking, "deploy", text).status_code == 201
+
+    unload = ("POST", "/v2/repository/models/doubler/unload")
+    taken = deployed_by(asking, "other", text + "# other\n")
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken") and "one" not in taken.text
+    asked = [("GET", one), ("DELETE", one), ("POST", f"{one}/rollback"), unload]
+    assert {asking("other", *each).status_code for each in asked} == {404}
+    assert asking("other", "POST", "/v1/doubler/latest", json={"data": 2}).status_code == 404
+    assert asking("submit", "POST", "/v1/doubler/latest", json={"data": 2}).json() == {"data": 4}
+
+    assert deployed_by(asking, "deploy", text, is_shared=True).json()["version"]["key"]
+    assert asking("other", "POST", "/v1/doubler/latest", json={"data": 2}).json() == {"data": 4}
+    seen = asking("other", "GET", one)
+    assert seen.status_code == 200 and "one-secret.py" not in seen.text and '"one"' not in seen.text
+    asked = [("DELETE", one), ("POST", f"{one}/restart"), ("GET", f"{one}/log"), unload]
+    assert {asking("other", *each).status_code for each in asked} == {403}
+    assert asking("deploy", "DELETE", one).status_code == 200

@@ -70,6 +70,8 @@ OPTIONS = (
                  help="How long an idle worker waits for a batch to fill: 5ms [0]."),
     click.option("--dataframe", metavar="COLUMNS|FILE", help="It takes a data frame: its columns, or an example."),
     click.option("--idempotent", "is_idempotent", is_flag=True, help="A call whose worker died may be made again."),
+    click.option("--shared/--private", "is_shared", default=None,
+                 help="Whether other projects may call it [as before; a new one: only if no key brings it]."),
     click.option("--received-shapes", is_flag=True, help="A tensor of one element is a single value, as at Inferless."),
     click.option("--example", "examples", metavar="JSON|FILE", multiple=True,
                  help="Arguments of a call that must succeed first."),
@@ -91,7 +93,8 @@ def _options(command: Any) -> Any:
 @global_options
 @click.pass_obj
 def deploy(session: Session, source: str, **options: Any) -> int:
-    """Make a Python function a model, with typed inputs and versions of its own.
+    """Make a Python function a model, with typed inputs and versions of its own. Its code, and that of the packages it
+    requires, runs as the user of the server (or of this command): deploy what you trust.
 
     SOURCE is FILE.py:NAME, package.module:NAME, a FOLDER (with FOLDER:FILE.py:NAME, or an app.py of Inferless's kind
     or Modelbit's source.py), or git+https://HOST/REPO@REVISION#subdirectory=FOLDER:FILE.py:NAME. The new version is
@@ -117,7 +120,7 @@ async def _deploy(session: Session, source: str, options: dict[str, Any]) -> int
 
 def settings_of(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """The options as fields of an order; what was not said is not there. Raises: InvalidInput."""
-    told = {name: value for name, value in options.items() if value not in (None, False, ())}
+    told = {name: value for name, value in options.items() if value not in (None, False, ()) or name == "is_shared"}
     if (path := told.pop("requirements_file", None)) is not None:
         told["requirements"] = _read(Path(path))
     if "python" in told and "/" in told["python"]:

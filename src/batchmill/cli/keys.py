@@ -39,8 +39,8 @@ def keys() -> None:
 @click.option("--project", callback=_text, help="Whose files and jobs it sees [default; at a server: your key's own].")
 @click.option(
     "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
-    help="read: look; submit: upload, run, call models; admin: keys and webhooks of its project, and functions: "
-         "what it deploys runs on the server, and other projects may call it.",
+    help="read: look; submit: upload, run, call models; admin: keys, webhooks and connectors of its project; deploy: "
+         "functions too, whose code runs as the server's user. A deploy key is made beside the data directory alone.",
 )  # fmt: skip
 @click.option("--model", "models", multiple=True, metavar="NAME", help="A model or adapter it may use [all].")
 @click.option("--expires", type=Span(), metavar="SPAN", help="When it ends: 90d, 12h [never].")

@@ -116,8 +116,9 @@ class Client:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
             settings: the fields of `batchmill.wire.deploys.DeployOrder` (`name`, `branch`, `requirements`: a file or
                 its text, `python`, `environment`, `secrets`, `workers`, `gpus`, `memory_bytes`, `timeout_s`,
-                `batch_size`, `batch_window_s`, `is_idempotent`, `received_shapes`, `examples`), and `include` (further
-                files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
+                `batch_size`, `batch_window_s`, `is_idempotent`, `is_shared`, `received_shapes`,
+                `examples`), and `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`,
+                `output_json`.
 
         Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
         """

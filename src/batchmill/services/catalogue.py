@@ -166,7 +166,7 @@ class Catalogue:
         """Who has this name; empty: nobody that the project could mean by it."""
         if name in self._served:
             return "a model of the configuration"
-        if self._versions is not None and name in self._versions.names():
+        if self._is_function(project, name):
             return "a function"
         if self._remote is not None and self._remote.find(name, project) is not None:
             return "a connector's model"
@@ -246,10 +246,14 @@ class Catalogue:
 
     def is_taken(self, project: str, name: str) -> bool:
         """Something that is no registered adapter is called so."""
-        functions = set() if self._versions is None else set(self._versions.names())
         remote = None if self._remote is None else self._remote.find(name, project)
         deployed = self._llms is not None and self._llms.is_deployed(project, name)
-        return name in self._served or name in functions or remote is not None or deployed
+        return name in self._served or self._is_function(project, name) or remote is not None or deployed
+
+    def _is_function(self, project: str, name: str) -> bool:
+        """A function goes by this name, and the project may know of it."""
+        versions = self._versions
+        return versions is not None and name in versions.names() and not versions.is_hidden(name, project)
 
     def with_room(self, model: ModelSpec, bases: Sequence[str] = ()) -> ModelSpec:
         """A model whose engine has room for the adapters registered for it, or for one of `bases`."""
@@ -313,7 +317,11 @@ class Catalogue:
 
     def _remote_spec(self, model: RemoteModel) -> ModelSpec:
         assert self._remote is not None, "it was found there"
-        taken = model.name in self._served or (self._versions is not None and self._versions.get(model.name))
+        taken = model.name in self._served or (
+            self._versions is not None
+            and self._versions.get(model.name)
+            and not self._versions.is_hidden(model.name, model.project)
+        )
         spec = self._remote.for_job(model)
         return replace(spec, allowed=[model.id]) if taken else spec
 
@@ -373,12 +381,15 @@ class Catalogue:
         return list(self._models.values())
 
     def may(self, caller: Caller, name: str) -> bool:
-        """Both the key and its project allow the very name: a model's does not stand for its adapters'."""
+        """Both the key and its project allow the very name: a model's does not stand for its adapters'. A function of
+        another project has to be shared."""
         remote = self._found_remote(caller, name)
         if remote is not None and remote.id == name:  # what was registered is its project's own, whatever others list
             return True
         if name not in self._served and self._llms is not None and self._llms.is_deployed(caller.project, name):
             return caller.models is None or name in caller.models
+        if self._versions is not None and name not in self._served and self._versions.is_hidden(name, caller.project):
+            return False
         project = self._projects.get(caller.project)
         allowed = None if project is None else project.models
         is_llm = name in self._served or (self._llms is not None and self._llms.bases.is_base(name))

@@ -29,7 +29,7 @@ NAME_CHARS_MAX = 200
 MODELS_MAX = 1000
 KEYS_MAX = 10_000  # of one server
 USED_S = 60.0  # how exactly the time of the last use is written down
-ANYBODY = Caller("default", Scope.ADMIN)  # where no key was ever made
+ANYBODY = Caller("default", Scope.DEPLOY)  # where no key was ever made
 REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
 
 
@@ -80,7 +80,8 @@ class KeyService:
         expires: float | None = None,
         by: Caller | None = None,
     ) -> NewKey:
-        """A new key. `by`: a key mints only keys whose scope, project, models and rate lie within its own.
+        """A new key. `by`: a key mints only keys whose scope, project, models and rate lie within its own, and none
+        with the scope deploy: those are for whoever runs the machine to make.
 
         Raises: InvalidInput for a value out of range, Forbidden for more than `by` has.
         """
@@ -203,6 +204,11 @@ def _within(
     """Models and rate of a key that `by` may make: its own where nothing was said."""
     if project != by.project:
         raise Forbidden(f"this key makes keys of its own project, {by.project}, only")
+    if scope == Scope.DEPLOY:  # nobody that asks over HTTP, be it with such a key or where there are none
+        raise Forbidden(
+            "no key with the scope deploy is made over the API: what it deploys runs as the server's user. Whoever "
+            "runs the machine makes one, beside the data directory: batchmill keys create --scope deploy"
+        )
     if not by.may(scope):
         raise Forbidden(f"this key has the scope {by.scope}: it makes none with {scope}")
     beyond = sorted(models - by.models) if models is not None and by.models is not None else []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from batchmill.errors import InvalidConfig
+from batchmill.store.service_tables import model_versions
 from batchmill.store.tables import jobs, schema
 
 
@@ -40,5 +41,14 @@ def _add_projects(db: sa.Connection) -> None:
         index.create(db, checkfirst=True)
 
 
-STEPS: tuple[Callable[[sa.Connection], None], ...] = (_add_projects,)
+def _add_owners(db: sa.Connection) -> None:
+    """2 -> 3: functions have an owner. Those that there are were made by whoever runs the machine, for all projects."""
+    there = {each["name"] for each in sa.inspect(db).get_columns(model_versions.name)}
+    for name in ("project", "key", "shared"):
+        if name not in there:  # a table that has just been made has them
+            column = sa.schema.CreateColumn(model_versions.c[name]).compile(dialect=db.dialect)
+            db.execute(sa.DDL("ALTER TABLE model_versions ADD COLUMN %(column)s", context={"column": str(column)}))
+
+
+STEPS: tuple[Callable[[sa.Connection], None], ...] = (_add_projects, _add_owners)
 VERSION = len(STEPS) + 1

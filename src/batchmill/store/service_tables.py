@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, String, Table, Text
 
 from batchmill.store.tables import metadata
 
@@ -103,6 +103,9 @@ model_versions = Table(  # functions as they were deployed; a row never changes 
     Column("source", Text, nullable=False),  # for people: app.py:fn, a git URL at its revision
     Column("spec", LargeBinary),  # types.ModelSpec as JSON, once it is ready
     Column("error", Text),  # why it failed: the traceback
+    Column("project", String(64), nullable=False, server_default="default"),  # whose it is
+    Column("key", String(64)),  # the public id of the key that brought it; None: whoever runs the machine
+    Column("shared", Boolean, nullable=False, server_default="1"),  # other projects may call it
 )
 
 model_routes = Table(  # what a branch's `latest`, or an alias, stands for

@@ -13,6 +13,7 @@ class Scope(StrEnum):
     READ = "read"  # look at files, jobs, results and models
     SUBMIT = "submit"  # upload, run, steer one's own jobs, call models
     ADMIN = "admin"  # keys, webhooks, and everything of every project's server
+    DEPLOY = "deploy"  # bring code that runs as the server's user: only who runs the machine makes such a key
 
 
 class Caller(Struct, frozen=True):

@@ -34,6 +34,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     is_idempotent: bool = False
     received_shapes: bool = False
     examples: list[Any] = []  # arguments by name (an object) or by position (a list): each is called before it counts
+    is_shared: bool | None = None  # other projects may call it; None: as before, else only if no key brings it
     has_samples: bool = False  # input.json or output.json was given by name: the code must be one that has use for it
 
 
@@ -49,6 +50,9 @@ class ModelVersion(Struct, frozen=True):
     source: str = ""
     error: str | None = None  # why it failed: the traceback
     spec: ModelSpec | None = None  # once it is ready
+    project: str = "default"  # whose it is
+    key: str | None = None  # the public id of the key that brought it; None: whoever runs the machine
+    is_shared: bool = True  # other projects may call it
 
     @property
     def reference(self) -> str:

@@ -152,6 +152,9 @@ class VersionInfo(Struct, frozen=True):
     timeout_s: float | None = None
     memory_bytes: int | None = None
     is_idempotent: bool = False
+    project: str = ""  # whose it is; empty: another's, which shares it, and then `source` and `error` are too
+    key: str | None = None  # the id of the key that brought it; None: whoever runs the machine
+    is_shared: bool = True  # other projects may call it
 
     @property
     def reference(self) -> str:

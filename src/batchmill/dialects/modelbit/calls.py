@@ -104,7 +104,8 @@ class Calls:
         try:
             return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
         except UnknownName:
-            if not is_certain(url) and not self._versions.get(name) and self._is_named(call, raw):
+            is_there = self._versions.get(name) and not self._versions.is_hidden(name, call.caller.project)
+            if not is_certain(url) and not is_there and self._is_named(call, raw):
                 raise Elsewhere(raw) from None
             raise
 

@@ -1,6 +1,7 @@
-"""Deployed functions: sent as an archive of code, looked at, moved between versions, removed. An admin's business.
+"""Deployed functions: sent as an archive of code, looked at, moved between versions, removed.
 
-The archive has a media type of its own, so that no web page can send one to a server that asks for no key.
+What decides which code runs, or brings it, needs the scope deploy: code runs as the server's user. The archive has a
+media type of its own, so that no web page can send one to a server that asks for no key.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from msgspec.structs import replace
 from starlette.responses import PlainTextResponse, Response
 
 from batchmill.dialects.native.views import Shown
@@ -16,10 +18,11 @@ from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.services.functions import views
 from batchmill.services.functions.examples import openapi
 from batchmill.services.functions.names import LATEST, MAIN
+from batchmill.services.functions.records import READY
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.bundles import BYTES_MAX
-from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.deploys import BUNDLE_MEDIA, ModelVersion
 from batchmill.wire.native import (
     PREFIX,
     AliasInfo,
@@ -46,12 +49,13 @@ class Functions:
         self._versions, self._catalogue = services.versions, services.catalogue
 
     def operations(self) -> Sequence[Operation]:
-        admin, read = Scope.ADMIN, Scope.READ
+        deploy, admin, read = Scope.DEPLOY, Scope.ADMIN, Scope.READ
         return (
             Operation(
-                "deploy", "POST", MODELS, "Deploy a function", admin, self.deploy, body=Content(BUNDLE_MEDIA),
+                "deploy", "POST", MODELS, "Deploy a function: code that runs as the server's user", deploy,
+                self.deploy, body=Content(BUNDLE_MEDIA),
                 reply=DeployReply, status=201, also={200: DeployReply}, body_bytes_max=BYTES_MAX,
-                errors=(REFUSED,),
+                errors=(IN_USE, REFUSED),
             ),
             Operation(
                 "model", "GET", ONE, "A deployed function, and how it is called", read, self.show,
@@ -70,11 +74,11 @@ class Functions:
                 query=VersionQuery, reply=Content("text/plain"), errors=(MISSING,),
             ),
             Operation(
-                "rollbackModel", "POST", f"{ONE}/rollback", "Let an earlier version be the latest", admin,
+                "rollbackModel", "POST", f"{ONE}/rollback", "Let an earlier version be the latest", deploy,
                 self.rollback, body=Rollback, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
             ),
             Operation(
-                "mergeModel", "POST", f"{ONE}/merge", "Make a branch's latest a version of another", admin,
+                "mergeModel", "POST", f"{ONE}/merge", "Make a branch's latest a version of another", deploy,
                 self.merge, body=Merge, reply=VersionInfo, errors=(MISSING,),
             ),
             Operation(
@@ -82,15 +86,15 @@ class Functions:
                 self.restart, body=Restart, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
             ),
             Operation(
-                "setAlias", "PUT", f"{ONE}/aliases/{{alias}}", "Let an alias stand for versions", admin, self.alias,
+                "setAlias", "PUT", f"{ONE}/aliases/{{alias}}", "Let an alias stand for versions", deploy, self.alias,
                 body=NewAlias, reply=AliasInfo, errors=(MISSING,),
             ),
             Operation(
-                "removeAlias", "DELETE", f"{ONE}/aliases/{{alias}}", "Remove an alias", admin, self.remove_alias,
+                "removeAlias", "DELETE", f"{ONE}/aliases/{{alias}}", "Remove an alias", deploy, self.remove_alias,
                 reply=VersionList, errors=(MISSING, IN_USE),
             ),
             Operation(
-                "removeModel", "DELETE", ONE, "Remove versions, or all of them", admin, self.remove,
+                "removeModel", "DELETE", ONE, "Remove versions, or all of them", deploy, self.remove,
                 query=VersionQuery, reply=VersionList, errors=(MISSING, IN_USE),
             ),
         )  # fmt: skip
@@ -101,24 +105,33 @@ class Functions:
             with bundle.open("wb") as file:
                 async for piece in call.request.stream():
                     await asyncio.to_thread(file.write, piece)
-            deployed = await self._versions.deploy(bundle, check=lambda name: self._check(call, name))
+            deployed = await self._versions.deploy(bundle, check=lambda name: self._check(call, name), by=call.caller)
         finally:
             await asyncio.to_thread(bundle.unlink)
         return json_reply(views.deploy_reply(deployed), 201 if deployed.is_new else 200)
 
     def _check(self, call: Call, name: str) -> None:
-        """Raises: Forbidden for a name that the key or its project may not use."""
-        if not self._catalogue.may(call.caller, name):
+        """Raises: Forbidden for a name that the key or its project may not use; another's that it may not know is
+        refused where names are given."""
+        if not self._catalogue.may(call.caller, name) and not self._versions.is_hidden(name, call.caller.project):
             raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
 
     async def show(self, call: Call) -> Response:
-        name, (versions, routes) = self._name(call), self._versions.show(self._name(call))
+        name, (_, routes) = self._name(call), self._versions.show(self._name(call))
         url = str(call.request.base_url).rstrip("/")
-        return json_reply(views.detail(name, [self._shown.version(each) for each in versions], routes, url))
+        return json_reply(views.detail(name, self._seen(call, name), routes, url))
 
     async def versions(self, call: Call) -> Response:
-        versions, _ = self._versions.show(self._name(call))
-        return json_reply(VersionList([views.version_info(self._shown.version(each)) for each in versions]))
+        name = self._name(call)
+        return json_reply(VersionList([views.version_info(each) for each in self._seen(call, name)]))
+
+    def _seen(self, call: Call, name: str) -> list[ModelVersion]:
+        """Versions as the caller may see them: of another project's function, what one needs to call it."""
+        try:
+            return [self._shown.version(each) for each in self._versions.own(name, call.caller)]
+        except Forbidden:
+            ready = [each for each in self._versions.get(name) if each.state == READY]
+            return [replace(each, source="", error=None, project="", key=None) for each in ready]
 
     async def document(self, call: Call) -> Response:
         target = self._services.functions.find(call.caller, call.path["name"])
@@ -126,35 +139,38 @@ class Functions:
 
     async def log(self, call: Call) -> Response:
         query: VersionQuery = call.query
-        text = await self._versions.log(self._name(call), query.branch, query.version or LATEST)
+        text = await self._versions.log(self._name(call), query.branch, query.version or LATEST, by=call.caller)
         return PlainTextResponse(self._shown.text(text))
 
     async def rollback(self, call: Call) -> Response:
         asked: Rollback = call.body
-        found = await self._versions.rollback(self._name(call), asked.branch, asked.number)
+        found = await self._versions.rollback(self._name(call), asked.branch, asked.number, by=call.caller)
         return json_reply(views.version_info(found))
 
     async def merge(self, call: Call) -> Response:
         asked: Merge = call.body
-        return json_reply(views.version_info(await self._versions.merge(self._name(call), asked.source, asked.into)))
+        found = await self._versions.merge(self._name(call), asked.source, asked.into, by=call.caller)
+        return json_reply(views.version_info(found))
 
     async def restart(self, call: Call) -> Response:
         asked: Restart = call.body
-        return json_reply(views.version_info(await self._versions.restart(self._name(call), asked.branch)))
+        found = await self._versions.restart(self._name(call), asked.branch, by=call.caller)
+        return json_reply(views.version_info(found))
 
     async def alias(self, call: Call) -> Response:
         asked: NewAlias = call.body
         backends, mirrors = views.backends_of(asked.backends), views.backends_of(asked.mirrors)
-        route = await self._versions.set_alias(self._name(call), call.path["alias"], backends, mirrors)
+        name, alias = self._name(call), call.path["alias"]
+        route = await self._versions.set_alias(name, alias, backends, mirrors, by=call.caller)
         return json_reply(views.alias_info(route))
 
     async def remove_alias(self, call: Call) -> Response:
-        await self._versions.remove_alias(self._name(call), call.path["alias"])
+        await self._versions.remove_alias(self._name(call), call.path["alias"], by=call.caller)
         return json_reply(VersionList([]))
 
     async def remove(self, call: Call) -> Response:
         query: VersionQuery = call.query
-        gone = await self._versions.remove(self._name(call), query.branch, query.version)
+        gone = await self._versions.remove(self._name(call), query.branch, query.version, by=call.caller)
         return json_reply(VersionList([views.version_info(self._shown.version(each)) for each in gone]))
 
     def _name(self, call: Call) -> str:

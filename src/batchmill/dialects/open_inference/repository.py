@@ -48,7 +48,7 @@ class Unload(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Repository:
     def __init__(self, services: Services) -> None:
-        self._functions = services.functions
+        self._functions, self._versions = services.functions, services.versions
 
     def operations(self) -> Sequence[Operation]:
         path = "/v2/repository/models/{model}"
@@ -95,6 +95,7 @@ class Repository:
         await json_of(call, Unload)
         name = call.path["model"]
         target = locate(self._functions, call.caller, name)
+        self._versions.own(target.name, call.caller)  # nobody stops another project's calls
         alone = [target] if "@" in name else targets_of(self._functions, call.caller, target.name)
         for each in alone:
             await self._functions.unload(each)

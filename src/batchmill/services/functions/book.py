@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from batchmill.errors import UnknownName
 from batchmill.services.functions.names import LATEST, MAIN, SHOWN_CHARS, read_version
-from batchmill.services.functions.records import READY
+from batchmill.services.functions.records import BUILDING, READY
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 
 Key = tuple[str, str, int]
@@ -23,6 +23,13 @@ class Chosen(Struct, frozen=True):
     mirrors: tuple[ModelVersion, ...] = ()
 
 
+class Owner(Struct, frozen=True):
+    """Whose a function is: of the project that has versions of it which are ready or being made."""
+
+    project: str
+    is_shared: bool  # other projects may call it; the newest version says so
+
+
 class ModelBook:
     """`revision` rises with every change: whoever remembers what a name means asks for it first."""
 
@@ -31,6 +38,7 @@ class ModelBook:
         self._versions: dict[str, dict[Key, ModelVersion]] = {}  # name -> its versions
         self._routes: dict[str, dict[str, Route]] = {}  # name -> label -> route
         self._settled: dict[tuple[str, str | None, str], Chosen] = {}  # names that mean one version alone
+        self._owners: dict[str, Owner | None] = {}  # of names that were asked for
         self.revision = 0
         for version in versions:
             self._versions.setdefault(version.name, {})[_key(version)] = version
@@ -53,6 +61,7 @@ class ModelBook:
 
     def _changed(self) -> None:
         self._settled.clear()
+        self._owners.clear()
         self.revision += 1
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -112,6 +121,21 @@ class ModelBook:
         return UnknownName(
             f"the version {place} {told}; of {shown} there are {', '.join(known) or 'none'}", code="model_not_found"
         )
+
+    def owner(self, name: str) -> Owner | None:
+        """None: the name is free, whoever had it before."""
+        if name not in self._versions:
+            return None
+        if name not in self._owners:
+            live = [each for each in self._versions[name].values() if each.state in (BUILDING, READY)]
+            last = max(live, key=lambda each: (each.state == READY, each.created, each.number), default=None)
+            self._owners[name] = None if last is None else Owner(last.project, last.is_shared)
+        return self._owners[name]
+
+    def is_hidden(self, name: str, project: str) -> bool:
+        """It is another project's, which does not share it."""
+        owner = self.owner(name)
+        return owner is not None and not owner.is_shared and owner.project != project
 
     def has(self, name: str) -> bool:
         """Some version of it is ready, or was and can be asked for."""

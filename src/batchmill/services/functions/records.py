@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from batchmill.states import ENDED
 from batchmill.store.service_tables import model_routes, model_versions
@@ -18,13 +19,14 @@ BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
 INTERRUPTED = "it was interrupted while it was being deployed: deploy it again"
 
 
-def begin(db: sa.Connection, name: str, branch: str, source: str, now: float) -> ModelVersion:
-    """A new version of this branch, with a number that none ever had."""
-    of_branch = (model_versions.c.name == name) & (model_versions.c.branch == branch)
+def begin(db: sa.Connection, new: ModelVersion) -> ModelVersion:
+    """`new` as a version of its branch, with a number that none ever had."""
+    of_branch = (model_versions.c.name == new.name) & (model_versions.c.branch == new.branch)
     last = db.execute(sa.select(sa.func.max(model_versions.c.number)).where(of_branch)).scalar() or 0
-    version = ModelVersion(name, branch, last + 1, BUILDING, now, source=source)
-    values = {"name": name, "branch": branch, "number": version.number, "state": BUILDING, "created": now}
-    db.execute(model_versions.insert().values(values | {"source": source}))
+    version = replace(new, number=last + 1, state=BUILDING)
+    kept = ("name", "branch", "number", "state", "created", "source", "project", "key")
+    values = {name: getattr(version, name) for name in kept}
+    db.execute(model_versions.insert().values(values | {"shared": version.is_shared}))
     return version
 
 
@@ -92,8 +94,8 @@ def _is(version: ModelVersion) -> sa.ColumnElement[bool]:
 
 def _version(row: sa.RowMapping) -> ModelVersion:
     spec = None if row["spec"] is None else msgspec.json.decode(row["spec"], type=ModelSpec)
-    told = {name: row[name] for name in ("name", "branch", "number", "state", "created", "finished", "source", "error")}
-    return ModelVersion(**told, spec=spec)
+    own = ("name", "branch", "number", "state", "created", "finished", "source", "error", "project", "key")
+    return ModelVersion(**{name: row[name] for name in own}, spec=spec, is_shared=row["shared"])
 
 
 def _route(row: sa.RowMapping) -> Route:

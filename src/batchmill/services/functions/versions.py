@@ -15,16 +15,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, InvalidInput
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput
 from batchmill.ports import Clock
 from batchmill.services.functions import records
 from batchmill.services.functions.book import Chosen, ModelBook
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.names import LATEST, MAIN, check_alias, check_branch, check_name
-from batchmill.services.functions.records import FAILED, READY, REMOVED
+from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
 from batchmill.store.database import Database
-from batchmill.types import ModelSpec
-from batchmill.wire.deploys import Backend, Deployed, ModelVersion, Route
+from batchmill.types import Caller, ModelSpec
+from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
 
 __all__ = ["Chosen", "ModelVersion", "ModelVersions"]
 
@@ -32,6 +32,7 @@ log = logging.getLogger("batchmill.models")
 
 BACKENDS_MAX = 100
 WEIGHT_MAX = 1e6
+MACHINES = "default"  # the project of what whoever runs the machine deploys
 
 Warm = Callable[[ModelSpec, ModelSpec], Awaitable[None]]
 
@@ -41,7 +42,8 @@ async def _stays_cold(old: ModelSpec, new: ModelSpec) -> None:
 
 
 class ModelVersions:
-    """
+    """A function is the project's that brought it. `by` is who asks; None: whoever runs the machine, who may do all.
+
     Args:
         taken: names that the configuration has.
 
@@ -102,9 +104,28 @@ class ModelVersions:
             raise self._book.unknown(name, None, LATEST)
         return self.get(name), self.routes(name)
 
-    async def log(self, name: str, branch: str | None = None, version: str = LATEST) -> str:
+    def is_hidden(self, name: str, project: str) -> bool:
+        """It is another project's, which does not share it: to this one there is no such function."""
+        return self._book.is_hidden(name, project)
+
+    def own(self, name: str, by: Caller | None) -> list[ModelVersion]:
+        """As `get`, of those versions that are the caller's business.
+
+        Raises: UnknownName where none is; Forbidden for a function of another project that shares it.
+        """
+        owner = self._book.owner(name)
+        found = [each for each in self.get(name) if by is None or each.project == by.project]
+        if not found or (owner is not None and by is not None and owner.project != by.project):
+            if by is not None and owner is not None and owner.is_shared:
+                raise Forbidden(f"the function {name!r} is another project's: it may be called, and not changed")
+            raise self._book.unknown(name, None, LATEST)
+        return found
+
+    async def log(
+        self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
+    ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
-        tried = [each for each in self.get(name) if each.branch == (branch or MAIN)]
+        tried = [each for each in self.own(name, by) if each.branch == (branch or MAIN)]
         if version == LATEST and tried:
             found = tried[-1]
         elif version.isdigit():
@@ -122,13 +143,16 @@ class ModelVersions:
         """An empty file for an archive that is on its way here; whoever asked for it removes it."""
         return self._workshop.incoming()
 
-    async def deploy(self, bundle: Path, *, check: Callable[[str], None] | None = None) -> Deployed:
+    async def deploy(
+        self, bundle: Path, *, check: Callable[[str], None] | None = None, by: Caller | None = None
+    ) -> Deployed:
         """Make a version of what lies in an archive of `wire.bundles`, check it, and let it be its branch's latest.
 
         `check` raises where whoever sent it may not use the name.
 
-        Raises: InvalidInput for an order or archive that is wrong; ModelFailed (`deploy_failed`) with the traceback
-        where the code does not work: the version is then written down as failed, and the one before stays.
+        Raises: Conflict (`name_taken`) for the name of another project's function; InvalidInput for an order or archive
+        that is wrong; ModelFailed (`deploy_failed`) with the traceback where the code does not work: the version is
+        then written down as failed, and the one before stays.
         """
         staged = await self._workshop.stage(bundle)
         try:
@@ -138,12 +162,11 @@ class ModelVersions:
             if check is not None:
                 check(order.name)
             async with self._alone(order.name):
+                new = self._new(order, by)
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
                     return Deployed(latest, is_new=False)
-                version = await self._database.write(
-                    records.begin, order.name, order.branch, order.source, self._clock.now()
-                )
+                version = await self._database.write(records.begin, new)
                 self._book.put(version)
                 try:
                     spec = await self._workshop.build(staged, version)
@@ -153,6 +176,20 @@ class ModelVersions:
                     raise
         finally:
             await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
+
+    def _new(self, order: DeployOrder, by: Caller | None) -> ModelVersion:
+        """What an order makes, its number still to be given. Raises: Conflict."""
+        owner = self._book.owner(order.name)
+        if by is not None and owner is not None and owner.project != by.project:
+            raise Conflict(f"the name {order.name!r} is taken: choose another", code="name_taken")
+        project = owner.project if owner is not None else MACHINES if by is None else by.project
+        key, is_shared = None if by is None else by.key, order.is_shared
+        if is_shared is None:
+            is_shared = key is None if owner is None else owner.is_shared
+        return ModelVersion(
+            order.name, order.branch, 0, BUILDING, self._clock.now(), source=order.source, project=project, key=key,
+            is_shared=is_shared,
+        )  # fmt: skip
 
     async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
         """Where the old version has workers, the new one's are up before the first call goes there."""
@@ -180,11 +217,12 @@ class ModelVersions:
             yield
 
     @contextlib.asynccontextmanager
-    async def _known(self, name: str) -> AsyncIterator[None]:
-        """As `_alone`, for a function that there is. Raises: UnknownName."""
+    async def _known(self, name: str, by: Caller | None) -> AsyncIterator[None]:
+        """As `_alone`, for a function that there is and that is the caller's. Raises as `own`."""
         if not self.get(name):
             raise self._book.unknown(name, None, LATEST)
         async with self._alone(name):
+            self.own(name, by)
             yield
 
     def _latest(self, name: str, branch: str) -> ModelVersion | None:
@@ -193,13 +231,15 @@ class ModelVersions:
 
     # -- what names stand for -----------------------------------------------------------------------------------------
 
-    async def rollback(self, name: str, branch: str | None = None, number: int | None = None) -> ModelVersion:
+    async def rollback(
+        self, name: str, branch: str | None = None, number: int | None = None, *, by: Caller | None = None
+    ) -> ModelVersion:
         """Let an earlier version be its branch's latest; without a number, the ready one before the present one.
 
         Raises: UnknownName; InvalidInput where there is none before.
         """
         branch = branch or MAIN
-        async with self._known(name):
+        async with self._known(name, by):
             present = self._latest(name, branch)
             if present is None:
                 raise self._book.unknown(name, branch, LATEST)
@@ -217,21 +257,23 @@ class ModelVersions:
             await self._move(wanted, present, Backend(branch, number))
             return wanted
 
-    async def merge(self, name: str, source: str, into: str = MAIN) -> ModelVersion:
+    async def merge(self, name: str, source: str, into: str = MAIN, *, by: Caller | None = None) -> ModelVersion:
         """Make the latest of one branch a new version of another: the same code and environment under a new number."""
-        return await self._again(name, source, check_branch(into), "merged")
+        return await self._again(name, source, check_branch(into), "merged", by=by)
 
-    async def restart(self, name: str, branch: str | None = None) -> ModelVersion:
+    async def restart(self, name: str, branch: str | None = None, *, by: Caller | None = None) -> ModelVersion:
         """Make the latest again under a new number: its workers begin afresh before the first call goes there."""
-        return await self._again(name, branch or MAIN, branch or MAIN, "restarted")
+        return await self._again(name, branch or MAIN, branch or MAIN, "restarted", by=by)
 
-    async def _again(self, name: str, source: str, into: str, how: str) -> ModelVersion:
-        async with self._known(name):
+    async def _again(self, name: str, source: str, into: str, how: str, *, by: Caller | None) -> ModelVersion:
+        async with self._known(name, by):
             found, latest = self._latest(name, source), self._latest(name, into)
             if found is None:
                 raise self._book.unknown(name, source, LATEST)
             told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
-            version = await self._database.write(records.begin, name, into, told, self._clock.now())
+            key = None if by is None else by.key
+            new = replace(found, branch=into, created=self._clock.now(), finished=None, source=told, spec=None, key=key)
+            version = await self._database.write(records.begin, new)
             self._book.put(version)
             try:
                 return await self._publish(version, await self._workshop.copy(found, version), latest)
@@ -251,8 +293,9 @@ class ModelVersions:
         return route
 
     async def set_alias(
-        self, name: str, alias: str, backends: list[Backend], mirrors: list[Backend] | None = None
-    ) -> Route:
+        self, name: str, alias: str, backends: list[Backend], mirrors: list[Backend] | None = None, *,
+        by: Caller | None = None,
+    ) -> Route:  # fmt: skip
         """Let an alias stand for versions, by weight; `mirrors` get copies of its calls. Raises: UnknownName."""
         check_alias(alias)
         mirrors = mirrors or []
@@ -264,20 +307,22 @@ class ModelVersions:
                     f"a weight is more than 0 and at most {WEIGHT_MAX:,.0f}, not {backend.weight}",
                     code="invalid_weight",
                 )
-        async with self._known(name):
+        async with self._known(name, by):
             for backend in (*backends, *mirrors):
                 self._book.ready(name, backend.branch, backend.number)
             return await self._route(Route(name, f"@{alias}", backends, mirrors, self._clock.now()))
 
     # -- removing -----------------------------------------------------------------------------------------------------
 
-    async def remove(self, name: str, branch: str | None = None, version: str | None = None) -> list[ModelVersion]:
+    async def remove(
+        self, name: str, branch: str | None = None, version: str | None = None, *, by: Caller | None = None
+    ) -> list[ModelVersion]:
         """Remove a version, a branch, or with neither said all of a function; returns the versions removed.
 
         Raises: UnknownName; Conflict for a version that an alias or an unfinished job uses, or a branch's latest.
         """
-        async with self._known(name):
-            gone, dropped = self._doomed(name, branch, version)
+        async with self._known(name, by):
+            gone, dropped = self._doomed(name, branch, version, by)
             used = await self._database.read(records.folders_in_use)
             for each in gone:
                 if each.spec is not None and each.spec.function is not None and each.spec.function.folder in used:
@@ -294,18 +339,20 @@ class ModelVersions:
                 await asyncio.to_thread(self._workshop.discard, each)
             return removed
 
-    async def remove_alias(self, name: str, alias: str) -> None:
+    async def remove_alias(self, name: str, alias: str, *, by: Caller | None = None) -> None:
         """Raises: UnknownName."""
-        async with self._known(name):
+        async with self._known(name, by):
             route = self._book.route(name, f"@{alias}")
             if route is None:
                 raise self._book.unknown(name, None, alias)
             await self._database.write(records.remove, [], [], [route])
             self._book.drop_route(route)
 
-    def _doomed(self, name: str, branch: str | None, version: str | None) -> tuple[list[ModelVersion], list[Route]]:
+    def _doomed(
+        self, name: str, branch: str | None, version: str | None, by: Caller | None
+    ) -> tuple[list[ModelVersion], list[Route]]:
         """What goes, and the routes that go with it."""
-        found = [each for each in self.get(name) if each.state in (READY, FAILED)]
+        found = [each for each in self.own(name, by) if each.state in (READY, FAILED)]
         if version is not None:
             place = (branch or MAIN, version)
             found = [each for each in found if (each.branch, str(each.number)) == place]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from batchmill.services.functions.examples import curl_examples
 from batchmill.services.functions.names import MAIN
 from batchmill.services.functions.records import READY
@@ -14,15 +16,14 @@ from batchmill.wire.native import AliasInfo, BackendInfo, DeployReply, FunctionD
 def version_info(version: ModelVersion) -> VersionInfo:
     told = VersionInfo(
         version.name, version.branch, version.number, version.state, version.created, version.finished,
-        version.source, version.error,
+        version.source, version.error, project=version.project, key=version.key, is_shared=version.is_shared,
     )  # fmt: skip
     spec = version.spec
     if spec is None or spec.function is None or version.state != READY:
         return told
     function, limits = spec.function, spec.limits
-    return VersionInfo(
-        version.name, version.branch, version.number, version.state, version.created, version.finished,
-        version.source, version.error,
+    return replace(
+        told,
         interface=function.interface, digest=function.digest, workers=spec.workers, gpus=function.gpus,
         batch_size=function.batch_size, batch_window_s=function.batch_window_s, timeout_s=limits.attempt_timeout_s,
         memory_bytes=limits.memory_bytes, is_idempotent=function.is_idempotent,
