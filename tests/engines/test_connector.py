@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -18,9 +19,20 @@ from contract.engine_suite import OpenFeed, answer_to, run_all
 from fakes.faulty_service import FAULTS, FaultyService
 from fakes.held_clock import HeldClock
 
+from batchmill.children.bounds import Bounds
+from batchmill.children.programs import Programs
 from batchmill.engines.connector import ConnectorEngine
-from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, QuotaExhausted, Unavailable
+from batchmill.errors import (
+    AuthRefused,
+    BatchmillError,
+    InvalidInput,
+    ModelFailed,
+    QuotaExhausted,
+    TooComplex,
+    Unavailable,
+)
 from batchmill.models import provisions
+from batchmill.models.connectors import bounded
 from batchmill.types import (
     Action,
     ClientConfig,
@@ -614,3 +626,39 @@ async def test_live_without_a_service(service: Service) -> None:
     async with started(spec("http://127.0.0.1:9/")) as engine:
         with pytest.raises(Unavailable):
             await answer_to(engine, live({"parameters": {"input": "1"}}))
+
+
+UNIONS = "$.." + "[*,*,*]" * 114  # 3 ** 114 ways through a reply
+
+
+async def test_a_filter_that_never_ends_is_stopped(service, monkeypatch):
+    """A caller's filter without an end fails its own row and call with `too_complex`; others go on."""
+    monkeypatch.setattr(bounded, "BOUNDS", Bounds(cpu_s=0.2))
+    nested = {"a": json.loads("[" * 40 + "1" + "]" * 40)}
+    service.answers = [web.json_response(nested) for _ in range(7)]
+    async with started(spec(service.url)) as engine:
+        body = json.dumps({"input": "x", "response_filter": UNIONS})
+        request = LiveRequest("/v1/embeddings", body.encode(), project="p")
+        stuck = asyncio.create_task(answer_to(engine, request))
+        plain = json.dumps({"input": "x", "response_filter": "$.a[0]"}).encode()
+        for _ in range(3):
+            head, answer = await answer_to(engine, LiveRequest("/v1/embeddings", plain, project="q"))
+            assert json.loads(answer) == nested["a"][0]
+        assert not stuck.done()
+        with pytest.raises(TooComplex, match=r"the response_filter '\$\.\.\[\*,\*,\*\].* took more than 0.2 s"):
+            await stuck
+        outcomes = (await run_all(engine, [row(0, input="x", response_filter=UNIONS), row(1, input="x")])).outcomes
+    by_number = {each.row.number: each for each in outcomes}
+    assert by_number[0].error.code == "too_complex"
+    assert by_number[1].error is None
+    assert len(service.calls) == 6  # the row's call was paid for once
+
+
+async def test_filters_of_the_configuration_stay_in_place(service, monkeypatch):
+    """A filter of a trusted connector, and any plain path, cost no process."""
+    service.answers = [web.json_response({"a": {"b": [{"c": 1}]}}) for _ in range(2)]
+    monkeypatch.delattr(Programs, "run")
+    (outcome,) = await run(spec(service.url, parameters={"response_filter": "$..c"}), row(0, input="x"))
+    assert outcome.body == b"[1]"
+    (outcome,) = await run(spec(service.url), row(0, input="x", response_filter="$.a.b[*].c"))
+    assert outcome.body == b"[1]"

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import batchmill
+from batchmill.children.programs import Programs
 from batchmill.engines.ahead import Ahead
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, allow_files
@@ -58,9 +59,10 @@ class ConnectorEngine:
         self._ahead = Ahead(self._pacer, self._clock)
         self._credentials = Credentials(connector.credential)
         self._connections = _connections(model, connector, self._limits)
+        self._programs = Programs(self._clock)
         try:
             action = find_action(connector, PREDICT)
-            caller = Caller(connector, action, self._connections, self._credentials, self._clock)
+            caller = Caller(connector, action, self._connections, self._credentials, self._clock, self._programs)
         except InvalidInput as wrong:
             raise ModelFailed(f"connector {connector.name!r}: {wrong.message}", code=wrong.code) from None
         self._rows = Rows(model, caller)
@@ -95,6 +97,7 @@ class ConnectorEngine:
     async def stop(self) -> None:
         await self._ahead.stop()
         await self._connections.stop()
+        await self._programs.close()
 
     def stats(self) -> EngineStats:
         window = self._pacer.window

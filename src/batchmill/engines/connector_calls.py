@@ -9,12 +9,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from batchmill.children.programs import PATIENCE_S, Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.connector_credentials import Credentials
 from batchmill.engines.connector_replies import Answer, settle
 from batchmill.engines.retry import Fault, Kind
-from batchmill.errors import InvalidInput, InvalidRow, ModelFailed
-from batchmill.models.connectors.postprocessing import result_json, tensors
+from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
+from batchmill.models.connectors.bounded import Processing
 from batchmill.models.connectors.preprocessing import prepare
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.ports import Clock
@@ -23,6 +24,7 @@ from batchmill.wire.forms import OpenAIForm
 
 FILTER = "response_filter"
 _DOCUMENTS = ("text_docs", "query_text")
+ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its reply comes to
 
 
 class ConnectorCall:
@@ -58,14 +60,16 @@ class Caller:
     """Makes the calls of one action."""
 
     def __init__(
-        self, connector: Connector, action: Action, connections: Connections, credentials: Credentials, clock: Clock
-    ) -> None:
+        self, connector: Connector, action: Action, connections: Connections, credentials: Credentials, clock: Clock,
+        programs: Programs,
+    ) -> None:  # fmt: skip
         """Raises: InvalidInput for templates that can never be filled."""
         self._connector = connector
         self._action = action
         self._connections = connections
         self._credentials = credentials
         self._clock = clock
+        self._processing = Processing(connector, programs)
         self._renderers = {is_typed: Renderer(connector, action, is_typed=is_typed) for is_typed in (True, False)}
         self._processes = action.post_process_function is not None or FILTER in connector.parameters
 
@@ -117,22 +121,22 @@ class Caller:
 
     # what a reply comes to
 
-    def result(self, call: ConnectorCall, answer: Answer) -> bytes:
-        """The body of a row's result: the reply itself, or what post-processing made of it.
+    async def result(self, call: ConnectorCall, answer: Answer, who: str, patience_s: float = PATIENCE_S) -> bytes:
+        """The body of a result: the reply itself, or what post-processing made of it.
 
-        Raises: InvalidInput for a reply that is not what the post-processing takes.
+        Raises: InvalidInput for a reply that is not what the post-processing takes, TooComplex for one that it takes
+        too long for; RateLimited.
         """
         assert answer.reply.body is not None
         if not self._processes and FILTER not in call.parameters:
             return answer.reply.body
-        return result_json(self._action, answer.data, self._all_parameters(call))
+        return await self._processing.result_json(
+            self._action, answer.data, call.parameters, who=who, patience_s=patience_s
+        )
 
-    def tensors(self, call: ConnectorCall, answer: Answer) -> list[dict[str, Any]]:
-        """The `output` of ML Commons. Raises: as `result`."""
-        return tensors(self._action, answer.data, self._all_parameters(call))
-
-    def _all_parameters(self, call: ConnectorCall) -> Mapping[str, Any]:
-        return {**self._connector.parameters, **call.parameters}
+    async def output(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
+        """The `output` of ML Commons, as JSON. Raises: as `result`."""
+        return await self._processing.output_json(self._action, answer.data, call.parameters, who=who)
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The parameters of the calls that a predict body of ML Commons asks for. Raises: InvalidInput."""
@@ -183,10 +187,17 @@ class Rows:
             return answer
         reply = answer.reply
         try:
-            body = self._caller.result(call, answer)
+            body = await self._caller.result(call, answer, _who(call.row), ROW_PATIENCE_S)
+        except (TooComplex, RateLimited) as stopped:
+            return Fault(Kind.PERMANENT, RowError(stopped.code, stopped.message), reply, None, answer.request_id)
         except InvalidInput as wrong:  # the service may do better when it is asked again
             return Fault(Kind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
         return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
+
+
+def _who(row: Row) -> str:
+    """Who is asked for what a row's reply takes: its job."""
+    return "rows" if row.lease is None else f"job {row.lease.key}"
 
 
 def _members(row: Row) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from msgspec import Raw
 
 from batchmill.engines.ahead import Ahead
 from batchmill.engines.connections import Connections, NoReply
@@ -17,7 +18,7 @@ from batchmill.engines.connector_replies import Answer, settle
 from batchmill.engines.pacing import Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX
 from batchmill.engines.retry import Fault, Kind, Retries
-from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, Unavailable
+from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, TooComplex, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest
 from batchmill.wire.json_bytes import encode
@@ -57,12 +58,13 @@ class ConnectorLive:
         as ML Commons words them."""
         calls = self._calls(request)
         if request.stream:
-            async with aclosing(self._stream(calls[0])) as pieces:
+            async with aclosing(self._stream(calls[0], request.project)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
         try:
-            body = await (self._inferred(calls) if request.form == ML_COMMONS else self._answered(calls[0]))
+            who = request.project
+            body = await (self._inferred(calls, who) if request.form == ML_COMMONS else self._answered(calls[0], who))
         except _Failed as failed:
             status, body = (_worded if request.form == ML_COMMONS else _handed_on)(failed.fault)
             yield LiveHead(status)
@@ -85,10 +87,10 @@ class ConnectorLive:
             self._caller.compose(call)
         return calls
 
-    async def _answered(self, call: ConnectorCall) -> bytes:
-        return self._body(call, await self._call(call))
+    async def _answered(self, call: ConnectorCall, who: str) -> bytes:
+        return await self._body(call, await self._call(call), who)
 
-    async def _inferred(self, calls: list[ConnectorCall]) -> bytes:
+    async def _inferred(self, calls: list[ConnectorCall], who: str) -> bytes:
         """The results of all calls, in their order; the first that fails ends the others."""
         places = asyncio.Semaphore(CALLS_AT_ONCE)
 
@@ -96,7 +98,10 @@ class ConnectorLive:
             async with places:
                 answer = await self._call(call)
             try:
-                return {"output": self._caller.tensors(call, answer), "status_code": answer.reply.status}
+                output = Raw(await self._caller.output(call, answer, who))
+                return {"output": output, "status_code": answer.reply.status}
+            except TooComplex:
+                raise
             except InvalidInput as wrong:
                 raise ModelFailed(wrong.message, code=wrong.code) from None
 
@@ -160,7 +165,7 @@ class ConnectorLive:
         else:
             pacer.answered(now)
 
-    async def _stream(self, call: ConnectorCall) -> AsyncGenerator[LiveHead | bytes]:
+    async def _stream(self, call: ConnectorCall, who: str) -> AsyncGenerator[LiveHead | bytes]:
         """The service's own events as they come; a reply that is none is handed on whole."""
         call.charged = await self._ahead.go(len(call.body))
         call.sent_at = self._clock.monotonic()
@@ -179,7 +184,7 @@ class ConnectorLive:
                 result = settle(response.status, response.headers, await self._read_whole(response), self._clock.now())
                 told = True
                 self._tell(call, result)
-                status, body = self._whole(call, result)
+                status, body = await self._whole(call, result, who)
                 yield LiveHead(status)
                 yield body
         except NoReply as lost:
@@ -193,13 +198,15 @@ class ConnectorLive:
                 response.close()
             self._ahead.ended()
 
-    def _whole(self, call: ConnectorCall, result: Answer | Fault) -> tuple[int, bytes]:
+    async def _whole(self, call: ConnectorCall, result: Answer | Fault, who: str) -> tuple[int, bytes]:
         """Status and body of what came in one piece."""
-        return _handed_on(result) if isinstance(result, Fault) else (200, self._body(call, result))
+        return _handed_on(result) if isinstance(result, Fault) else (200, await self._body(call, result, who))
 
-    def _body(self, call: ConnectorCall, answer: Answer) -> bytes:
+    async def _body(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
         try:
-            return self._caller.result(call, answer)
+            return await self._caller.result(call, answer, who)
+        except TooComplex:
+            raise
         except InvalidInput as wrong:
             raise ModelFailed(wrong.message, code=wrong.code) from None
 

@@ -63,6 +63,7 @@ class LiveCalls:
     async def ask(self, caller: Caller, served: Served, request: LiveRequest) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """As `predict`, of a model that has been found already, in a form that its engine knows."""
         began = self._clock.monotonic()
+        request = msgspec.structs.replace(request, project=caller.project)
         pieces = self._live.predict(served.model.live(), request)
         call = LiveCall(served.name, request.url, 0, 0.0, caller.project)
         try:

@@ -15,6 +15,7 @@ class LiveRequest(Struct, frozen=True):
     head: bytes = b""  # what that form needs beside the body
     adapter: str | None = None  # the own name of the adapter that `body` asks for, and
     adapter_place: str = ""  # where it lies
+    project: str = ""  # whose call it is
 
 
 class Ask(Struct, frozen=True, gc=False):

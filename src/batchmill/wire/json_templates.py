@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -19,7 +20,8 @@ from batchmill.wire.placeholders import PARAMETERS, TO_STRING, Hole, split
 
 DEPTH_MAX = 32  # parameters that refer to one another
 FILLS_MAX = 10_000  # places that one template comes to when they are followed
-BYTES_MAX = 16 * 1024 * 1024  # of everything that its author wrote
+BYTES_MAX = 4 * 1024 * 1024  # of everything that its author wrote
+BODY_BYTES_MAX = 64 * 1024 * 1024  # of a body that was filled, however often a value stands in it
 
 _BARE, _QUOTED, _STRING = 0, 1, 2  # where a value goes: outside of strings, into one, in place of a whole one
 _WORD = re.compile(r"\w+", re.ASCII)
@@ -53,11 +55,12 @@ class _Loop:
 class Filling:
     """How one body is filled, and what was found missing."""
 
-    __slots__ = ("is_broken", "is_typed", "missing", "raw")
+    __slots__ = ("is_broken", "is_typed", "left", "missing", "raw")
 
     def __init__(self, raw: Collection[str] = (), is_typed: bool = False) -> None:
         self.raw = raw  # names whose values go in as they are
         self.is_typed = is_typed  # a str is a JSON string wherever it stands; else it may be the text of other JSON
+        self.left = BODY_BYTES_MAX
         self.missing: list[str] = []
         self.is_broken = False  # a value stands where only JSON can, and is none
 
@@ -73,7 +76,8 @@ class JsonTemplate:
     def fill(self, values: Mapping[str, Any], filling: Filling) -> bytes:
         """The body with the values of one call; what is missing stays as it is written.
 
-        Raises: InvalidInput, `placeholder_loop`, `invalid_encoding` for half a character, `nesting_too_deep`.
+        Raises: InvalidInput, `placeholder_loop`, `invalid_encoding` for half a character, `nesting_too_deep`,
+        `payload_too_large`.
         """
         out: list[bytes] = []
         try:
@@ -109,12 +113,21 @@ def _write(nodes: list[Any], values: Mapping[str, Any], filling: Filling, out: l
     for node in nodes:
         if node.__class__ is bytes:
             out.append(node)
+            filling.left -= len(node)
             continue
         if node.__class__ is _Loop:
             raise InvalidInput(loop_message(node.names), code="placeholder_loop")
         value = values.get(node.name)
         if value is not None:
-            out.append(_given(node, value, filling))
+            data = _given(node, value, filling)
+            out.append(data)
+            filling.left -= len(data)
+            if filling.left < 0:
+                raise InvalidInput(
+                    f"the body of a call comes to more than {BODY_BYTES_MAX:,} bytes once its template is filled: "
+                    "make its parameters shorter, or name them less often",
+                    code="payload_too_large",
+                )
         elif node.own is None:
             filling.missing.append(node.name)
             out.append(node.text)
@@ -230,11 +243,9 @@ class _Compiler:
 def _joined(nodes: list[Any]) -> list[Any]:
     """The nodes, with neighbours that are text made one."""
     joined: list[Any] = []
-    for node in nodes:
-        if node.__class__ is bytes and joined and joined[-1].__class__ is bytes:
-            joined[-1] += node
-        else:
-            joined.append(node)
+    for is_text, group in groupby(nodes, lambda node: node.__class__ is bytes):
+        same = list(group)
+        joined += [b"".join(same)] if is_text else same
     return joined
 
 
@@ -249,14 +260,14 @@ def _refuse_half_escape(piece: str, *, has_next: bool) -> None:
 
 def _sample(text: str, is_quoted: bool) -> bytes:
     """A text with something in each of its places that can stand there."""
-    sample = ""
+    sample: list[str] = []
     for piece in split(text):
         if isinstance(piece, str):
             is_quoted = _ends_quoted(piece, is_quoted)
-            sample += piece
+            sample.append(piece)
         else:
-            sample += "x" if is_quoted else "0"
-    return sample.encode()
+            sample.append("x" if is_quoted else "0")
+    return "".join(sample).encode()
 
 
 def _is_nullable(pieces: list[str | Hole], index: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,14 @@ from jsonpath.selectors import NameSelector
 from batchmill.errors import InvalidInput
 
 PATH_CHARS_MAX = 1000
+WILDCARDS_MAX = 8  # of a plain path
 DESCENTS_MAX = 1  # each visits everything below it: more of them multiply
 SEARCHED_BYTES_MAX = 4 * 1024 * 1024  # of a reply that is searched by descent or condition, in the middle of a loop
+
+
+_NAME = r"\.([A-Za-z_][A-Za-z0-9_]*)|\['([^'\\\x00-\x1f]+)'\]|\[\"([^\"\\\x00-\x1f]+)\"\]"
+_STEP = re.compile(rf"{_NAME}|\[(0|[1-9][0-9]{{0,8}})\]|(\.\*|\[\*\])")
+_PLAIN = re.compile(rf"\$(?:{_STEP.pattern})+")
 
 
 class _Environment(JSONPathEnvironment):
@@ -31,6 +38,8 @@ def find(expression: str, document: Any, size_bytes: int) -> tuple[bool, Any]:
 
     Raises: InvalidInput, `invalid_response_filter`.
     """
+    if is_plain(expression):
+        return find_plain(expression, document)
     path, steps = _compiled(expression)
     if steps is not None:
         return _walk(document, steps)
@@ -40,6 +49,43 @@ def find(expression: str, document: Any, size_bytes: int) -> tuple[bool, Any]:
         return True, path.findall(document)
     except (JSONPathError, RecursionError, ArithmeticError) as error:
         raise _invalid(expression, str(error)) from None
+
+
+def is_plain(expression: str) -> bool:
+    """It is names, indexes and a few wildcards, one after another: it takes no longer than to read the reply."""
+    return len(expression) <= PATH_CHARS_MAX and _plain_steps(expression) is not None
+
+
+def find_plain(expression: str, document: Any) -> tuple[bool, Any]:
+    """As `find`, for an expression that is plain."""
+    steps = _plain_steps(expression)
+    assert steps is not None, "it is plain"
+    if None not in steps:
+        return _walk(document, [step for step in steps if step is not None])
+    level = [document]
+    for step in steps:
+        if step is None:
+            level = [inner for each in level for inner in _members(each)]
+        else:
+            level = [found for is_there, found in (_walk(each, [step]) for each in level) if is_there]
+    return True, level
+
+
+def _members(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+@lru_cache(maxsize=256)
+def _plain_steps(expression: str) -> tuple[str | int | None, ...] | None:
+    """Names, indexes, and None for each wildcard; None where it is not plain."""
+    text = expression.strip()
+    if _PLAIN.fullmatch(text) is None:
+        return None
+    steps: list[str | int | None] = []
+    for found in _STEP.finditer(text, 1):
+        name = found[1] or found[2] or found[3]
+        steps.append(name if name is not None else None if found[4] is None else int(found[4]))
+    return tuple(steps) if steps.count(None) <= WILDCARDS_MAX else None
 
 
 def check(expression: str) -> None:

@@ -11,6 +11,7 @@ PARTS = {
     "aws_sigv4": "batchmill.models.connectors.signing:sign_connector",
     "check_filter": "batchmill.models.connectors.json_paths:check",
     "find": "batchmill.models.connectors.json_paths:find",
+    "is_plain": "batchmill.models.connectors.json_paths:is_plain",
 }
 EXTRAS = {"botocore": ("a connector with the protocol aws_sigv4", "pip install 'batchmill[aws]'")}
 

@@ -89,11 +89,10 @@ class _Filling:
         self.missing: list[str] = []
         self.names: set[str] = set()  # of parameters that were looked for
         self._steps = 0
+        self._length = 0
 
     def write(self, text: str, path: tuple[str, ...]) -> None:
-        self._steps += 1
-        if len(path) > DEPTH_MAX or self._steps > STEPS_MAX:
-            raise InvalidInput("the parameters of a URL refer to too many others", code="template_too_large")
+        self._count(path)
         for piece in split(text):
             if isinstance(piece, str):
                 self._add(piece, piece)
@@ -102,7 +101,13 @@ class _Filling:
             else:
                 self._write_hole(piece, path)
 
+    def _count(self, path: tuple[str, ...]) -> None:
+        self._steps += 1
+        if len(path) > DEPTH_MAX or self._steps > STEPS_MAX:
+            raise InvalidInput("the parameters of a URL refer to too many others", code="template_too_large")
+
     def _write_hole(self, hole: Hole, path: tuple[str, ...]) -> None:
+        self._count(path)
         self.names.add(hole.name)
         value = self._values.get(hole.name)
         if value is not None and self._is_past_host:
@@ -120,9 +125,11 @@ class _Filling:
     def _add(self, text: str, shape: str) -> None:
         self.out.append(text)
         self._shape.append(shape)
-        if sum(map(len, self.out)) > URL_CHARS_MAX:
+        self._length += len(text)
+        if self._length > URL_CHARS_MAX:
             raise InvalidInput(f"a URL is longer than {URL_CHARS_MAX} characters", code="invalid_url")
-        self._is_past_host = self._is_past_host or _AUTHORITY.match("".join(self.out)) is not None
+        if not self._is_past_host:
+            self._is_past_host = _AUTHORITY.match("".join(self.out)) is not None
 
     def result(self) -> str:
         """Raises: InvalidInput."""

@@ -1,0 +1,145 @@
+"""What callers' connectors and filters make of replies, templates and fields, in a child process: see
+`children.programs`.
+
+A connector of the configuration, and a filter that is a plain path, are worked out in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.children.bounds import Bounds
+from batchmill.children.programs import PATIENCE_S, Programs
+from batchmill.models.connectors import late, postprocessing, reading
+from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.types.connectors import Action, Connector
+from batchmill.wire.json_bytes import encode
+
+INLINE_BYTES_MAX = 256 * 1024  # of a reply that a caller's service sent, and the loop reads itself
+LENGTH_BYTES = 8
+MODULE = "batchmill.models.connectors.bounded"
+BOUNDS = Bounds()
+SHOWN_CHARS = 100
+
+Progress = Callable[[float], None]
+Tensors = postprocessing.Tensors
+
+
+class _Process(Struct, frozen=True):
+    """A reply stands behind it."""
+
+    action: Action
+    filter: str | None
+    as_row: bool
+
+
+class _Read(Struct, frozen=True):
+    """`old` None: a new connector, called `id`."""
+
+    old: Connector | None
+    id: str
+    fields: Raw
+
+
+class _Render(Struct, frozen=True):
+    connector: Connector
+    action: Action
+    parameters: dict[str, Any]
+    credentials: dict[str, str]
+
+
+class Processing:
+    """What the replies of one connector come to."""
+
+    def __init__(self, connector: Connector, programs: Programs) -> None:
+        self._connector, self._programs = connector, programs
+
+    async def result_json(
+        self, action: Action, reply: bytes, parameters: Mapping[str, Any], *, who: str, patience_s: float = PATIENCE_S
+    ) -> bytes:
+        """As `postprocessing.result_json`. Raises: TooComplex, RateLimited too."""
+        if self._is_quick(reply, parameters):
+            return postprocessing.result_json(action, reply, self._all(parameters))
+        return await self._process(action, reply, parameters, who, patience_s, as_row=True)
+
+    async def output_json(
+        self, action: Action, reply: bytes, parameters: Mapping[str, Any], *, who: str, patience_s: float = PATIENCE_S
+    ) -> bytes:
+        """As `postprocessing.output_json`. Raises: TooComplex, RateLimited too."""
+        if self._is_quick(reply, parameters):
+            return encode(postprocessing.tensors(action, reply, self._all(parameters)))
+        return await self._process(action, reply, parameters, who, patience_s, as_row=False)
+
+    def _all(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**self._connector.parameters, **parameters}
+
+    def _is_quick(self, reply: bytes, parameters: Mapping[str, Any]) -> bool:
+        """No caller can have made it long."""
+        trusted = self._connector.is_trusted
+        if not trusted and len(reply) > INLINE_BYTES_MAX:
+            return False
+        if trusted and postprocessing.FILTER not in parameters:
+            return True
+        expression = self._all(parameters).get(postprocessing.FILTER)
+        return not isinstance(expression, str) or not expression.strip() or late.load("is_plain")(expression)
+
+    async def _process(
+        self, action: Action, reply: bytes, parameters: Mapping[str, Any], who: str, patience_s: float, *, as_row: bool
+    ) -> bytes:
+        told = self._all(parameters).get(postprocessing.FILTER)
+        expression = told if isinstance(told, str) else None
+        head = encode(_Process(action, expression, as_row))
+        work = "the reply of the service" if expression is None else f"the response_filter {expression[:SHOWN_CHARS]!r}"
+        return await self._programs.run(
+            f"{MODULE}:process", len(head).to_bytes(LENGTH_BYTES, "little") + head + reply,
+            who=who, work=work, program=b"" if expression is None else expression.encode(errors="replace"),
+            bounds=BOUNDS, patience_s=patience_s,
+        )  # fmt: skip
+
+
+async def read_fields(
+    programs: Programs, who: str, fields: Mapping[str, Any], *, old: Connector | None = None, id: str = ""
+) -> tuple[Connector, dict[str, str]]:
+    """As `reading.read_connector` and `update_connector`, of a caller's. Raises: TooComplex, RateLimited too."""
+    order = encode(_Read(old, id, Raw(encode(fields))))
+    answer = await programs.run(f"{MODULE}:read", order, who=who, work="the connector", bounds=BOUNDS)
+    return msgspec.json.decode(answer, type=tuple[Connector, dict[str, str]])
+
+
+async def render_call(
+    programs: Programs, who: str, connector: Connector, action: Action, parameters: Mapping[str, Any],
+    credentials: Mapping[str, str],
+) -> Rendered:  # fmt: skip
+    """As `Renderer.render`, of a caller's connector. Raises: TooComplex, RateLimited too."""
+    order = encode(_Render(connector, action, dict(parameters), dict(credentials)))
+    answer = await programs.run(f"{MODULE}:render", order, who=who, work="a template of the connector", bounds=BOUNDS)
+    return msgspec.msgpack.decode(answer, type=Rendered)
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def process(order: bytes, progress: Progress) -> bytes:
+    end = LENGTH_BYTES + int.from_bytes(order[:LENGTH_BYTES], "little")
+    asked, reply = msgspec.json.decode(order[LENGTH_BYTES:end], type=_Process), order[end:]
+    parameters = {} if asked.filter is None else {postprocessing.FILTER: asked.filter}
+    if asked.as_row:
+        return postprocessing.result_json(asked.action, reply, parameters)
+    return encode(postprocessing.tensors(asked.action, reply, parameters))
+
+
+def read(order: bytes, progress: Progress) -> bytes:
+    asked = msgspec.json.decode(order, type=_Read)
+    fields = msgspec.json.decode(asked.fields, type=dict[str, Any])
+    if asked.old is None:
+        return encode(reading.read_connector(fields, id=asked.id, is_trusted=False))
+    return encode(reading.update_connector(asked.old, fields))
+
+
+def render(order: bytes, progress: Progress) -> bytes:
+    asked = msgspec.json.decode(order, type=_Render)
+    return msgspec.msgpack.encode(Renderer(asked.connector, asked.action).render(asked.parameters, asked.credentials))
