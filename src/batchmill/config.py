@@ -13,6 +13,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.routes           | of the engine routes: the models that are ways to this one                |
 | models.NAME.adapters         | adapter name -> its directory or id                                       |
 | models.NAME.engine_args      | flags of the engine, as its command line has them                         |
+| models.NAME.paths            | paths that rows and calls may have besides those of every such model      |
 | models.NAME.base_url         | the service's address, up to and with its /v1                             |
 | models.NAME.api_key          | "env:NAME", "file:PATH" or "secret:NAME", never the key itself            |
 | models.NAME.python           | the interpreter of the environment the engine lives in                    |
@@ -138,6 +139,7 @@ class ModelEntry(ReplicaEntry, frozen=True):
     routes: list[str] = []
     adapters: dict[str, str] = {}
     engine_args: dict[str, str | int | float | bool] = {}
+    paths: list[str] = []
     base_url: str | None = None
     api_key: str | None = None
     python: str | None = None

@@ -19,7 +19,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 # Two functions, a language model with an adapter, and a service.
 NAMES = {"f": (0, 0), "g": (1, 1), "llm": (2, 2), "upper": (2, 3), "mini": (3, 4)}
 SERVER = {
-    "targets": NAMES, "default": None, "urls": [None, None, frozenset(URLS), frozenset(URLS)], "services": [3],
+    "targets": NAMES, "default": None, "urls": [None, None, frozenset(URLS), frozenset([*URLS, "/v1/moderations"])],
+    "services": [3],
     "keys": True, "fold": "deterministic",
 }  # fmt: skip
 

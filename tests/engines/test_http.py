@@ -96,6 +96,17 @@ async def test_model_is_filled_in(service: OpenAIService, body: dict[str, object
     assert [json.loads(call.data)["model"] for call in service.calls] == [sent]
 
 
+@pytest.mark.parametrize("key", ["model", "\\u006dodel"])
+async def test_model_is_sent_once(service: OpenAIService, key: str) -> None:
+    """A body that names two models goes out with the one that was checked: services differ in which they read."""
+    row = chat_row(0, "a")
+    body = b'{"messages":[{"role":"user","content":"a"}],"%s":"dearer","model":"remote"}' % key.encode()
+    raw = b'{"custom_id":"x","url":"/v1/chat/completions","body":%s}' % body
+    async with started(spec(service.base_url)) as engine:
+        await run_all(engine, [Row(0, 0, raw, row.form)])
+    assert [json.loads(call.data, object_pairs_hook=list)[1:] for call in service.calls] == [[("model", "remote")]]
+
+
 async def test_body_goes_out_as_written(service: OpenAIService) -> None:
     """A body that needs no model filled in is sent byte for byte."""
     row = chat_row(0, "a")

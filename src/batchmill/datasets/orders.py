@@ -25,7 +25,8 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     default: tuple[int, int] | None = (0, 0)  # for rows that name no model; None: each OpenAI row has to
     any_model: bool = False  # rows that name a model nobody knows yet count as rows of the default
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
-    services: list[int] = []  # numbers of the models that may know paths besides those in `urls`
+    services: list[int] = []  # numbers of the models that are run by others, and may know further fields
+    pathless: list[int] = []  # numbers of the models to which a path below /v1 means nothing: any is taken
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
     keys: bool = False  # write the columns that the plan is made from

@@ -21,6 +21,9 @@ URL_CHARS_MAX = 2048
 SHOWN_CHARS = 80  # of an offending value, in a message
 NAMES_SHOWN = 20
 
+# Where the list of a model's paths can be made longer.
+_WAY_OUT = "; models.NAME.paths in the configuration adds others"
+
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
@@ -115,6 +118,7 @@ class OpenAIRules:
         self._default = order.default
         self._urls = order.urls
         self._services = order.services
+        self._pathless = order.pathless
         self._any_model = order.any_model
         self._wanted = WantedAdapters(order.patterns)
         self._patterns = [pattern for pattern, *_ in order.patterns]
@@ -193,8 +197,10 @@ class OpenAIRules:
         allowed = self._urls[model]
         if allowed is None:
             return model, target
-        if url not in allowed and not (model in self._services and url.startswith("/v1/")):
-            raise InvalidRow(f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}", code="invalid_url")
+        if url not in allowed and not (model in self._pathless and url.startswith("/v1/")):
+            raise InvalidRow(
+                f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}{_WAY_OUT}", code="invalid_url"
+            )
         bodies.check(url, body, is_ours=model not in self._services)
         return model, target
 

@@ -84,7 +84,7 @@ class LlmEngine:
         self._python = await asyncio.to_thread(find_python, self._model, self._env, Path.cwd())
         await asyncio.to_thread(guard.sweep, self._home)
         await self._launch()
-        self._calls.known = await self.server.fields()
+        self._calls.known = await self.server.fields(self._model.paths)
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         self._flow = Flow(

@@ -10,15 +10,17 @@ from msgspec import Struct
 
 from batchmill.engines.adapter_names import Adapter, AdapterNames
 from batchmill.errors import InvalidInput, InvalidRow, UnknownName
+from batchmill.models.paths import paths_of
 from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
 from batchmill.wire import lorax_fields
 from batchmill.wire.fields import KNOWN_FIELDS, refusal, unknown_fields
-from batchmill.wire.forms import LIVE_URLS, URLS, with_model
+from batchmill.wire.forms import CLASSIFY, with_model
 from batchmill.wire.json_bytes import join_object, split_object
 
 POLICY_FLAG = "scheduling-policy"
 LIVE_PRIORITY = -(2**31)  # lower goes first; rows have 0, or what they say themselves
 NAMES_SHOWN = 20
+SHOWN_CHARS = 100  # of a path, in a message
 
 
 class Call:
@@ -53,6 +55,8 @@ class Calls:
         self._adapters = model.adapter_set()
         self._has_room = bool(model.adapters or model.adapter_rank)
         self._model = model.name
+        self._paths = paths_of(model) or frozenset()
+        self._live_paths = self._paths | {CLASSIFY}
         self.limits = model.limits
         self._has_priority = has_priority(model.engine_args)
         self.names = AdapterNames()
@@ -61,8 +65,9 @@ class Calls:
     def live(self, request: LiveRequest) -> tuple[bytes, Adapter | None]:
         """The body that a live request is sent with, and the adapter it needs. Raises: InvalidInput."""
         url = request.url
-        if url not in LIVE_URLS:
-            raise UnknownName(f"no engine answers {url!r}; there are {', '.join(LIVE_URLS)}", code="unknown_url")
+        if url not in self._live_paths:
+            known = ", ".join(sorted(self._live_paths))
+            raise UnknownName(f"no engine answers {url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
         try:
             request.body.decode()  # the parts that are not looked into must be text too
             members = lorax_fields.translated(split_object(request.body))
@@ -76,7 +81,7 @@ class Calls:
             raise InvalidInput(refusal(url, unknown, self.known), code="unknown_parameter")
         adapter = self._live_adapter(request, model)
         members["model"] = msgspec.Raw(msgspec.json.encode(self.names.of(adapter) if adapter else model))
-        if self._has_priority:
+        if self._has_priority and "priority" in self.known.get(url, members):
             members["priority"] = msgspec.Raw(b"%d" % LIVE_PRIORITY)
         return join_object(members), adapter
 
@@ -118,8 +123,9 @@ class Calls:
 
     def _read(self, row: Row) -> Call | RowError:
         request = row.form.request(row)
-        if request.url not in URLS:
-            raise InvalidRow(f"no engine answers {request.url!r}; there are {', '.join(URLS)}", code="unknown_url")
+        if request.url not in self._paths:
+            known = ", ".join(sorted(self._paths))
+            raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
         asked = lorax_fields.in_engine_words(request.body)
         if unknown := unknown_fields(request.url, asked, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")

@@ -11,13 +11,12 @@ from msgspec import Struct
 from yarl import URL
 
 from batchmill.errors import InvalidRow, ModelFailed
+from batchmill.models.paths import paths_of
 from batchmill.types import LiveRequest, ModelSpec, Row
 from batchmill.wire.forms import with_model
 
 OPENAI_URL = "https://api.openai.com/v1"
-ADDRESSES_MAX = 64
 
-_PATH = re.compile(r"/v1/[A-Za-z0-9._~/%-]{1,500}")
 _TARGET = re.compile(r"[!-~]{0,1000}")
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
 
@@ -74,7 +73,8 @@ class Composer:
         self._key_name = idempotency_header
         if idempotency_header is not None:
             check_header(idempotency_header, "")
-        self._urls: dict[str, URL] = {}
+        # Every address that a call can have: a caller's path is looked up here, and never joined to anything.
+        self._urls = {path: self._address(path) for path in paths_of(model) or ()}
 
     @property
     def host(self) -> str:
@@ -99,7 +99,7 @@ class Composer:
         body = self._addressed(request.body, fields)
         if fields.stream:
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
-        url = self._urls.get(request.url) or self._join(request.url)
+        url = self._url_of(request.url)
         key = None if self._key_name is None else getattr(row.lease, "key", None)
         if key is None:
             return Call(row, url, body, None)
@@ -108,7 +108,7 @@ class Composer:
 
     def live(self, request: LiveRequest) -> LiveCall:
         """The call a live request asks for. Raises as `call` does."""
-        url = self._urls.get(request.url) or self._join(request.url)
+        url = self._url_of(request.url)
         request.body.decode()  # the parts that are not looked into must be text too
         body = self._addressed(request.body, _head.decode(request.body))
         return LiveCall(url, body, dict(_STREAMED) if request.stream else None)
@@ -117,23 +117,25 @@ class Composer:
         """The body, naming the model as the service does."""
         if not fields.model or (fields.model == self._own_name and fields.model != self._source):
             return with_model(body, self._source)
+        if body.count(b'"model"') != 1 or b"\\u00" in body:  # a name that stands twice is read in more than one way
+            return with_model(body, fields.model)
         return body
 
-    def _join(self, path: str) -> URL:
+    def _url_of(self, path: str) -> URL:
+        """Raises: InvalidRow for a path that is not the model's."""
+        url = self._urls.get(path)
+        if url is None:
+            raise InvalidRow(f"`url` is {path[:100]!r}, which this model does not answer", code="invalid_url")
+        return url
+
+    def _address(self, path: str) -> URL:
         """The address of `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
         it; one that is a host alone is taken to mean `/v1`."""
-        if not _PATH.fullmatch(path) or ".." in path:
-            raise InvalidRow(
-                f"`url` is {path[:100]!r}, which is no path of an OpenAI-style service", code="invalid_url"
-            )
         base = self._base
         target = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1") + (f"?{base.query}" if base.query else "")
         host = f"[{self.host}]" if ":" in self.host else self.host
         host = host if base.port is None else f"{host}:{base.port}"
-        url = URL(f"{base.scheme}://{host}{target}", encoded=True)
-        if len(self._urls) < ADDRESSES_MAX:
-            self._urls[path] = url
-        return url
+        return URL(f"{base.scheme}://{host}{target}", encoded=True)
 
 
 def check_header(name: str, value: str) -> None:

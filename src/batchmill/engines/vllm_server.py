@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -179,14 +180,19 @@ class VllmServer:
         data = await self._get("/metrics")
         return None if data is None else read_gauges(data.decode("utf-8", "replace"))
 
-    async def fields(self) -> Mapping[str, frozenset[str]]:
-        """The body fields it understands, by URL: its own word, or ours for what it does not describe."""
+    async def fields(self, paths: Collection[str] = ()) -> Mapping[str, frozenset[str]]:
+        """The body fields it understands, by URL: its own word, or ours for what it does not describe. `paths`: of
+        further URLs, as far as it describes them."""
         data = await self._get("/openapi.json")  # a flag of vLLM switches it off
-        return KNOWN_FIELDS if data is None else {**KNOWN_FIELDS, **fields_of_openapi(msgspec.json.decode(data))}
+        return KNOWN_FIELDS if data is None else _known(msgspec.json.decode(data), paths)
 
     async def stop(self) -> None:
         await self._session.close()
         await self.process.stop()
+
+
+def _known(document: dict[str, Any], paths: Collection[str]) -> Mapping[str, frozenset[str]]:
+    return {**KNOWN_FIELDS, **fields_of_openapi(document, {*KNOWN_FIELDS, *paths})}
 
 
 async def _read(reply: aiohttp.ClientResponse) -> bytes:

@@ -16,12 +16,13 @@ from batchmill.jobs import plan, routing, scheduler
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
 from batchmill.jobs.routing import Choice
+from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import SealReport
 
-SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know paths of their own
+SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know fields of their own
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
 
@@ -113,6 +114,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
             place = number, known[number, adapter]
             if names.setdefault(name, place) != place:
                 raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
+    paths = [paths_of(model) for model in spec.models]
     output = spec.output or stored_name(spec.output_format)
     return SealOrder(
         dataset=spec.dataset,
@@ -127,7 +129,11 @@ def seal_order(spec: JobSpec) -> SealOrder:
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,
         services=[number for number, model in enumerate(spec.models) if model.engine in SERVICES],
-        urls=[None if model.takes_columns else frozenset(URLS) for model in spec.models],
+        pathless=[number for number, known in enumerate(paths) if known is None],
+        urls=[
+            None if model.takes_columns else frozenset(URLS) if known is None else known
+            for model, known in zip(spec.models, paths, strict=True)
+        ],
         keys=needs_keys(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",

@@ -21,6 +21,7 @@ class Provider(Struct, frozen=True):
     window_s: float = DAY_S  # within which the provider means to be done
     base_url: str | None = None  # None: it must be given, or follows from a region
     key: str | None = None  # where its key lies if nothing is said
+    sends_paths: bool = True  # a row's path decides what it does there; otherwise the model alone does
 
 
 PROVIDERS = {
@@ -30,7 +31,7 @@ PROVIDERS = {
         Provider("azure", 100_000, 200 * MB, key="env:AZURE_OPENAI_API_KEY"),
         Provider("anthropic", 100_000, 256 * MB, base_url="https://api.anthropic.com", key="env:ANTHROPIC_API_KEY"),
         Provider("cohere", 100_000, 512 * MIB, base_url="https://api.cohere.com", key="env:COHERE_API_KEY"),
-        Provider("sagemaker", 100_000, 1024 * MIB),
-        Provider("bedrock", 50_000, 1024 * MIB),
+        Provider("sagemaker", 100_000, 1024 * MIB, sends_paths=False),
+        Provider("bedrock", 50_000, 1024 * MIB, sends_paths=False),
     )
 }

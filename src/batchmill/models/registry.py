@@ -19,6 +19,7 @@ from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import function_source, functions
 from batchmill.models.adapters import reading as adapters
 from batchmill.models.connectors import reading
+from batchmill.models.paths import OPENAI_LIKE, check_paths
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec, Price
 
@@ -36,6 +37,7 @@ class Kind(Struct, frozen=True):
 
 ROUTES, BATCH = "routes", "-batch"
 _REPLICAS = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus")
+_PATHS = frozenset({"paths"})
 KINDS = {
     "function": Kind(
         "function",
@@ -44,12 +46,12 @@ KINDS = {
     ),
     "vllm": Kind(
         "llm",
-        frozenset({"workers", "price", "adapters", "engine_args", "python", "secrets", *_REPLICAS}),
+        frozenset({"workers", "price", "adapters", "engine_args", "paths", "python", "secrets", *_REPLICAS}),
         frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"}),
     ),
     "openai": Kind(
         "http",
-        frozenset({"price", "adapters", "base_url", "api_key", "engine_args"}),
+        frozenset({"price", "adapters", "base_url", "api_key", "engine_args", "paths"}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
     "connector": Kind(
@@ -61,7 +63,8 @@ KINDS = {
 } | {
     f"{provider}{BATCH}": Kind(
         "provider_batch",
-        frozenset({"price", "base_url", "api_key", "engine_args"}),
+        frozenset({"price", "base_url", "api_key", "engine_args"})
+        | (_PATHS if provider in OPENAI_LIKE else frozenset()),
         frozenset({"attempts_max", "connect_timeout_s", "attempt_timeout_s"}),
         provider,
     )
@@ -107,6 +110,7 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         adapters=entry.adapters,
         adapter_patterns=config.deployments.adapter_patterns if kind.engine == "llm" else [],
         adapter_rank=_adapter_rank(kind, entry, config),
+        paths=entry.paths,
         base_url=entry.base_url,
         api_key=entry.api_key,
         engine_args=dict(entry.engine_args),
@@ -300,7 +304,7 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
 def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
-    own = ("adapters", "engine_args", "base_url", "api_key", "python", "workers", "price", "routes", "secrets")
+    own = ("adapters", "engine_args", "paths", "base_url", "api_key", "python", "workers", "price", "routes", "secrets")
     for name in (*own, *_REPLICAS):
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
             raise InvalidInput(_stranger(name, entry.engine, kind.settings))
@@ -331,6 +335,7 @@ def _check(spec: ModelSpec) -> None:
             f"{spec.workers} workers: {spec.name!r} has {spec.scaling.replicas_min} to {spec.scaling.replicas_max} "
             "replicas by its configuration; leave the flag out"
         )
+    check_paths(spec.paths, spec.engine)
     for name in spec.adapters:
         if name in (spec.name, spec.source):
             raise InvalidInput(f"the adapter {name!r} has the name of its model: give it another")

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, Unavailable, UnknownName
 from batchmill.models import registry
+from batchmill.models.paths import answers
 from batchmill.services.adapters import merging
 from batchmill.services.adapters.names import read_reference as read_version
 from batchmill.services.adapters.records import AdapterRecord
@@ -370,11 +371,9 @@ class Catalogue:
         return found
 
     def serves(self, url: str, caller: Caller) -> bool:
-        """Some model of the caller's may answer this path: one of OpenAI's, or any for a function and a service."""
+        """Some model of the caller's answers this path."""
         models = [served.model for served in self.names(caller)]
-        if url in URLS:
-            return bool(models)
-        return url.startswith("/v1/") and any(model.engine != "llm" for model in models)
+        return bool(models) if url in URLS else any(answers(model, url) for model in models)
 
     def models(self) -> list[ModelSpec]:
         """Those of the configuration, for who looks after the server."""

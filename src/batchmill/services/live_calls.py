@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from batchmill.datasets import bodies
 from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownName
+from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
 from batchmill.services.catalogue import Catalogue, Served
 from batchmill.services.live_usage import UsageReader
@@ -87,6 +88,11 @@ class LiveCalls:
         if not asked.model:
             raise InvalidRow("you must provide a model parameter", code="missing_model")
         served = self._catalogue.find(caller, asked.model)
+        if not answers(served.model.live(), url):
+            raise UnknownName(
+                f"Invalid URL (POST {url[:SHOWN_CHARS]}): the model {served.name!r} does not answer it",
+                code="unknown_url",
+            )
         if not served.model.takes_columns:  # whose fields are its own business
             bodies.check(url, body, may_stream=True)
         return served, bool(asked.stream)

@@ -7,7 +7,7 @@ pooling/scoring).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
@@ -80,10 +80,10 @@ def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = 
     return f"the engine does not know the field {', '.join(named)}{more} of {url} and would ignore it; remove it"
 
 
-def fields_of_openapi(document: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """What a running server itself says it knows, for those of our URLs whose body it describes."""
+def fields_of_openapi(document: dict[str, Any], urls: Collection[str] = KNOWN_FIELDS) -> dict[str, frozenset[str]]:
+    """What a running server itself says it knows, for those of the URLs whose body it describes."""
     found = {}
-    for url in KNOWN_FIELDS:
+    for url in urls:
         schema = _body_schema(document, url)
         names = _properties(document, schema) if schema is not None else frozenset()
         if names:

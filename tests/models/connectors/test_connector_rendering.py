@@ -1,7 +1,8 @@
 """Calls of connectors, rendered. Numbers are those of the reference's cases."""
 
 import json
-from urllib.parse import unquote, urlsplit
+import re
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from connector_samples import action, connector
@@ -306,14 +307,25 @@ def test_urls(case):
     assert Renderer(made, made.actions[0]).render({"input": "a"} | parameters, SECRETS).url == expected
 
 
-@pytest.mark.parametrize("value", ["", ".", "..", "%2e%2e"])
+SMUGGLED = (
+    "", ".", "..", "%2e%2e", ".%2E", "%252e%252e", "%c0%ae%c0%ae", "../x", "a/../b", "..\\x", "a\\..\\b", "..;/x",
+    "..;x", "a/..;y/b", " .. ", "a/.. /b", "\uff0e\uff0e", "\u2025", "\uff0e\uff0e\uff0fx", "a\r\nX: b", "a\0",
+    "%0d%0a", "a%2Fb",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", SMUGGLED)
 def test_no_segment_goes_up_or_away(value):
-    """A parameter that would be no segment, or the one above, is refused."""
+    """A parameter that a server could read as no segment or another path, however it decodes, is refused."""
     made = renderer(url="https://a.b/x/${parameters.id}/y")
-    if value.startswith("%"):
-        assert made.render({"input": "a", "id": value}, SECRETS).url == "https://a.b/x/%252e%252e/y"
-        return
     assert refusal(lambda: made.render({"input": "a", "id": value}, SECRETS)).code == "invalid_parameter"
+
+
+def test_a_segment_may_hold_anything_else():
+    """Ids with slashes, dots, semicolons and other scripts are one segment, encoded; the encoded one goes no way up."""
+    made = renderer(url="https://a.b/x/${parameters.id}/y")
+    for value in ("a/b", "v1.2..x", "...", "a;b", "arn:aws:x/y", "100%", "\u00e9\u4e2d", "a b"):
+        assert made.render({"input": "a", "id": value}, SECRETS).url == f"https://a.b/x/{quote(value, safe='')}/y"
     arn = renderer(url="https://a.b/x/${parameters.processedJobArn}")
     assert refusal(lambda: arn.render({"input": "a", "processedJobArn": "%2e."}, SECRETS)).code == "invalid_parameter"
 
@@ -347,7 +359,7 @@ def test_no_value_leads_elsewhere(one, two):
         url = urlsplit(made.render({"one": one, "two": two, "host": one}, SECRETS).url)
     except InvalidInput as error:
         assert error.code == "invalid_parameter"
-        assert one in ("", ".", "..")
+        assert not one or any(re.search(r"[\x00-\x1f\x7f-\x9f\uff0e\u2024\u2025.%]", each) for each in (one, two))
         return
     assert (url.scheme, url.netloc, url.fragment) == ("https", "api.example.com:8443", "")
     segments = url.path.split("/")

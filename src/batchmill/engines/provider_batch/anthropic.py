@@ -29,10 +29,9 @@ from batchmill.engines.provider_batch.rows import addressed, fields_of
 from batchmill.engines.provider_batch.settings import count, read_limits, text
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
-from batchmill.wire.forms import CHAT
+from batchmill.wire.forms import CHAT, MESSAGES
 from batchmill.wire.json_bytes import encode
 
-MESSAGES = "/v1/messages"
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"
 CHAT_LETTER = "c"  # begins the id of a row that is a chat; others have the letter of `row_id`

@@ -27,11 +27,10 @@ from batchmill.engines.provider_batch.settings import count, read_limits
 from batchmill.errors import InvalidRow
 from batchmill.types import ModelSpec, RemoteJob, Request, Usage
 from batchmill.wire import forms
-from batchmill.wire.forms import CHAT, counted
+from batchmill.wire.forms import CHAT, MESSAGES, counted
 from batchmill.wire.json_bytes import encode
 
 INPUT, OUTPUT = "input.jsonl", "output"
-MESSAGES = "/v1/messages"
 ANTHROPIC, ANTHROPIC_VERSION = "anthropic.", "bedrock-2023-05-31"
 ROWS_MIN = 100  # of one job, in accounts whose quota nobody has changed
 CHAT_LETTER, PLAIN_LETTER = "c", "r"  # before a row's number, in its record's name

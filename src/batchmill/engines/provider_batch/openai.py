@@ -21,6 +21,7 @@ from batchmill.engines.provider_batch.openai_lines import read_line
 from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, TryAgain, Upload, row_id
 from batchmill.engines.provider_batch.rows import remote_name
 from batchmill.errors import InvalidRow, SubmitUnknown
+from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError
 from batchmill.wire.forms import EMBEDDINGS, with_model
 from batchmill.wire.json_bytes import encode
@@ -68,6 +69,7 @@ class OpenAIBatches:
         inputs_max = settings.count(model, "inputs_max", EMBEDDING_INPUTS_MAX, least=1)
         self.limits = settings.read_limits(model, inputs_max=inputs_max)
         self._model = model
+        self._paths = paths_of(model) or frozenset()
         self._frames: dict[tuple[str, str], _Frame] = {}
         self._window = settings.text(model, "completion_window", "24h")
         self._output_expires_s = settings.count(model, "output_expires_after_s", 0, least=OUTPUT_EXPIRES_MIN_S)
@@ -88,7 +90,7 @@ class OpenAIBatches:
         if head.stream:
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
         model = remote_name(self._model, head.model)
-        if model != head.model:
+        if model != head.model or body.count(b'"model"') != 1 or b"\\u00" in body:  # it may be named twice
             body = _addressed(body, model)
         frame = self._frames.get((url, model)) or self._make_frame(url, model)
         inputs = _count_inputs(head.input) if url == EMBEDDINGS else 0
@@ -96,8 +98,8 @@ class OpenAIBatches:
 
     def _make_frame(self, url: str, model: str) -> _Frame:
         """What the rows of one URL and model have around them. Raises: InvalidRow."""
-        if not url.startswith("/v1/"):
-            raise InvalidRow(f"`url` is {url[:100]!r}, which is no path of OpenAI's API", code="invalid_url")
+        if url not in self._paths:
+            raise InvalidRow(f"`url` is {url[:100]!r}, which this model's batches do not take", code="invalid_url")
         place = encode(self._endpoint(url)).replace(b"%", b"%%")
         name = row_id(0)[:-1].encode()
         frame = _Frame(

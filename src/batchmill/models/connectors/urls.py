@@ -8,6 +8,7 @@ port, only the connector's own parameters count.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote
@@ -19,10 +20,12 @@ from batchmill.wire.placeholders import PARAMETERS, Hole, split
 
 URL_CHARS_MAX = 8192
 VALUE_CHARS_MAX = 2048
+SHOWN_CHARS = 100
 STEPS_MAX = 1000  # parameters that one URL leads to
 # Bedrock's ARN as ML Commons hands it on: its slashes are encoded already.
 ENCODED = frozenset({"processedJobArn"})
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _AUTHORITY = re.compile(r"https?://[^/?#]*[/?#]", re.IGNORECASE)
 _URL = re.compile(
     r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?(?:/[!-\x22$-;=?-\[\]-~]*)?"
@@ -136,12 +139,21 @@ class _Filling:
         url = "".join(self.out)
         segments = url.partition("?")[0].split("/")
         for segment, shape in zip(segments, "".join(self._shape).partition("?")[0].split("/"), strict=True):
-            if segment != shape and segment.replace("%2E", ".").replace("%2e", ".") in ("", ".", ".."):
+            if segment != shape and _leads_elsewhere(segment):
                 raise InvalidInput(
-                    f"a parameter that is {unquote(segment)!r} cannot be a part of the URL's path",
+                    f"a parameter that is {unquote(segment)[:SHOWN_CHARS]!r} cannot be a part of the URL's path",
                     code="invalid_parameter",
                 )
         return _checked(url)
+
+
+def _leads_elsewhere(segment: str) -> bool:
+    """Whether a server could read a segment with a caller's value as another path, however often it decodes it."""
+    text = unquote(segment)
+    if not text or unquote(text) != text or _CONTROL.search(text):
+        return True
+    steps = re.split(r"[/\\]", unicodedata.normalize("NFKC", text))
+    return any(step.partition(";")[0].strip() in (".", "..") for step in steps)
 
 
 def _encoded(name: str, value: Any) -> str:
