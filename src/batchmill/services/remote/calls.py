@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,14 +17,15 @@ import msgspec
 from msgspec import Struct
 
 import batchmill
+from batchmill.children.programs import Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.replies import MESSAGE_BYTES_MAX
 from batchmill.engines.retry import Kind
-from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.errors import InvalidInput, ModelFailed, RateLimited
 from batchmill.models import redaction, secrets
 from batchmill.models.addresses import EVERYWHERE, Private
+from batchmill.models.connectors.bounded import Processing, render_call
 from batchmill.models.connectors.derived import find_action
-from batchmill.models.connectors.postprocessing import tensors
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.ports import Clock
 from batchmill.services.remote.connector_urls import Endpoints
@@ -42,6 +44,7 @@ UNCERTAIN = (408, 409)  # refusals of a request that may have been taken all the
 THROTTLED = "throttlingexception"
 EMPTY = "Remote service returned empty response body"
 _decode = msgspec.json.Decoder().decode
+Render = Callable[[Mapping[str, Any], Mapping[str, str]], Awaitable[Rendered]]
 
 
 class RemoteReply(Struct, frozen=True):
@@ -71,34 +74,52 @@ class RemoteCalls:
     Args:
         private: where connectors of callers may go besides the public internet.
         endpoints: what their URLs must look like.
+        programs: where their templates are filled, and their replies are read.
     """
 
     def __init__(
-        self, vault: Vault, clock: Clock, *, private: Private, endpoints: Endpoints, chance: random.Random | None = None
-    ) -> None:
+        self, vault: Vault, clock: Clock, *, private: Private, endpoints: Endpoints, programs: Programs,
+        chance: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        self._programs = programs
         self._vault, self._clock, self._private, self._endpoints = vault, clock, private, endpoints
         self._chance = chance or random.Random()
         self._free = asyncio.Semaphore(CALLS_MAX)
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of connectors in use
         self._pools: dict[tuple[bool, bool, float, float], _Pool] = {}
 
-    async def act(self, connector: Connector, kind: str, parameters: Mapping[str, Any]) -> RemoteReply:
+    async def act(
+        self, connector: Connector, kind: str, parameters: Mapping[str, Any], *, project: str = ""
+    ) -> RemoteReply:
         """Make the call of an action, explicit or derived, and read its reply.
 
         Args:
             kind: an action type, or an action's name.
             parameters: laid over the connector's own, for this call alone.
+            project: whose call it is.
 
         Raises: InvalidInput for an action that there is not, a placeholder that nothing fills, or a place that may not
-        be called; ModelFailed for a credential that is missing.
+        be called; TooComplex or RateLimited for templates that take too long; ModelFailed for a missing credential.
         """
         action = find_action(connector, kind)
-        renderer = Renderer(connector, action)
         credentials = await self._credentials(connector)
         lane = self._lanes.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
         async with lane, self._free:
-            reply = await self._tried(connector, action, renderer, parameters, credentials)
-        return _processed(action, reply, {**connector.parameters, **parameters})
+            reply = await self._tried(
+                connector, action, self._renderer(project, connector, action), parameters, credentials
+            )
+        return await self._processed(project, connector, action, reply, parameters)
+
+    def _renderer(self, project: str, connector: Connector, action: Action) -> Render:
+        """What fills the templates of an action: in a child, where a caller wrote them."""
+        if not connector.is_trusted:
+            return partial(render_call, self._programs, project, connector, action)
+        renderer = Renderer(connector, action)
+
+        async def render(parameters: Mapping[str, Any], credentials: Mapping[str, str]) -> Rendered:
+            return renderer.render(parameters, credentials)
+
+        return render
 
     async def _credentials(self, connector: Connector) -> dict[str, str]:
         kept = {key: text for key, text in connector.credential.items() if text.startswith("secret:")}
@@ -112,7 +133,7 @@ class RemoteCalls:
         return found
 
     async def _tried(
-        self, connector: Connector, action: Action, renderer: Renderer, parameters: Mapping[str, Any],
+        self, connector: Connector, action: Action, render: Render, parameters: Mapping[str, Any],
         credentials: Mapping[str, str],
     ) -> RemoteReply:  # fmt: skip
         """Call as often as the connector's client_config says, and as may be without asking for the same twice."""
@@ -121,7 +142,7 @@ class RemoteCalls:
         hidden = [value for key, value in credentials.items() if key not in redaction.OPEN]
         calls = 0
         while True:
-            rendered = renderer.render(parameters, credentials)  # anew: a signature has its moment
+            rendered = await render(parameters, credentials)  # anew: a signature has its moment
             if not connector.is_trusted:
                 self._endpoints.check_url(rendered.url)
             reply = await self._call(connector, config, rendered, hidden)
@@ -162,6 +183,25 @@ class RemoteCalls:
         body = redaction.without(body, hidden)  # replies are kept and shown, whatever a service repeats in them
         is_throttled = THROTTLED in response.headers.get("x-amzn-errortype", "").lower()
         return _answered(response.status, body, is_throttled, says_when="retry-after" in response.headers)
+
+    async def _processed(
+        self, project: str, connector: Connector, action: Action, reply: RemoteReply, parameters: Mapping[str, Any]
+    ) -> RemoteReply:
+        """The reply with what its action makes of it."""
+        if not reply.is_ok:
+            return reply
+        if not reply.body.strip():
+            if action.action_type == "CANCEL_BATCH_PREDICT":
+                return reply
+            return msgspec.structs.replace(reply, status=502, error=EMPTY, code="empty_reply")
+        processing = Processing(connector, self._programs)
+        try:
+            answer = await processing.output_json(action, reply.body, parameters, who=project)
+        except (InvalidInput, RateLimited):  # no such reply as the action waits for: who asked decides what that means
+            return reply
+        output = _decode(answer)
+        data = output[0].get("dataAsMap") if output else None
+        return msgspec.structs.replace(reply, data=data if isinstance(data, dict) else None)
 
     async def _pool(self, is_trusted: bool, config: ClientConfig) -> _Pool:
         """Connections with the settings of a connector; others share them that have the same."""
@@ -225,22 +265,6 @@ def _answered(status: int, body: bytes, is_throttled: bool, *, says_when: bool) 
     is_sure = status == 503 and says_when
     may_have_acted = status in UNCERTAIN or (status >= 500 and not is_sure)
     return RemoteReply(status, body, error=error, code="remote_error", may_have_acted=may_have_acted)
-
-
-def _processed(action: Action, reply: RemoteReply, parameters: Mapping[str, Any]) -> RemoteReply:
-    """The reply with what its action makes of it."""
-    if not reply.is_ok:
-        return reply
-    if not reply.body.strip():
-        if action.action_type == "CANCEL_BATCH_PREDICT":
-            return reply
-        return msgspec.structs.replace(reply, status=502, error=EMPTY, code="empty_reply")
-    try:
-        output = tensors(action, reply.body, parameters)
-    except InvalidInput:  # no such reply as the action waits for: whoever asked decides what that means
-        return reply
-    data = output[0].get("dataAsMap") if output else None
-    return msgspec.structs.replace(reply, data=data if isinstance(data, dict) else None)
 
 
 def _shown(text: str) -> str:

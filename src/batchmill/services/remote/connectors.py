@@ -12,7 +12,9 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from batchmill.errors import Forbidden, InvalidInput, UnknownName
+from batchmill.children.programs import Programs
+from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.models.connectors.bounded import read_fields
 from batchmill.models.connectors.reading import is_reference, read_connector, update_connector
 from batchmill.ports import Clock
 from batchmill.services.remote import connector_records as records
@@ -41,9 +43,12 @@ _KEPT_FIELDS = ("tenant_id", "provisioned_by")
 class ConnectorService:
     """Raises, everywhere: UnknownName (`connector_not_found`) for a connector of another project, or of none."""
 
-    def __init__(self, database: Database, vault: Vault, endpoints: Endpoints, clock: Clock) -> None:
-        """Args: `endpoints`, where connectors of callers may lead."""
+    def __init__(
+        self, database: Database, vault: Vault, endpoints: Endpoints, clock: Clock, programs: Programs
+    ) -> None:
+        """Args: `endpoints`, where connectors of callers may lead; `programs`, where those are read."""
         self._database, self._vault, self._endpoints, self._clock = database, vault, endpoints, clock
+        self._programs = programs
         self._records: dict[str, ConnectorRecord] = {}
         self.changes = Changes()  # of models that use connectors too
         self.revision = 0  # rises with every change
@@ -84,11 +89,11 @@ class ConnectorService:
         """
         access = _access(fields)
         if dry_run or fields.get("dry_run") is True:
-            connector, _ = read_connector(fields, id=DRY_RUN, is_trusted=is_trusted)
+            connector, _ = await self._read(caller.project, fields, DRY_RUN, is_trusted)
             now = self._clock.now()
             return ConnectorRecord(DRY_RUN, caller.project, connector, access, 1, now, now)
         connector_id = _chosen_id(fields)
-        connector, plain = self.read(fields, connector_id, is_trusted=is_trusted)
+        connector, plain = await self.read(caller.project, fields, connector_id, is_trusted=is_trusted)
         if "connector_id" in fields:  # jobs of one that was called so before must not find these
             connector = _renamed(connector, plain)
         now = self._clock.now()
@@ -107,14 +112,17 @@ class ConnectorService:
 
         Raises: InvalidInput, also while deployed models use it; Forbidden for one that only a command may change.
         """
-        self.get(caller, connector_id)
-        return await self.changes.make(self._update(caller, connector_id, dict(fields), is_trusted))
+        fields, read = dict(fields), self.get(caller, connector_id).connector
+        connector, plain = await self.reread(caller.project, read, fields, is_trusted=is_trusted)
+        return await self.changes.make(self._update(caller, read, fields, connector, plain))
 
     async def _update(
-        self, caller: Caller, connector_id: str, fields: dict[str, Any], is_trusted: bool
+        self, caller: Caller, read: Connector, fields: dict[str, Any], connector: Connector, plain: dict[str, str]
     ) -> ConnectorRecord:
+        connector_id = read.id
         old = self.get(caller, connector_id)
-        connector, plain = self.reread(old.connector, fields, is_trusted=is_trusted)
+        if old.connector != read:
+            raise Conflict("the connector was changed by somebody else meanwhile: send the change again")
         access = {**old.access, **_access(fields)}
         if set(fields) - {"credential"}:
             await self._refuse_deployed(connector_id)
@@ -149,15 +157,22 @@ class ConnectorService:
 
     # -- what models with a connector of their own need too -----------------------------------------------------------
 
-    def read(
-        self, fields: Mapping[str, Any], connector_id: str, *, is_trusted: bool = False
+    async def read(
+        self, project: str, fields: Mapping[str, Any], connector_id: str, *, is_trusted: bool = False
     ) -> tuple[Connector, dict[str, str]]:
         """The connector that fields describe, and its credentials. Raises: InvalidInput, also for where it leads."""
-        connector, plain = read_connector(fields, id=connector_id, is_trusted=is_trusted)
+        connector, plain = await self._read(project, fields, connector_id, is_trusted)
         return self._checked(connector), plain
 
-    def reread(
-        self, old: Connector, fields: Mapping[str, Any], *, is_trusted: bool = False
+    async def _read(
+        self, project: str, fields: Mapping[str, Any], connector_id: str, is_trusted: bool
+    ) -> tuple[Connector, dict[str, str]]:
+        if is_trusted:
+            return read_connector(fields, id=connector_id, is_trusted=True)
+        return await read_fields(self._programs, project, fields, id=connector_id)
+
+    async def reread(
+        self, project: str, old: Connector, fields: Mapping[str, Any], *, is_trusted: bool = False
     ) -> tuple[Connector, dict[str, str]]:
         """As `read`, of a connector that some fields are to change.
 
@@ -169,7 +184,10 @@ class ConnectorService:
                 f"the connector {old.id} was written by whoever runs this server, and may go where others may not: "
                 f"`batchmill connectors update {old.id} FILE` changes it"
             )
-        connector, plain = update_connector(old, fields)
+        if is_trusted:
+            connector, plain = update_connector(old, fields)
+        else:
+            connector, plain = await read_fields(self._programs, project, fields, old=old)
         if is_trusted and not old.is_trusted:
             _refuse_references(old, plain)
         self._checked(connector)

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from batchmill.config import MODEL_NAME
-from batchmill.errors import Forbidden, InvalidInput, UnknownName
+from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.connectors import ConnectorService
@@ -173,7 +173,7 @@ class RemoteModels:
         require_remote(fields)
         details = details_of(fields, ModelDetails())
         model_id = new_id()
-        own, plain = self._connector_of(caller, fields, model_id, is_trusted=is_trusted)
+        own, plain = await self._connector_of(caller, fields, model_id, is_trusted=is_trusted)
         now = self._clock.now()
         model = RemoteModel(
             model_id, caller.project, name, "", 0, None if own is not None else str(fields["connector_id"]), own,
@@ -183,7 +183,7 @@ class RemoteModels:
             _refuse_disabled(model)
         return await self._connectors.changes.make(self._register(caller, model, fields.get("model_group_id"), plain))
 
-    def _connector_of(
+    async def _connector_of(
         self, caller: Caller, fields: Mapping[str, Any], model_id: str, *, is_trusted: bool
     ) -> tuple[Connector | None, dict[str, str]]:
         """The connector that only this model is to have; None: it names one that there is."""
@@ -196,7 +196,7 @@ class RemoteModels:
                 "You must provide connector content when creating a remote model without connector id!",
                 code="missing_connector",
             )
-        own, plain = self._connectors.read(content, model_id, is_trusted=is_trusted)
+        own, plain = await self._connectors.read(caller.project, content, model_id, is_trusted=is_trusted)
         if own.action(PREDICT) is None:
             raise InvalidInput(
                 "Connector endpoint is required when creating a remote model without connector id!",
@@ -228,12 +228,19 @@ class RemoteModels:
 
     async def update(self, caller: Caller, model_id: str, fields: Mapping[str, Any]) -> RemoteModel:
         """Change what is said and keep the rest. Raises: InvalidInput; UnknownName for the connector, or the group."""
-        self.get(caller, model_id)
-        refuse_strangers(fields)
-        return await self._connectors.changes.make(self._update(caller, model_id, dict(fields)))
-
-    async def _update(self, caller: Caller, model_id: str, fields: dict[str, Any]) -> RemoteModel:
         old = self.get(caller, model_id)
+        refuse_strangers(fields)
+        own = await self._own_changed(old, fields["connector"]) if "connector" in fields else None
+        return await self._connectors.changes.make(self._update(caller, old, dict(fields), own))
+
+    async def _update(
+        self,
+        caller: Caller,
+        read: RemoteModel,
+        fields: dict[str, Any],
+        changed: tuple[Connector, dict[str, str]] | None,
+    ) -> RemoteModel:
+        old, model_id = self.get(caller, read.id), read.id
         new = replace(
             old,
             name=name_of(fields) if "name" in fields else old.name,
@@ -244,8 +251,10 @@ class RemoteModels:
         plain: dict[str, str] = {}
         if "connector_id" in fields:
             new = replace(new, connector=self._other_connector(caller, old, str(fields["connector_id"])))
-        if "connector" in fields:
-            own, plain = self._own_changed(old, fields["connector"])
+        if changed is not None:
+            if old.own != read.own:
+                raise Conflict("the model was changed by somebody else meanwhile: send the change again")
+            own, plain = changed
             new = replace(new, own=own)
         group = None
         if fields.get("model_group_id") not in (None, old.group):
@@ -265,14 +274,14 @@ class RemoteModels:
             )
         return self._connectors.get(caller, connector_id).id
 
-    def _own_changed(self, model: RemoteModel, content: Any) -> tuple[Connector, dict[str, str]]:
+    async def _own_changed(self, model: RemoteModel, content: Any) -> tuple[Connector, dict[str, str]]:
         if model.own is None or not isinstance(content, Mapping):
             raise InvalidInput(
                 "This remote does not have an internal connector to update: change the connector itself, or name "
                 "another with connector_id",
                 code="no_own_connector",
             )
-        return self._connectors.reread(model.own, content)
+        return await self._connectors.reread(model.project, model.own, content)
 
     async def deploy(self, caller: Caller, model_id: str) -> RemoteModel:
         """Let it be called. Raises: Forbidden where it is disabled."""

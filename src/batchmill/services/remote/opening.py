@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from batchmill.children.programs import Programs
 from batchmill.config import Config
 from batchmill.models.addresses import read_private
 from batchmill.ports import Clock
@@ -21,6 +22,7 @@ class RemoteServices(Struct, frozen=True):
     groups: ModelGroups
     models: RemoteModels
     calls: RemoteCalls
+    programs: Programs  # of callers
 
     async def load(self) -> None:
         """Read what there is."""
@@ -30,15 +32,16 @@ class RemoteServices(Struct, frozen=True):
 
     async def close(self) -> None:
         await self.calls.close()
+        await self.programs.close()
 
 
 def make_remote(config: Config, database: Database, vault: Vault, clock: Clock) -> RemoteServices:
     """Those of a data directory that this process owns; `load` comes next. Raises: InvalidConfig."""
-    entry = config.ml_commons
+    entry, programs = config.ml_commons, Programs(clock)
     private = read_private(config.server.private_hosts)
     endpoints = Endpoints(private, entry.trusted_connector_endpoints)
-    connectors = ConnectorService(database, vault, endpoints, clock)
+    connectors = ConnectorService(database, vault, endpoints, clock, programs)
     groups = ModelGroups(database, clock, connectors.changes)
     models = RemoteModels(database, connectors, groups, clock, auto_deploy=entry.model_auto_deploy)
-    calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints)
-    return RemoteServices(connectors, groups, models, calls)
+    calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints, programs=programs)
+    return RemoteServices(connectors, groups, models, calls, programs)

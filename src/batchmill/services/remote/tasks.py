@@ -153,7 +153,7 @@ class RemoteTasks:
 
     async def _hand_over(self, task: TaskRecord, connector: Connector, parameters: Mapping[str, Any]) -> TaskRecord:
         try:
-            reply = await self._act(connector, BATCH_PREDICT, parameters)
+            reply = await self._act(task, connector, BATCH_PREDICT, parameters)
         except BatchmillError as error:
             if isinstance(error, RemoteRefused) and error.may_have_acted:
                 told = f"nobody can say whether the provider took it: {error.message}. Look there for such a job"
@@ -232,7 +232,7 @@ class RemoteTasks:
             return await self._save(replace(seen, due=None if seen.has_ended else now + self._entry.poll_s))
         connector = self._connector_of(task)
         told = task.remote_job or {}
-        reply = await self._act(connector, BATCH_PREDICT_STATUS, remote_parameters(told))
+        reply = await self._act(task, connector, BATCH_PREDICT_STATUS, remote_parameters(told))
         if reply is None:
             raise UnknownName("Couldn't fetch status of the transform job", code="no_remote_job")
         state = self._words.state_of(reply) or (RUNNING if task.state == UNREACHABLE else task.state)
@@ -240,9 +240,11 @@ class RemoteTasks:
         seen = replace(task, state=state, remote_job=bounded(merged), failures=0)
         return await self._save(replace(seen, due=None if seen.has_ended else now + self._entry.poll_s))
 
-    async def _act(self, connector: Connector, kind: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def _act(
+        self, task: TaskRecord, connector: Connector, kind: str, parameters: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         """What a service says to a call; None: nothing that could be read. Raises: RemoteRefused."""
-        reply = await self._calls.act(connector, kind, parameters)
+        reply = await self._calls.act(connector, kind, parameters, project=task.project)
         if not reply.is_ok:
             raise RemoteRefused(reply)
         return read(reply)
@@ -277,7 +279,7 @@ class RemoteTasks:
         if task.remote_job is None:
             told = task.error or "the batch is being handed over: try again"
             raise InvalidTransition(f"the task has no job at the provider to cancel: {told}", code="submit_unknown")
-        await self._act(self._connector_of(task), CANCEL_BATCH_PREDICT, remote_parameters(task.remote_job))
+        await self._act(task, self._connector_of(task), CANCEL_BATCH_PREDICT, remote_parameters(task.remote_job))
         if not task.has_ended:
             await self._database.write(records.hasten, task.id, self._clock.now())
 
