@@ -230,6 +230,7 @@ def test_every_key_is_documented():
         (config.MlCommonsEntry, "ml_commons"),
         (config.DeploymentsEntry, "deployments"),
         (config.MachineEntry, "machine"),
+        (config.Quotas, "quotas"),
     ):
         keys |= {f"{place}.{each.name}" for each in fields(entry)}
     keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}

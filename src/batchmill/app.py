@@ -111,6 +111,7 @@ class Owner:
             weights={} if config is None else {name: project.weight for name, project in config.projects.items()},
             linger_s=0.0 if config is None else config.server.idle_unload_s,
             provisions=provisions,
+            quotas=self._told.project_quotas,
         )
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
@@ -121,7 +122,7 @@ class Owner:
         await self.remote.load()
         await self._open_llms(self.jobs, None if gpus is None else len(gpus))
         await self.jobs.recover(resume_doors=config is not None)
-        self.keys = KeyService(self.database, SystemClock())
+        self.keys = KeyService(self.database, SystemClock(), self._told.project_quotas)
         doors = {
             KEYS_DOOR: KeyDoor(self.keys).answer,
             MODELS_DOOR: ModelDoor(self.versions).answer,

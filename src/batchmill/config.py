@@ -49,6 +49,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
+| projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
+| quotas                       | the fields of types.Quotas: what each project may have                    |
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
@@ -84,7 +86,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from batchmill.errors import InvalidConfig
-from batchmill.types import DatasetSpec, Limits, Price
+from batchmill.types import DatasetSpec, Limits, Price, ProjectQuotas, Quotas
 from batchmill.types.machines import MachineEntry, ReplicaEntry
 from batchmill.wire.json_bytes import DEPTH_MAX
 
@@ -173,6 +175,7 @@ class ProjectEntry(Struct, frozen=True):
     weight: float = 1.0
     models: list[str] | None = None
     functions: list[str] | None = None
+    quotas: dict[str, int | str] = {}
 
 
 class WebhookEntry(Struct, frozen=True):
@@ -234,6 +237,7 @@ class _File(Struct, frozen=True):
     models: dict[str, ModelEntry] = {}
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
+    quotas: Quotas = Quotas()
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
@@ -251,6 +255,7 @@ class Config(Struct, frozen=True):
     models: dict[str, ModelEntry] = {}
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
+    quotas: Quotas = Quotas()
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
@@ -261,6 +266,14 @@ class Config(Struct, frozen=True):
     def secrets_key(self) -> Path:
         """The file with the keys that secrets in the database are encrypted with."""
         return self.key_file or self.data_dir / KEY_FILE
+
+    @property
+    def project_quotas(self) -> ProjectQuotas:
+        """What every project may have."""
+        own = {name: entry.quotas for name, entry in self.projects.items() if entry.quotas}
+        return ProjectQuotas(
+            self.quotas, {name: self.quotas.with_own(told, f"projects.{name}.quotas") for name, told in own.items()}
+        )
 
 
 def load(
@@ -343,6 +356,7 @@ def _check_keys(table: dict[str, Any]) -> None:
     _only_known(commons, MlCommonsEntry, "ml_commons.")
     _only_known(table.get("secrets"), SecretsEntry, "secrets.")
     _only_known(table.get("machine"), MachineEntry, "machine.")
+    _only_known(table.get("quotas"), Quotas, "quotas.")
     deployments = table.get("deployments")
     _only_known(deployments, DeploymentsEntry, "deployments.")
     if isinstance(deployments, dict):
@@ -351,6 +365,7 @@ def _check_keys(table: dict[str, Any]) -> None:
         _only_known(commons.get("status_regex"), StatusRegex, "ml_commons.status_regex.")
     for name, entry in projects.items() if isinstance(projects, dict) else ():
         _only_known(entry, ProjectEntry, f"projects.{name}.")
+        _only_known(entry.get("quotas") if isinstance(entry, dict) else None, Quotas, f"projects.{name}.quotas.")
     for entry in webhooks if isinstance(webhooks, list) else ():
         _only_known(entry, WebhookEntry, "webhooks.")
     models = table.get("models")
@@ -425,6 +440,7 @@ def _check_deployments(read: _File) -> None:
 
 def _check_serving(read: _File) -> None:
     server = read.server
+    read.quotas.check("quotas")
     for each in fields(ServerEntry):
         value = getattr(server, each.name)
         if each.name in SERVER_MAX and value is not None and not 0 < value <= SERVER_MAX[each.name]:
@@ -438,6 +454,7 @@ def _check_serving(read: _File) -> None:
             raise InvalidConfig(
                 f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
             )
+        read.quotas.with_own(project.quotas, f"projects.{name}.quotas").check(f"projects.{name}.quotas")
         for model in project.models or ():
             is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
             if not (is_known or read.deployments.offers(model)):

@@ -13,6 +13,7 @@ BatchmillError
 ├── Refused                 the caller may not do this
 │   ├── Unauthenticated     no key, or none that is valid
 │   ├── Forbidden           the key does not reach so far
+│   │   └── OverQuota       its project has as many of these, or bytes, as it may
 │   └── RateLimited         too many requests; `retry_after_s` says when to come again
 ├── JobPaused               the job stopped and can go on; `reason` is a states.PauseReason
 │   ├── InputChanged        a file is not what was sealed
@@ -100,6 +101,10 @@ class Unauthenticated(Refused):
 
 class Forbidden(Refused):
     code = "forbidden"
+
+
+class OverQuota(Forbidden):
+    code = "quota_exceeded"
 
 
 class RateLimited(Refused):

@@ -191,13 +191,19 @@ class _Server:
         llms.open()
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
-        files = FileService(database, config.data_dir, clock, config.server)
+        quotas = config.project_quotas
+        files = FileService(database, config.data_dir, clock, config.server, quotas)
         webhooks = WebhookService(database, clock, config, vault.box)
         await files.sweep()
         desk = JobDesk(jobs, files, self._catalogue)
-        links = LinkService(database, clock, vault.box)
+        links = LinkService(database, clock, vault.box, quotas)
         tasks = RemoteTasks(
-            database, remote.models, remote.calls, JobTasks(database, desk), clock=clock, entry=config.ml_commons
+            database,
+            remote.models,
+            remote.calls,
+            JobTasks(database, desk, quotas),
+            clock=clock,
+            entry=config.ml_commons,
         )
         return Services(
             jobs=desk,
@@ -219,7 +225,7 @@ class _Server:
             remote_tasks=tasks,
             adapters=adapters,
             llms=llms,
-            late=LateReplies(database, clock, functions, webhooks.courier),
+            late=LateReplies(database, clock, functions, webhooks.courier, quotas),
             config=config,
             clock=clock,
             stopping=self._stopping,

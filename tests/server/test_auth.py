@@ -80,3 +80,22 @@ async def test_wrong_keys_are_counted_by_address():
     assert await gate.admit(headers("good"), "a", Scope.READ) == ONE
     with pytest.raises(Unauthenticated):
         await gate.admit(headers("wrong"), "b", Scope.READ)
+
+
+async def test_minted_keys_pay_with_the_rate_of_their_minter():
+    """All keys that a key minted, whoever of them asks, have its rate together with it; one that has none of its own
+    has the server's default. A refused request costs nobody anything, and the express lane counts the same."""
+    for rate, default in ((10, None), (None, 10)):
+        gate = Gate(HeldKeys(), HeldClock(), default)
+        minter = Caller("one", Scope.ADMIN, "m", None, rate)
+        below = [Caller("one", Scope.SUBMIT, f"k{at}", None, rate, (("m", rate),)) for at in range(3)]
+        below.append(Caller("one", Scope.SUBMIT, "deep", None, rate, (("m", rate), ("k0", rate))))
+        for at in range(10):
+            assert gate.has_room((minter, *below)[at % 5])
+            gate.spend((minter, *below)[at % 5])
+        for each in (minter, *below):
+            assert not gate.has_room(each)
+            with pytest.raises(RateLimited):
+                gate.spend(each)
+        other = Caller("one", Scope.SUBMIT, "other", None, rate)
+        gate.spend(other)

@@ -367,12 +367,3 @@ async def test_projects_do_not_meet(room: AdapterRoom, tmp_path: Path) -> None:
     assert [ours.own_name, theirs.own_name] == ["shout/1", "shout/1"]
     await room.adapters.remove("other", "shout")
     assert room.adapters.every() == [ours]
-
-
-async def test_too_many(room: AdapterRoom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project has so many versions at most."""
-    monkeypatch.setattr(records, "ADAPTERS_MAX", 1)
-    folder = write_lora(tmp_path / "a")
-    await add(room, "shout", folder)
-    with pytest.raises(InvalidInput, match="as many as it may: remove some first"):
-        await add(room, "shout", folder)

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from fakes.held_clock import HeldClock
 
-from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
+from batchmill.errors import Forbidden, InvalidInput, OverQuota, Unauthenticated, UnknownName
 from batchmill.services.key_door import KeyClient, KeyDoor
 from batchmill.services.keys import ANYBODY, KeyService
 from batchmill.store.database import Database
-from batchmill.types import Caller, Scope
+from batchmill.types import Caller, ProjectQuotas, Quotas, Scope
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ async def test_revoking_takes_effect_at_once(keys):
     """A revoked key is refused by the next request, also one that was let in before, and stays so."""
     made = await make(keys)
     await keys.authenticate(made.key)
-    revoked = await keys.revoke(made.record.id, "one")
+    revoked = (await keys.revoke(made.record.id, "one")).record
     assert revoked.revoked is not None
     with pytest.raises(Unauthenticated):
         await keys.authenticate(made.key)
-    assert await keys.revoke(made.record.id, None) == revoked
+    assert (await keys.revoke(made.record.id, None)).record == revoked
 
 
 async def test_keys_end(keys, clock):
@@ -204,3 +204,54 @@ async def test_a_key_that_is_revoked_while_it_is_looked_up(keys, database):
     await asyncio.gather(looking, return_exceptions=True)
     with pytest.raises(Unauthenticated):
         await keys.authenticate(made.key)
+
+
+async def mint(keys, maker, **told):
+    return await make(keys, by=await keys.authenticate(maker.key), scope=Scope.ADMIN, **told)
+
+
+async def test_what_a_key_mints_knows_who_pays(keys, clock):
+    """A minted key names every key above it with its rate, ends no later than its maker, and has a bounded descent."""
+    first = await make(keys, scope=Scope.ADMIN, requests_per_minute=9, expires=clock.now() + 100)
+    second = await mint(keys, first, requests_per_minute=5)
+    assert (await keys.authenticate(second.key)).minted_by == ((first.record.id, 9),)
+    third = await mint(keys, second)
+    assert (await keys.authenticate(third.key)).minted_by == ((first.record.id, 9), (second.record.id, 5))
+    assert third.record.expires == first.record.expires
+    with pytest.raises(Forbidden, match="outlives"):
+        await mint(keys, third, expires=clock.now() + 101)
+    for _ in range(6):
+        third = await mint(keys, third)
+    with pytest.raises(Forbidden, match="8 times"):
+        await mint(keys, third)
+
+
+async def test_a_key_ends_with_those_it_minted_where_that_is_asked_for(keys):
+    """Revoking a key names the valid keys below it, and ends them only with `with_minted`; others stay."""
+    first, other = await make(keys, scope=Scope.ADMIN), await make(keys, scope=Scope.ADMIN)
+    second = await mint(keys, first)
+    third = await mint(keys, second)
+    await mint(keys, other)
+    below = [second.record.id, third.record.id]
+    assert sorted((await keys.revoke(first.record.id, "one")).minted) == sorted(below)
+    await keys.authenticate(third.key)
+    assert sorted((await keys.revoke(first.record.id, "one", with_minted=True)).minted) == sorted(below)
+    for gone in (second, third):
+        with pytest.raises(Unauthenticated):
+            await keys.authenticate(gone.key)
+    assert sum(each.revoked is None for each in await keys.list("one")) == 2
+
+
+async def test_a_project_has_as_many_valid_keys_as_its_quota_says(database, clock):
+    """Of many keys made at once only as many come to be as the quota says; revoked ones do not count, nor another
+    project's."""
+    keys = KeyService(database, clock, ProjectQuotas(Quotas(keys=5), {"two": Quotas(keys=1)}))
+    tries = await asyncio.gather(*(make(keys) for _ in range(20)), return_exceptions=True)
+    assert sum(isinstance(each, OverQuota) for each in tries) == 15
+    assert "projects.one.quotas.keys" in next(str(each) for each in tries if isinstance(each, OverQuota))
+    made = next(each for each in tries if not isinstance(each, OverQuota))
+    await make(keys, project="two")
+    await keys.revoke(made.record.id, "one")
+    await make(keys)
+    with pytest.raises(OverQuota):
+        await make(keys, project="two")

@@ -10,10 +10,9 @@ from standardwebhooks import Webhook
 from webhook_support import ALL, FILE_SECRET, EndedJobs
 
 from batchmill.config import KEY_FILE, WebhookEntry
-from batchmill.errors import Conflict, InvalidConfig, InvalidInput, UnknownName
+from batchmill.errors import InvalidConfig, InvalidInput, UnknownName
 from batchmill.services import outbox_records
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.webhook_records import ENDPOINTS_MAX
 from batchmill.services.webhooks import KEPT_S, NAME_CHARS_MAX, WebhookService
 
 URL = "https://example.com/hook"
@@ -116,15 +115,6 @@ async def test_what_cannot_work_is_refused(webhooks: WebhookService, told: dict,
     with pytest.raises(InvalidInput) as refused:
         await webhooks.update("default", made.id, **told)
     assert refused.value.code == code
-
-
-async def test_a_project_has_so_many_endpoints_at_most(webhooks: WebhookService):
-    """The endpoint after the last one is refused, and another project still has room."""
-    for _ in range(ENDPOINTS_MAX):
-        await webhooks.create("default", name="x", url=URL, event_types=ALL)
-    with pytest.raises(Conflict, match="delete one"):
-        await webhooks.create("default", name="x", url=URL, event_types=ALL)
-    await webhooks.create("other", name="x", url=URL, event_types=ALL)
 
 
 async def test_a_secret_is_rotated(jobs: EndedJobs, webhooks: WebhookService):

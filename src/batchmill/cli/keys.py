@@ -114,17 +114,22 @@ def _state(record: KeyRecord) -> str:
 
 @keys.command()
 @click.argument("key_id", metavar="ID", callback=_text)
+@click.option("--with-minted", is_flag=True, help="End the keys that it minted too, and those that they did.")
 @global_options
 @click.pass_obj
-def revoke(session: Session, key_id: str) -> int:
+def revoke(session: Session, key_id: str, with_minted: bool) -> int:
     """End a key, at once and for good."""
 
     async def end() -> None:
         async with session.app.open_keys(session.config()) as opened:
-            record = await opened.revoke(key_id, None)
+            done = await opened.revoke(key_id, None, with_minted=with_minted)
+        record, minted = done.record, ", ".join(done.minted)
         if session.as_json:
-            session.emit("key", record=record)
+            session.emit("key", record=record, minted=done.minted)
+        elif not minted or with_minted:
+            session.print(f"key {record.id} ({clean(record.name)}) is revoked{minted and f', and {minted}'}")
         else:
             session.print(f"key {record.id} ({clean(record.name)}) is revoked")
+            session.say(f"keys that it minted are still valid: {minted}; --with-minted ends them too")
 
     return session.run(end())

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
@@ -131,6 +132,13 @@ class RemoteApp:
         return model
 
 
+class EndedKey(Struct, frozen=True):
+    """As `services.keys.Revoked`."""
+
+    record: KeyInfo
+    minted: list[str]
+
+
 class RemoteKeys:
     """The keys of the project that the caller's own key belongs to."""
 
@@ -153,8 +161,9 @@ class RemoteKeys:
     async def list(self, project: str | None) -> list[KeyInfo]:
         return [each for each in await self._client.keys() if project in (None, each.project)]
 
-    async def revoke(self, key_id: str, project: str | None) -> KeyInfo:
-        return await self._client.revoke_key(key_id)
+    async def revoke(self, key_id: str, project: str | None, *, with_minted: bool = False) -> EndedKey:
+        told = await self._client.revoke_key(key_id, with_minted=with_minted)
+        return EndedKey(told, told.minted)
 
 
 class RemoteJobs:

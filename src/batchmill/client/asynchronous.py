@@ -234,9 +234,9 @@ class AsyncClient:
     async def keys(self) -> list[KeyInfo]:
         return (await self.call(calls.keys())).keys
 
-    async def revoke_key(self, key_id: str) -> KeyInfo:
-        """End a key, at once."""
-        return await self.call(calls.revoke_key(key_id))
+    async def revoke_key(self, key_id: str, *, with_minted: bool = False) -> KeyInfo:
+        """End a key, at once; `with_minted`: and those that it minted."""
+        return await self.call(calls.revoke_key(key_id, with_minted=with_minted))
 
     # -- the steps of the core ----------------------------------------------------------------------------------------
 

@@ -230,5 +230,6 @@ def keys() -> Ask[KeyList]:
     return Ask(Request("GET", _path("keys")), KeyList)
 
 
-def revoke_key(key_id: str) -> Ask[KeyInfo]:
-    return Ask(Request("DELETE", _path("keys", key_id)), KeyInfo)
+def revoke_key(key_id: str, *, with_minted: bool) -> Ask[KeyInfo]:
+    query = _query(with_minted="true" if with_minted else None)
+    return Ask(Request("DELETE", _path("keys", key_id), query), KeyInfo)

@@ -232,9 +232,9 @@ class Client:
     def keys(self) -> list[KeyInfo]:
         return self.call(calls.keys()).keys
 
-    def revoke_key(self, key_id: str) -> KeyInfo:
-        """End a key, at once."""
-        return self.call(calls.revoke_key(key_id))
+    def revoke_key(self, key_id: str, *, with_minted: bool = False) -> KeyInfo:
+        """End a key, at once; `with_minted`: and those that it minted."""
+        return self.call(calls.revoke_key(key_id, with_minted=with_minted))
 
     # -- the steps of the core ----------------------------------------------------------------------------------------
 

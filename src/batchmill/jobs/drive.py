@@ -32,7 +32,7 @@ from batchmill.models import redaction
 from batchmill.ports import Adapters, Clock
 from batchmill.states import JobState, PauseReason
 from batchmill.store.ballast import Ballast
-from batchmill.types import JobView, ModelSpec, Policy
+from batchmill.types import JobView, ModelSpec, Policy, ProjectQuotas
 from batchmill.wire.job_spec import JobSpec
 
 PREPARE, PLAN_RETRY = "batchmill.jobs.preparation:prepare", "batchmill.jobs.retry:plan_offloaded"
@@ -49,6 +49,11 @@ class Tools(Struct, frozen=True):
     ballast: Ballast
     offload: Offload  # in children that are kept for what comes next
     adapters: Callable[[], Adapters] = adapters.NoAdapters
+    quotas: ProjectQuotas = ProjectQuotas()
+
+    def quota_of(self, spec: JobSpec) -> int | None:
+        """How many unfinished jobs the project of a job that came by a door may have; None: it did not."""
+        return None if spec.origin is None else self.quotas.of(spec.project).unfinished_jobs
 
 
 class Drive:
@@ -56,6 +61,7 @@ class Drive:
         self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
         self._book = JobBook(spec.id, tools.books, tools.clock, tools.ballast)
+        self._tools = tools
         self._offload, self._adapters = tools.offload, AdapterWork(tools.adapters, tools.offload)
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
@@ -459,8 +465,9 @@ class Drive:
         if opened.rows == 0:
             raise InvalidTransition(f"the job {spec.id} has no failed rows that could be run again")
         await self._book.call(
-            self._book.ledger.open_generation, spec.id, generation, opened.settled, opened.rows_ok, **columns_of(spec)
-        )
+            self._book.ledger.open_generation, spec.id, generation, opened.settled, opened.rows_ok,
+            None if (most := self._tools.quota_of(spec)) is None else (spec.project, most), **columns_of(spec),
+        )  # fmt: skip
 
     def _show(self, share: float) -> None:
         self._progress = share

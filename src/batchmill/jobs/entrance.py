@@ -26,7 +26,7 @@ from batchmill.wire.job_spec import JobSpec
 class Entrance:
     def __init__(self, tools: Tools, roster: Roster) -> None:
         self._data_dir, self._books, self._clock = tools.data_dir, tools.books, tools.clock
-        self._roster = roster
+        self._roster, self._tools = roster, tools
         self._entering: set[asyncio.Task[Submitted]] = set()
 
     async def submit(self, order: JobOrder) -> Submitted:
@@ -71,7 +71,7 @@ class Entrance:
             with full_disk_named(files.home):
                 await asyncio.to_thread(files.write_spec, spec)
             faults.point("after_describe")
-            await self._books.ledger.database.write(submissions.enter, spec, once)
+            await self._books.ledger.database.write(submissions.enter, spec, once, self._tools.quota_of(spec))
         except BaseException:
             await asyncio.to_thread(files.remove)
             raise

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from batchmill.errors import UnknownName
 from batchmill.states import ENDED, JobState, PauseReason
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import error_counts, jobs
 from batchmill.types import JobQuery
 
@@ -72,6 +73,15 @@ def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors
 def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
     """Every job that has not ended, the oldest first."""
     return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
+
+
+def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:
+    """Raises: OverQuota where a project has as many unfinished jobs as it may."""
+    unfinished_states = [state for state in JobState if state not in ENDED]
+    refuse_beyond(
+        db, jobs, quota, quota="unfinished_jobs", project=project, way_out="let some end, or cancel them",
+        where=jobs.c.state.in_(unfinished_states),
+    )  # fmt: skip
 
 
 def ids(db: sa.Connection) -> set[str]:

@@ -102,13 +102,18 @@ class Ledger:
             db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
 
     def open_generation(
-        self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, **fields: object
-    ) -> None:
+        self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
+        **fields: object,
+    ) -> None:  # fmt: skip
         """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows).
 
-        `fields` of the job's record are set with it.
+        `fields` of the job's record are set with it. `quota`: its project, and how many unfinished jobs that may have.
+
+        Raises: OverQuota.
         """
         with self._engine.begin() as db:
+            if quota is not None:
+                job_records.refuse_unfinished(db, *quota)
             _check_next(db, job_id, JobState.QUEUED)
             failed = sum(settled.values())
             db.execute(

@@ -49,6 +49,7 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     Once,
+    ProjectQuotas,
     RemoteJob,
     Submitted,
     Wait,
@@ -71,7 +72,7 @@ class JobService:
         weights: Mapping[str, float] = {},
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
-        adapters: Adapters = NoAdapters(),
+        quotas: ProjectQuotas = ProjectQuotas(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -79,7 +80,7 @@ class JobService:
             weights: project -> its share of the workers beside others; 1 for those that are not named.
             linger_s: how long workers that no job needs stay, for the next one.
             provisions: what workers are given beside their model.
-            adapters: who fetches those that rows name; it may be told later, before `recover`.
+            quotas: what projects whose jobs come over an API may have.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
@@ -88,10 +89,10 @@ class JobService:
         )
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
-        self.adapters = adapters
+        self.adapters: Adapters = NoAdapters()  # who fetches those that rows name; set before `recover`
         tools = Tools(
             data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
-            lambda: self.adapters,
+            lambda: self.adapters, quotas,
         )  # fmt: skip
         self._roster = Roster(tools)
         self._entrance = Entrance(tools, self._roster)

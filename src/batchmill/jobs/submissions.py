@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from batchmill.errors import Conflict
-from batchmill.jobs import ledger_snapshot
+from batchmill.jobs import job_records, ledger_snapshot
 from batchmill.store.database import Database
 from batchmill.store.tables import submissions
 from batchmill.types import Once
@@ -46,8 +46,15 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
     return found.job
 
 
-def enter(db: sa.Connection, spec: JobSpec, once: Once | None) -> None:
-    """Put a job into the ledger, and what its order is known by: both or neither."""
+def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
+    """Put a job into the ledger, and what its order is known by: both or neither.
+
+    Args: quota: how many unfinished jobs its project may have; None: whoever runs the machine orders it.
+
+    Raises: OverQuota.
+    """
+    if quota is not None:
+        job_records.refuse_unfinished(db, spec.project, quota)
     ledger_snapshot.insert_job(db, spec)
     if once is not None:
         db.execute(submissions.delete().where(submissions.c.key == once.key))  # it stood for nothing any more

@@ -68,10 +68,26 @@ class Gate:
     def spend(self, caller: Caller) -> None:
         """Count a request of a caller. Raises: RateLimited."""
         per_minute = caller.requests_per_minute or self._per_minute
+        if caller.minted_by:
+            self._refuse_family(caller)
         if per_minute is not None:
             wait_s = self._requests.take(caller.key or "", per_minute, self._clock.monotonic())
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
+        for key, rate in caller.minted_by:
+            if (told := rate or self._per_minute) is not None:
+                self._requests.take(key, told, self._clock.monotonic())
+
+    def _refuse_family(self, caller: Caller) -> None:
+        """A key pays for the requests of those that it minted. Raises: RateLimited where one of them cannot."""
+        for key, rate in caller.minted_by:
+            if (told := rate or self._per_minute) is not None:
+                wait_s = self._requests.wait_s(key, told, self._clock.monotonic())
+                if wait_s:
+                    raise RateLimited(
+                        f"more than {told:,} requests a minute of the key {key} and those that it minted, together",
+                        retry_after_s=wait_s,
+                    )
 
     def known(self, authorization: bytes | None) -> Caller | None:
         """Who asks, where that is known without waiting; None: `admit` finds out, or says what is wrong."""
@@ -88,8 +104,14 @@ class Gate:
 
     def has_room(self, caller: Caller) -> bool:
         """`spend` would not raise now."""
-        per_minute = caller.requests_per_minute or self._per_minute
-        return per_minute is None or not self._requests.wait_s(caller.key or "", per_minute, self._clock.monotonic())
+        per_minute, now = caller.requests_per_minute or self._per_minute, self._clock.monotonic()
+        if per_minute is not None and self._requests.wait_s(caller.key or "", per_minute, now):
+            return False
+        return not caller.minted_by or not any(
+            self._requests.wait_s(key, told, now)
+            for key, rate in caller.minted_by
+            if (told := rate or self._per_minute) is not None
+        )
 
     async def asker(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
         """Who asks, with a key or where none is needed. For what anybody may ask, and not everybody is told in full."""

@@ -58,12 +58,12 @@ async def open_keys(config: Config) -> AsyncIterator[KeyService | KeyClient]:
         if database is None:
             yield KeyClient(lambda message: client.tell(KEYS_DOOR, message))
         else:
-            yield KeyService(database, SystemClock())
+            yield KeyService(database, SystemClock(), config.project_quotas)
 
 
 def open_vault(config: Config, database: Database) -> Vault:
     """The secrets of a data directory that this process owns."""
-    return Vault(database, SecretBox(config.secrets_key), SystemClock())
+    return Vault(database, SecretBox(config.secrets_key), SystemClock(), config.project_quotas)
 
 
 @contextlib.asynccontextmanager

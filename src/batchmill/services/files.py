@@ -37,8 +37,9 @@ from batchmill.services.incoming import (
 from batchmill.services.result_files import link, result_id, result_record, unlink_same
 from batchmill.states import JobState
 from batchmill.store.database import Database
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.segments import sync_folder
-from batchmill.types import JobView
+from batchmill.types import JobView, ProjectQuotas
 
 __all__ = ["FileRecord", "FileService", "FileWriter", "OpenFile"]
 
@@ -59,8 +60,11 @@ def new_id(prefix: str) -> str:
 class FileService:
     """Raises, everywhere: UnknownName (`unknown_file`) for a file that this project does not have (any more)."""
 
-    def __init__(self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry) -> None:
-        self._database, self._clock, self.limits = database, clock, limits
+    def __init__(
+        self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
+        quotas: ProjectQuotas = ProjectQuotas(),
+    ) -> None:  # fmt: skip
+        self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
         self._jobs_home = data_dir / "jobs"
         self.home = data_dir / "files"
         self.room_bytes = ROOM_BYTES
@@ -99,7 +103,7 @@ class FileService:
         await incoming.settle(self.path(record))
         faults.point("after_settle")
         try:
-            await self._database.write(_insert, record, within)
+            await self._database.write(_insert, record, within, self.quotas.of(record.project).files)
         except BaseException:
             await self.disk.run(self.path(record).unlink)
             raise
@@ -347,7 +351,12 @@ def checked_filename(name: str) -> str:
     return name
 
 
-def _insert(db: sa.Connection, record: FileRecord, within: Within | None) -> None:
+def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota: int) -> None:
+    """Results of jobs do not count: nobody chose to have them kept."""
+    refuse_beyond(
+        db, file_records.files, quota, quota="files", project=record.project, way_out="delete some",
+        where=file_records.files.c.job.is_(None),
+    )  # fmt: skip
     file_records.insert(db, record)
     if within is not None:
         within(db, record)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from msgspec import Struct
 
-from batchmill.services.keys import KeyRecord, KeyService, NewKey
+from batchmill.services.keys import KeyRecord, KeyService, NewKey, Revoked
 from batchmill.types import Scope
 
 
@@ -27,6 +27,7 @@ class _List(Struct, frozen=True, tag="list"):
 class _Revoke(Struct, frozen=True, tag="revoke"):
     key_id: str
     project: str | None
+    with_minted: bool = False
 
 
 _call = msgspec.msgpack.Decoder(_Create | _List | _Revoke)
@@ -47,8 +48,8 @@ class KeyDoor:
                 return _pack(await self._keys.create(**told))
             case _List(project):
                 return _pack(await self._keys.list(project))
-            case _Revoke(key_id, project):
-                return _pack(await self._keys.revoke(key_id, project))
+            case _Revoke(key_id, project, with_minted):
+                return _pack(await self._keys.revoke(key_id, project, with_minted=with_minted))
 
 
 class KeyClient:
@@ -74,5 +75,6 @@ class KeyClient:
     async def list(self, project: str | None) -> list[KeyRecord]:
         return msgspec.msgpack.decode(await self._tell(_pack(_List(project))), type=list[KeyRecord])
 
-    async def revoke(self, key_id: str, project: str | None) -> KeyRecord:
-        return msgspec.msgpack.decode(await self._tell(_pack(_Revoke(key_id, project))), type=KeyRecord)
+    async def revoke(self, key_id: str, project: str | None, *, with_minted: bool = False) -> Revoked:
+        told = await self._tell(_pack(_Revoke(key_id, project, with_minted)))
+        return msgspec.msgpack.decode(told, type=Revoked)

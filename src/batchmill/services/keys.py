@@ -20,14 +20,17 @@ from batchmill.config import PROJECT_NAME, SERVER_MAX
 from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
 from batchmill.ports import Clock
 from batchmill.store.database import Database
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import keys
-from batchmill.types import Caller, Scope
+from batchmill.types import Caller, ProjectQuotas, Scope
 
 _KEY = re.compile(r"bm_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 SECRET_BYTES = 32
 NAME_CHARS_MAX = 200
 MODELS_MAX = 1000
 KEYS_MAX = 10_000  # of one server
+ENDED_MAX = 1_000  # of one project, that are still listed; those that ended first are forgotten
+MINTERS_MAX = 8  # a key that a key minted that a key minted …: each of them pays for a request
 USED_S = 60.0  # how exactly the time of the last use is written down
 ANYBODY = Caller("default", Scope.DEPLOY)  # where no key was ever made
 REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
@@ -46,6 +49,7 @@ class KeyRecord(Struct, frozen=True):
     expires: float | None
     revoked: float | None
     last_used: float | None
+    minted_by: list[tuple[str, int | None]] = []  # ids and rates of the keys that minted it, the first of them first
 
 
 class NewKey(Struct, frozen=True):
@@ -55,6 +59,14 @@ class NewKey(Struct, frozen=True):
     record: KeyRecord
 
 
+class Revoked(Struct, frozen=True):
+    """A key that was ended. `minted`: ids of keys that it minted, or one of those did, and that were valid until then:
+    they have ended too where that was asked for."""
+
+    record: KeyRecord
+    minted: list[str]
+
+
 class _Known(Struct, frozen=True):
     digest: str
     caller: Caller
@@ -62,8 +74,8 @@ class _Known(Struct, frozen=True):
 
 
 class KeyService:
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Clock, quotas: ProjectQuotas = ProjectQuotas()) -> None:
+        self._database, self._clock, self._quotas = database, clock, quotas
         self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
         self._ids: set[str] | None = None  # None: not looked yet; nobody else makes keys while this process owns them
         self._used: dict[str, float] = {}  # key id -> last use, until it is written down
@@ -80,10 +92,11 @@ class KeyService:
         expires: float | None = None,
         by: Caller | None = None,
     ) -> NewKey:
-        """A new key. `by`: a key mints only keys whose scope, project, models and rate lie within its own, and none
-        with the scope deploy: those are for whoever runs the machine to make.
+        """A new key. `by`: a key mints only keys whose scope, project, models, rate and end lie within its own, and
+        pays for their requests with its own rate. It mints none with the scope deploy: those are for whoever runs the
+        machine to make.
 
-        Raises: InvalidInput for a value out of range, Forbidden for more than `by` has.
+        Raises: InvalidInput for a value out of range, Forbidden for more than `by` has, OverQuota.
         """
         now = self._clock.now()
         _check(name, project, models, requests_per_minute)
@@ -91,13 +104,16 @@ class KeyService:
             raise InvalidInput("a key's end must lie in the future", code="invalid_expiry")
         if by is not None:
             models, requests_per_minute = _within(by, project, scope, models, requests_per_minute)
+            expires = _end_within(by, expires)
         key_id = secrets.token_hex(8)
         secret = base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).rstrip(b"=").decode()
         key = f"bm_{key_id}_{secret}"
         listed = None if models is None else sorted(models)
-        record = KeyRecord(key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None)
+        record = KeyRecord(
+            key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None, _minters(by)
+        )
         known = await self._all_ids()
-        await self._database.write(_insert, record, _digest(key))
+        await self._database.write(_insert, record, _digest(key), self._quotas.of(project).keys)
         known.add(key_id)
         return NewKey(key, record)
 
@@ -105,12 +121,16 @@ class KeyService:
         """Keys of a project, or of all, the newest first; revoked ones too."""
         return await self._database.read(_list, project)
 
-    async def revoke(self, key_id: str, project: str | None) -> KeyRecord:
-        """End a key, at once and for good. Raises: UnknownName, also for the key of another project."""
-        record = await self._database.write(_revoke, key_id, project, self._clock.now())
+    async def revoke(self, key_id: str, project: str | None, *, with_minted: bool = False) -> Revoked:
+        """End a key, at once and for good; `with_minted`: and every key that it minted, or one of those did.
+
+        Raises: UnknownName, also for the key of another project.
+        """
+        revoked = await self._database.write(_revoke, key_id, project, self._clock.now(), with_minted)
         self._revocations += 1
-        self._known.pop(key_id, None)
-        return record
+        for ended in (key_id, *(revoked.minted if with_minted else ())):
+            self._known.pop(ended, None)
+        return revoked
 
     async def authenticate(self, token: str) -> Caller:
         """Who a key stands for. Raises: Unauthenticated, in the same words whatever is wrong with it."""
@@ -156,7 +176,10 @@ class KeyService:
             return None
         record = _record(row)
         models = None if record.models is None else frozenset(record.models)
-        caller = Caller(record.project, record.scope, key_id, models, record.requests_per_minute)
+        caller = Caller(
+            record.project, record.scope, key_id, models, record.requests_per_minute, tuple(record.minted_by),
+            record.expires,
+        )  # fmt: skip
         known = _Known(row["hash"], caller, record.expires)
         if self._revocations == before:  # else this key may have been revoked since it was read
             self._known[key_id] = known
@@ -220,14 +243,50 @@ def _within(
     return (by.models if models is None else models), (own if requests_per_minute is None else requests_per_minute)
 
 
-def _insert(db: sa.Connection, record: KeyRecord, digest: str) -> None:
+def _end_within(by: Caller, expires: float | None) -> float | None:
+    """The end of a key that `by` may make: its own where nothing was said."""
+    if by.expires is not None and expires is not None and expires > by.expires:
+        raise Forbidden("this key ends before that, and makes no key that outlives it")
+    return by.expires if expires is None else expires
+
+
+def _minters(by: Caller | None) -> list[tuple[str, int | None]]:
+    """Who pays for a key that `by` makes. Raises: Forbidden where it would be too many."""
+    if by is None or by.key is None:
+        return []
+    if len(by.minted_by) >= MINTERS_MAX:
+        raise Forbidden(
+            f"this key was minted by a key that a key minted, and so on, {MINTERS_MAX} times: it mints none. Make the "
+            "key with one of those before it"
+        )
+    return [*by.minted_by, (by.key, by.requests_per_minute)]
+
+
+def _insert(db: sa.Connection, record: KeyRecord, digest: str, quota: int) -> None:
+    ended = sa.func.coalesce(keys.c.revoked, keys.c.expires) <= record.created
+    refuse_beyond(
+        db, keys, quota, quota="keys", project=record.project, way_out="revoke some",
+        where=sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > record.created)),
+    )  # fmt: skip
+    _forget_ended(db, record.project, ended)
     if (db.execute(sa.select(sa.func.count()).select_from(keys)).scalar() or 0) >= KEYS_MAX:
         _make_room(db, record.created)
     values: dict[str, Any] = msgspec.structs.asdict(record)
+    values["minted_by"] = msgspec.json.encode(record.minted_by).decode() if record.minted_by else None
     listed = values.pop("models")
     values |= {"scopes": values.pop("scope").value, "hash": digest}
     values["models"] = None if listed is None else msgspec.json.encode(listed).decode()
     db.execute(keys.insert().values(values))
+
+
+def _forget_ended(db: sa.Connection, project: str, ended: sa.ColumnElement[bool]) -> None:
+    """A project that makes and revokes keys without end forgets its own, not those of others."""
+    mine = sa.and_(keys.c.project == project, ended)
+    count = db.execute(sa.select(sa.func.count()).select_from(keys).where(mine)).scalar_one()
+    if count >= ENDED_MAX:
+        at = sa.func.coalesce(keys.c.revoked, keys.c.expires)
+        some = sa.select(keys.c.id).where(mine).order_by(at).limit(count - ENDED_MAX + 1)
+        db.execute(keys.delete().where(keys.c.id.in_(some)))
 
 
 def _make_room(db: sa.Connection, now: float) -> None:
@@ -252,13 +311,18 @@ def _row(db: sa.Connection, key_id: str) -> sa.RowMapping | None:
     return db.execute(sa.select(keys).where(keys.c.id == key_id)).mappings().first()
 
 
-def _revoke(db: sa.Connection, key_id: str, project: str | None, now: float) -> KeyRecord:
+def _revoke(db: sa.Connection, key_id: str, project: str | None, now: float, with_minted: bool) -> Revoked:
     row = _row(db, key_id)
     if row is None or (project is not None and row["project"] != project):
         raise UnknownName(f"no key has the id {key_id[:80]!r}", code="unknown_key")
     if row["revoked"] is None:
         db.execute(keys.update().where(keys.c.id == key_id).values(revoked=now))
-    return _record(_row(db, key_id) or row)
+    below = sa.and_(keys.c.minted_by.contains(f'["{key_id}",'), keys.c.project == row["project"])
+    valid = sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > now))
+    minted = list(db.execute(sa.select(keys.c.id).where(below, valid).order_by(keys.c.created, keys.c.id)).scalars())
+    if with_minted:
+        db.execute(keys.update().where(keys.c.id.in_(minted)).values(revoked=now))
+    return Revoked(_record(_row(db, key_id) or row), minted)
 
 
 def _all_ids(db: sa.Connection) -> set[str]:
@@ -275,5 +339,9 @@ def _record(row: sa.RowMapping) -> KeyRecord:
     return KeyRecord(
         id=row["id"], name=row["name"], project=row["project"], scope=Scope(row["scopes"]), models=models,
         requests_per_minute=row["requests_per_minute"], created=row["created"], expires=row["expires"],
-        revoked=row["revoked"], last_used=row["last_used"],
+        revoked=row["revoked"], last_used=row["last_used"], minted_by=_minters_of(row["minted_by"]),
     )  # fmt: skip
+
+
+def _minters_of(told: str | None) -> list[tuple[str, int | None]]:
+    return [] if told is None else msgspec.json.decode(told, type=list[tuple[str, int | None]])

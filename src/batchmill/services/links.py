@@ -19,6 +19,8 @@ from batchmill.ports import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.database import Database
 from batchmill.store.dataset_tables import used_links
+from batchmill.store.quotas import refuse_beyond
+from batchmill.types import ProjectQuotas
 
 SIGNATURE_CHARS_MAX = 1024
 SETTLE_S = 20.0  # after which it is known whether something that was sent has arrived
@@ -37,8 +39,10 @@ class Link(Struct, frozen=True, forbid_unknown_fields=True):
 class LinkService:
     """Raises, everywhere: Refused (`link_altered`, `link_expired`, `link_used`)."""
 
-    def __init__(self, database: Database, clock: Clock, box: SecretBox) -> None:
-        self._database, self._clock, self._box = database, clock, box
+    def __init__(
+        self, database: Database, clock: Clock, box: SecretBox, quotas: ProjectQuotas = ProjectQuotas()
+    ) -> None:
+        self._database, self._clock, self._box, self._quotas = database, clock, box, quotas
         self._sent: dict[str, float] = {}  # links under way to being used up -> until when, monotonic
 
     def sign(self, purpose: str, subject: str, project: str, lifetime_s: float) -> str:
@@ -58,14 +62,24 @@ class LinkService:
     async def begin_use(self, link: Link) -> None:
         """The end of what it is for is being sent: it is refused for now, and for good once `use_up` is called.
 
-        Raises: Refused, when somebody who had opened it as well was first.
+        Raises: Refused, when somebody who had opened it as well was first; OverQuota.
         """
+        await self._database.read(_refuse_beyond, link, self._quotas.of(link.project).used_links)
         await self._check_free(link)
         self._sent[link.id] = self._clock.monotonic() + SETTLE_S
 
     async def use_up(self, link: Link) -> None:
         """From now on it is refused; done twice, it is once."""
         await self._database.write(_note, link)
+
+    def use(self, db: sa.Connection, link: Link) -> None:
+        """Use a link up, within the transaction of what it was used for.
+
+        Raises: Refused, when somebody was first; OverQuota.
+        """
+        check_unused(db, link)
+        _refuse_beyond(db, link, self._quotas.of(link.project).used_links)
+        _note(db, link)
 
     async def sweep(self) -> int:
         """Forget the used links that have expired; returns how many."""
@@ -95,16 +109,16 @@ class LinkService:
         ) from None
 
 
-def use(db: sa.Connection, link: Link) -> None:
-    """Use a link up, within the transaction of what it was used for. Raises: Refused, when somebody was first."""
-    check_unused(db, link)
-    _note(db, link)
-
-
 def check_unused(db: sa.Connection, link: Link) -> None:
     """Raises: Refused."""
     if db.execute(sa.select(used_links.c.id).where(used_links.c.id == link.id)).first() is not None:
         raise _used()
+
+
+def _refuse_beyond(db: sa.Connection, link: Link, most: int) -> None:
+    """Links that were used are remembered until they expire."""
+    way_out = "come again when some of them have expired"
+    refuse_beyond(db, used_links, most, quota="used_links", project=link.project, way_out=way_out)
 
 
 def _used() -> Refused:
@@ -112,7 +126,9 @@ def _used() -> Refused:
 
 
 def _note(db: sa.Connection, link: Link) -> None:
-    db.execute(used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires))
+    db.execute(
+        used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires, project=link.project)
+    )
 
 
 def _forget(db: sa.Connection, now: float) -> int:

@@ -9,12 +9,14 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import InvalidTransition, TooLarge
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import upload_parts, uploads
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
 PARTS_MAX = 10_000  # of one upload
 REPEATS_MAX = 2  # times its size that the parts of an upload may hold: some arrive twice
 PART_BYTES_MAX = 64 * 1024 * 1024
+ENDED_MAX = 10_000  # uploads of one project that have ended and are still known
 
 
 class UploadRecord(Struct, frozen=True):
@@ -40,6 +42,7 @@ class PartRecord(Struct, frozen=True):
     upload: str
     bytes: int
     created: float
+    project: str
 
 
 _UPLOAD = [uploads.c[name] for name in UploadRecord.__struct_fields__]
@@ -51,7 +54,13 @@ def find(db: sa.Connection, upload_id: str) -> UploadRecord | None:
     return None if found is None else UploadRecord(*found)
 
 
-def insert(db: sa.Connection, record: UploadRecord) -> None:
+def insert(db: sa.Connection, record: UploadRecord, quota: int) -> None:
+    """Raises: OverQuota where so many of the project's have not ended."""
+    refuse_beyond(
+        db, uploads, quota, quota="uploads", project=record.project, way_out="complete or cancel some",
+        where=uploads.c.status == PENDING,
+    )  # fmt: skip
+    _forget_beyond(db, record.project)
     db.execute(uploads.insert().values(msgspec.structs.asdict(record)))
 
 
@@ -111,6 +120,15 @@ def overdue(db: sa.Connection, now: float, limit: int) -> list[str]:
     """Pending uploads whose time has passed."""
     query = sa.select(uploads.c.id).where(uploads.c.status == PENDING, uploads.c.expires <= now)
     return list(db.execute(query.order_by(uploads.c.expires).limit(limit)).scalars())
+
+
+def _forget_beyond(db: sa.Connection, project: str) -> None:
+    """Of a project that begins uploads without end, forget those that ended first."""
+    ended = sa.and_(uploads.c.project == project, uploads.c.status != PENDING)
+    count = db.execute(sa.select(sa.func.count()).select_from(uploads).where(ended)).scalar_one()
+    if count >= ENDED_MAX:
+        some = sa.select(uploads.c.id).where(ended).order_by(uploads.c.created).limit(count - ENDED_MAX + 1)
+        db.execute(uploads.delete().where(uploads.c.id.in_(some)))
 
 
 def forget_ended(db: sa.Connection, before: float) -> None:

@@ -75,7 +75,7 @@ class UploadService:
             mime_type=new.mime_type[:MIME_CHARS_MAX], bytes=new.bytes, status=PENDING, created=now,
             expires=now + LIFETIME_S, file_expires_s=new.file_expires_s, file=None,
         )  # fmt: skip
-        await self._database.write(upload_records.insert, record)
+        await self._database.write(upload_records.insert, record, self._files.quotas.of(project).uploads)
         return record
 
     async def get(self, project: str, upload_id: str) -> UploadRecord:
@@ -90,7 +90,7 @@ class UploadService:
         """A new part of a pending upload. Raises: TooLarge (`too_many_parts`)."""
         await self._pending(project, upload_id)
         await self._database.read(upload_records.check_room, upload_id, 0)
-        return PartWriter(self._files, self, upload_id)
+        return PartWriter(self._files, self, upload_id, project)
 
     async def store_part(self, part: PartRecord, writer: PartWriter) -> None:
         """Bytes, then the record."""
@@ -196,16 +196,16 @@ class UploadService:
     def _lock(self, upload_id: str) -> asyncio.Lock:
         return self._ending.setdefault(upload_id, asyncio.Lock())
 
-    def part(self, part_id: str, upload_id: str, size_bytes: int) -> PartRecord:
+    def part(self, part_id: str, upload_id: str, size_bytes: int, project: str) -> PartRecord:
         """The record of a part that is made now."""
-        return PartRecord(part_id, upload_id, size_bytes, self._clock.now())
+        return PartRecord(part_id, upload_id, size_bytes, self._clock.now(), project)
 
 
 class PartWriter:
     """A part on its way in: `write` its bytes, then `commit`; `discard` in any case."""
 
-    def __init__(self, files: FileService, uploads: UploadService, upload_id: str) -> None:
-        self.id = new_id("part_")
+    def __init__(self, files: FileService, uploads: UploadService, upload_id: str, project: str) -> None:
+        self.id, self._project = new_id("part_"), project
         self._files, self._uploads, self._upload_id = files, uploads, upload_id
         self.incoming = files.arrive(self.id, PART_BYTES_MAX)
         self._storing: asyncio.Task[None] | None = None
@@ -216,7 +216,7 @@ class PartWriter:
 
     async def commit(self) -> PartRecord:
         """Durable when this returns. Raises: InvalidTransition when the upload has ended meanwhile, TooLarge."""
-        part = self._uploads.part(self.id, self._upload_id, self.incoming.size_bytes)
+        part = self._uploads.part(self.id, self._upload_id, self.incoming.size_bytes, self._project)
         self._storing = asyncio.create_task(self._uploads.store_part(part, self))
         await asyncio.shield(self._storing)
         self._files.leave(self.id)

@@ -9,10 +9,10 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import Conflict, UnknownName
+from batchmill.errors import UnknownName
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import outbox, webhook_endpoints
 
-ENDPOINTS_MAX = 100  # of one project
 SHOWN_CHARS = 80
 
 
@@ -64,13 +64,9 @@ def page(db: sa.Connection, project: str, after: str | None, limit: int) -> Sequ
     return db.execute(query.order_by(columns.created.desc(), columns.id.desc()).limit(limit)).mappings().all()
 
 
-def insert(db: sa.Connection, made: Endpoint, sealed: bytes) -> None:
-    count = sa.select(sa.func.count()).where(webhook_endpoints.c.project == made.project)
-    if db.execute(count).scalar_one() >= ENDPOINTS_MAX:
-        raise Conflict(
-            f"the project has {ENDPOINTS_MAX} webhook endpoints already: delete one first",
-            code="too_many_webhook_endpoints",
-        )
+def insert(db: sa.Connection, made: Endpoint, sealed: bytes, quota: int) -> None:
+    """Raises: OverQuota."""
+    refuse_beyond(db, webhook_endpoints, quota, quota="webhook_endpoints", project=made.project, way_out="delete one")
     db.execute(webhook_endpoints.insert().values(id=made.id, project=made.project, secret=sealed, **columns_of(made)))
 
 

@@ -52,7 +52,7 @@ class WebhookService:
 
     def __init__(self, database: Database, clock: Clock, config: Config, box: SecretBox) -> None:
         """Raises: InvalidConfig for an endpoint of the file that cannot work."""
-        self._database, self._clock, self._box = database, clock, box
+        self._database, self._clock, self._box, self._quotas = database, clock, box, config.project_quotas
         self.courier = Courier(clock, read_private(config.server.private_hosts))
         self._configured: dict[str, tuple[Endpoint, tuple[Secret, ...]]] = {}
         for entry in config.webhooks:
@@ -76,7 +76,8 @@ class WebhookService:
         """A new endpoint and its secret, which is shown this once."""
         types, now, secret = self._checked(name, url, event_types), self._clock.now(), new_secret()
         made = Endpoint(f"we_{secrets.token_hex(12)}", project, name, url, types, now, now, hint_of(secret))
-        await self._database.write(records.insert, made, self._sealed(made, [_Key(secret.reveal())]))
+        sealed = self._sealed(made, [_Key(secret.reveal())])
+        await self._database.write(records.insert, made, sealed, self._quotas.of(project).webhook_endpoints)
         return made, secret
 
     async def get(self, project: str, endpoint_id: str) -> Endpoint:

@@ -14,6 +14,7 @@ secrets = Table(  # encrypted; what a secret belongs to is its name: "openai", "
     Column("hint", String(8), nullable=False),  # its last characters, where it is long enough to show some
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
+    Column("project", String(64), index=True),  # whose quota it counts to; None: whoever runs the machine put it in
 )
 
 connectors = Table(

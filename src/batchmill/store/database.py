@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFull
-from batchmill.store import connector_tables, dataset_tables, llm_tables, migrations, service_tables, tables
+from batchmill.store import connector_tables, dataset_tables, llm_tables, schema_version, service_tables, tables
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,9 +35,11 @@ class Database:
             raise InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
+            with self.writer.begin() as db:
+                schema_version.check(db)
             tables.metadata.create_all(self.writer)
             with self.writer.begin() as db:
-                migrations.migrate(db)
+                schema_version.write(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
             raise InvalidConfig(f"the database {path} cannot be opened: {error.orig}") from error

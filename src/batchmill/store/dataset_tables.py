@@ -26,4 +26,5 @@ used_links = Table(  # of links that work once
     metadata,
     Column("id", String(64), primary_key=True),
     Column("expires", Float, nullable=False),  # of the link itself: then it is forgotten here
+    Column("project", String(64), nullable=False, server_default="default", index=True),
 )

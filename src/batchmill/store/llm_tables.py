@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, String, Table
 
 from batchmill.store.tables import metadata
 
@@ -19,6 +19,8 @@ adapters = Table(
     Column("details", LargeBinary, nullable=False),  # digest, rank, bytes, message …, as JSON
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
+    Column("bytes", BigInteger, nullable=False, server_default="0"),  # of its files
+    Index("adapters_by_bytes", "project", "state", "bytes"),
     Index("adapters_by_name", "project", "name", "version", unique=True),
 )
 

@@ -19,6 +19,7 @@ files = Table(
     Column("expires", Float),
     Column("job", String(64)),  # of results: the job they are of
     Index("files_by_project", "project", "created"),
+    Index("files_by_bytes", "project", "job", "bytes"),
 )
 
 uploads = Table(  # a file that arrives in parts
@@ -35,6 +36,7 @@ uploads = Table(  # a file that arrives in parts
     Column("expires", Float, nullable=False),
     Column("file_expires_s", Float),  # of the file it becomes, from its creation
     Column("file", String(64)),
+    Index("uploads_by_project", "project", "status"),
 )
 
 upload_parts = Table(
@@ -44,6 +46,8 @@ upload_parts = Table(
     Column("upload", String(64), nullable=False, index=True),
     Column("bytes", BigInteger, nullable=False),
     Column("created", Float, nullable=False),
+    Column("project", String(64), nullable=False, server_default="default"),
+    Index("upload_parts_by_bytes", "project", "bytes"),
 )
 
 keys = Table(
@@ -60,6 +64,9 @@ keys = Table(
     Column("expires", Float),
     Column("revoked", Float),
     Column("last_used", Float),
+    Column(
+        "minted_by", Text
+    ),  # [[key id, requests a minute], …] as JSON: who minted it, and who minted that, the first first
 )
 
 webhook_endpoints = Table(
@@ -136,4 +143,5 @@ late_calls = Table(  # calls whose answers are sent to a URL once they are there
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("due", Float, nullable=False),  # when to go on with it
     Index("late_calls_by_due", "due"),
+    Index("late_calls_by_project", "project"),
 )

@@ -49,7 +49,10 @@ jobs = Table(
     Column("finalizing", Float),  # when its results began to be written
     Column("cancelling", Float),  # when it was asked to end early
     Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was made known, plus 1
+    Column("bytes", BigInteger, nullable=False, server_default="0"),  # on the disk, its results apart
     Index("jobs_by_project", "project", "created"),
+    Index("jobs_by_bytes", "project", "bytes"),
+    Index("jobs_by_state", "project", "state"),
     Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
 )
 

@@ -19,6 +19,7 @@ from batchmill.types.models import (
     Scaling,
     Tensor,
 )
+from batchmill.types.quotas import ProjectQuotas, Quotas
 from batchmill.types.rows import Outcome, Request, Row, RowError, Usage
 
 # fmt: off
@@ -26,7 +27,7 @@ __all__ = [
     "Action", "AdapterSet", "AdapterStats", "Amendment", "Ask", "BatchTimes", "CallStats", "Caller", "ClientConfig",
     "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionSpec",
     "Interface", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
-    "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem", "Provision", "RemoteJob",
-    "Request", "Row", "RowError", "Scaling", "Scope", "Seal", "SealedFile", "SegmentRef", "Shard", "Submitted",
-    "Tensor", "Usage", "Wait",
+    "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas",
+    "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError", "Scaling", "Scope", "Seal", "SealedFile",
+    "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

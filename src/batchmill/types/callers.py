@@ -24,6 +24,9 @@ class Caller(Struct, frozen=True):
     key: str | None = None  # its public id
     models: frozenset[str] | None = None  # names it may use; None: all that the project may
     requests_per_minute: int | None = None
+    # Public ids of the keys that minted its own, and their rates, the first of them first: they pay for it too.
+    minted_by: tuple[tuple[str, int | None], ...] = ()
+    expires: float | None = None  # when its key ends; None: never
 
     def may(self, scope: Scope) -> bool:
         order = list(Scope)

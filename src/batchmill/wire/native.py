@@ -260,6 +260,8 @@ class KeyInfo(Struct, frozen=True):
     expires: float | None = None
     revoked: float | None = None
     last_used: float | None = None
+    minted_by: list[str] = []  # ids of the keys that minted it, the first of them first: they pay for its requests too
+    minted: list[str] = []  # told when it is revoked: ids of valid keys that it minted, or one of those did
 
 
 class MadeKey(Struct, frozen=True):

@@ -12,7 +12,7 @@ from dialects.modelbit.modelbit_kit import HOOKS, open_deployments
 from dialects.open_server import open_server
 from fakes.webhook_receiver import WebhookReceiver
 
-from batchmill.errors import Unavailable
+from batchmill.errors import OverQuota, Unavailable
 from batchmill.services.functions import late_records
 from batchmill.services.functions.late_records import LateCall, Order
 from batchmill.services.functions.late_replies import IN_HAND_MAX, IN_HAND_PROJECT_MAX
@@ -99,7 +99,7 @@ async def test_a_call_that_a_dead_server_had(tmp_path, receiver, begun, expected
     database = Database(tmp_path / "data" / "batchmill.db")
     order = Order("modelbit", "rows", receiver.url(), "x-mb-batch-id")
     left = LateCall("ab12", "default", None, "doubler", "main", 1, order, b'{"data":4}', begun=begun)
-    await database.write(late_records.insert, left)
+    await database.write(late_records.insert, left, 100)
     database.close()
     async with open_server(tmp_path, HOOKS):
         (delivery,) = await receiver.wait_for(1)
@@ -117,7 +117,7 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
     async def leave(number: int, project: str, path: str) -> None:
         order = Order("modelbit", "rows", receiver.url(path), "x-mb-batch-id")
         call = LateCall(f"{number:04x}", project, None, "f", "main", 1, order, b"", reply=b"{}", created=float(number))
-        await database.write(late_records.insert, call)
+        await database.write(late_records.insert, call, 100)
 
     for number in range(IN_HAND_MAX):
         await leave(number, "slow", "/dead")
@@ -131,7 +131,7 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
 
 async def test_a_project_is_promised_its_share_of_answers(tmp_path):
     """Where calls of one project wait up to its share, its next one is refused, and another project's is not."""
-    database = Database(tmp_path / "batchmill.db")
+    database, quota = Database(tmp_path / "batchmill.db"), 3
     order = Order("modelbit", "rows", "https://example.com/", "x-mb-batch-id")
 
     def waiting(name: str, project: str, size_bytes: int) -> dict[str, object]:
@@ -139,17 +139,16 @@ async def test_a_project_is_promised_its_share_of_answers(tmp_path):
         return {**call, "body": b"", "bytes": size_bytes, "created": 0.0, "due": 0.0}
 
     def fill(db: sa.Connection) -> None:
-        share = late_records.CALLS_MAX // late_records.PROJECT_SHARE
-        rows = [waiting(f"many-{number}", "many", 1) for number in range(share)]
-        rows.append(waiting("large", "large", late_records.BYTES_MAX // late_records.PROJECT_SHARE))
+        rows = [waiting(f"many-{number}", "many", 1) for number in range(quota)]
+        rows.append(waiting("large", "large", late_records.PROJECT_BYTES_MAX))
         db.execute(late_calls.insert(), rows)
 
     try:
         await database.write(fill)
-        for project, code in (("many", "too_many_calls"), ("large", "too_many_bytes"), ("other", None)):
+        for project, code in (("many", "quota_exceeded"), ("large", "too_many_bytes"), ("other", None)):
             call = LateCall(f"{project}-more", project, None, "f", "main", 1, order, b"x")
-            with pytest.raises(Unavailable, match="of this project") if code else nullcontext() as refused:
-                await database.write(late_records.insert, call)
+            with pytest.raises((OverQuota, Unavailable)) if code else nullcontext() as refused:
+                await database.write(late_records.insert, call, quota)
             assert refused is None or refused.value.code == code
     finally:
         database.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.server.operations import Call, Operation, json_reply
@@ -15,6 +16,10 @@ from batchmill.wire.native import PREFIX, KeyInfo, KeyList, MadeKey, NewKey
 
 KEYS = f"{PREFIX}/keys"
 MISSING = 404
+
+
+class RevokeQuery(Struct, forbid_unknown_fields=True):
+    with_minted: bool = False  # end the keys that it minted too
 
 
 class Keys:
@@ -30,7 +35,7 @@ class Keys:
             Operation("listKeys", "GET", KEYS, "Keys of the project", Scope.ADMIN, self.list, reply=KeyList),
             Operation(
                 "revokeKey", "DELETE", f"{KEYS}/{{key_id}}", "End a key, at once", Scope.ADMIN, self.revoke,
-                reply=KeyInfo, errors=(MISSING,),
+                query=RevokeQuery, reply=KeyInfo, errors=(MISSING,),
             ),
         )  # fmt: skip
 
@@ -51,8 +56,13 @@ class Keys:
         return json_reply(KeyList([_info(record) for record in await self._keys.list(call.caller.project)]))
 
     async def revoke(self, call: Call) -> Response:
-        return json_reply(_info(await self._keys.revoke(call.path["key_id"], call.caller.project)))
+        asked: RevokeQuery = call.query
+        done = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=asked.with_minted)
+        told = msgspec.structs.replace(_info(done.record), minted=done.minted)
+        return json_reply(told)
 
 
 def _info(record: KeyRecord) -> KeyInfo:
-    return msgspec.convert(record, KeyInfo, from_attributes=True)
+    told = msgspec.structs.asdict(record)
+    told["minted_by"] = [key for key, _ in record.minted_by]
+    return KeyInfo(**told)

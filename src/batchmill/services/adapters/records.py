@@ -9,13 +9,12 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import InvalidInput
 from batchmill.jobs import job_records
 from batchmill.jobs.job_files import read_spec
 from batchmill.store.llm_tables import adapters
+from batchmill.store.quotas import refuse_beyond
 
 FETCHING, READY, FAILED, REMOVED = "fetching", "ready", "failed", "removed"
-ADAPTERS_MAX = 10_000  # of one project, all versions that are not removed
 
 
 class AdapterRecord(Struct, frozen=True):
@@ -48,13 +47,12 @@ class _Details(Struct, frozen=True, omit_defaults=True):
     message: str = ""
     digest: str = ""
     rank: int = 0
-    bytes: int = 0
     folder: str = ""
     trained_for: str = ""
     token: str | None = None
 
 
-_COLUMNS = ("id", "project", "name", "version", "base", "source", "state", "created", "changed")
+_COLUMNS = ("id", "project", "name", "version", "base", "source", "state", "bytes", "created", "changed")
 _DETAILS = _Details.__struct_fields__
 
 
@@ -68,14 +66,13 @@ def _record(row: sa.RowMapping) -> AdapterRecord:
     return AdapterRecord(**{name: row[name] for name in _COLUMNS}, **msgspec.structs.asdict(details))
 
 
-def begin(db: sa.Connection, record: AdapterRecord) -> AdapterRecord:
-    """The record with the next number of its name, written down. Raises: InvalidInput for one too many."""
+def begin(db: sa.Connection, record: AdapterRecord, quota: int) -> AdapterRecord:
+    """The record with the next number of its name, written down. Raises: OverQuota."""
     mine = adapters.c.project == record.project
-    kept = db.execute(sa.select(sa.func.count()).where(mine, adapters.c.state != REMOVED)).scalar_one()
-    if kept >= ADAPTERS_MAX:
-        raise InvalidInput(
-            f"the project has {kept:,} adapters, as many as it may: remove some first", code="too_many_adapters"
-        )
+    refuse_beyond(
+        db, adapters, quota, quota="adapters", project=record.project, way_out="remove some",
+        where=adapters.c.state != REMOVED,
+    )  # fmt: skip
     last = db.execute(sa.select(sa.func.max(adapters.c.version)).where(mine, adapters.c.name == record.name)).scalar()
     record = msgspec.structs.replace(record, version=(last or 0) + 1)
     db.execute(adapters.insert().values(**_values(record)))

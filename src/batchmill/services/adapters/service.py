@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, Conflict, InvalidInput, StorageFull, UnknownName
+from batchmill.errors import BatchmillError, Conflict, InvalidInput, OverQuota, StorageFull, UnknownName
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
@@ -66,7 +66,7 @@ class AdapterService:
     ) -> None:
         """Args: `home`, the folder of adapters, which nobody else writes to; `load` comes next."""
         self._database, self._clock, self._home, self._bases = database, clock, home, bases
-        self._entry = config.deployments
+        self._entry, self._quotas = config.deployments, config.project_quotas
         self._book = AdapterBook(())
         self._fetches = Fetches(clock, vault)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of versions that are being fetched
@@ -235,7 +235,7 @@ class AdapterService:
         for hub_id in dict.fromkeys(hub_ids):
             try:
                 found[hub_id] = await self._ensure(self._new(project, base, hub_id, hub_id, token), model)
-            except InvalidInput as error:
+            except (InvalidInput, OverQuota) as error:
                 found[hub_id] = replace(
                     self._new(project, base, hub_id, hub_id, None), version=1, state=FAILED, message=error.message
                 )
@@ -248,7 +248,7 @@ class AdapterService:
         async with self._changing:
             record = self._book.newest(wanted.project, wanted.base, wanted.name)
             if record is None:
-                record = await self._database.write(records.begin, wanted)
+                record = await self._database.write(records.begin, wanted, self._quotas.of(wanted.project).adapters)
                 self._book.put(record)
                 self._start(record, model)
             elif record.state == FAILED:  # it may be there now, or for this token
@@ -313,7 +313,7 @@ class AdapterService:
 
     async def _begin(self, record: AdapterRecord) -> AdapterRecord:
         async with self._changing:
-            record = await self._database.write(records.begin, record)
+            record = await self._database.write(records.begin, record, self._quotas.of(record.project).adapters)
             self._book.put(record)
         return record
 

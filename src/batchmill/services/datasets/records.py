@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import Conflict, InvalidTransition
 from batchmill.store.dataset_tables import datasets
+from batchmill.store.quotas import refuse_beyond
 from batchmill.types import Problem
 
 OPENAI, CSV, PARQUET = "openai", "csv", "parquet"  # what the bytes are
@@ -65,8 +66,9 @@ def find_named(db: sa.Connection, project: str, connection: str, name: str) -> D
     )  # fmt: skip
 
 
-def insert(db: sa.Connection, record: DatasetRecord, unnamed_max: int) -> None:
-    """Raises: Conflict where so many of the project's wait for their bytes or a name already."""
+def insert(db: sa.Connection, record: DatasetRecord, unnamed_max: int, quota: int) -> None:
+    """Raises: OverQuota; Conflict where so many of the project's wait for their bytes or a name already."""
+    refuse_beyond(db, datasets, quota, quota="datasets", project=record.project, way_out="delete some")
     waiting = sa.select(sa.func.count()).where(datasets.c.project == record.project, datasets.c.name.is_(None))
     if db.execute(waiting.select_from(datasets)).scalar_one() >= unnamed_max:
         raise Conflict(

@@ -26,7 +26,6 @@ from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
 from batchmill.ports import Clock
-from batchmill.services import links
 from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
 from batchmill.services.datasets.names import CONNECTION, checked_name, format_of
@@ -84,13 +83,16 @@ class DatasetService:
     # -- in ---------------------------------------------------------------------------------------------------------
 
     async def begin(self, project: str, filename: str, media: str = "") -> Begun:
-        """An upload under way. Raises: InvalidInput for a name that cannot be shown; Conflict: too many wait."""
+        """An upload under way. Raises: InvalidInput for a name that cannot be shown; OverQuota; Conflict: too many
+        wait."""
         details = Details(checked_filename(filename), media[:MEDIA_CHARS_MAX], format_of(filename, media))
         now = self._clock.now()
         record = DatasetRecord(
             str(uuid.uuid4()), project, CONNECTION, None, None, DatasetState.ARRIVING, details, now, now
         )  # fmt: skip
-        await self._database.write(records.insert, record, UNNAMED_MAX)
+        await self._database.write(
+            records.insert, record, UNNAMED_MAX, self._config.project_quotas.of(project).datasets
+        )
         faults.point("after_begin")
         return Begun(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
 
@@ -105,7 +107,7 @@ class DatasetService:
             raise _ended(dataset_id)
 
         def arrive(db: sa.Connection, file: FileRecord) -> None:
-            links.use(db, link)
+            self._links.use(db, link)
             if records.arrived(db, dataset_id, file.id, file.bytes, self._clock.now()) is None:
                 raise _ended(dataset_id)
 

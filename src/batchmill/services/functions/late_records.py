@@ -9,11 +9,12 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Unavailable
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import late_calls
 
 CALLS_MAX = 10_000  # that wait at once, of all projects
 BYTES_MAX = 4 * 1024**3  # of them
-PROJECT_SHARE = 4  # one project may hold this part of both
+PROJECT_BYTES_MAX = 1024**3  # of those of one project
 
 
 class Order(Struct, frozen=True):
@@ -47,22 +48,21 @@ class LateCall(Struct, frozen=True):
 _COLUMNS = [late_calls.c[name] for name in LateCall.__struct_fields__]
 
 
-def insert(db: sa.Connection, call: LateCall) -> None:
-    """Raises: Unavailable when too many wait, of all projects or of the caller's."""
-    count_and_bytes = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(late_calls.c.bytes), 0))
-    _check_room(*db.execute(count_and_bytes).one(), call, share=1, whose="")
-    own = count_and_bytes.where(late_calls.c.project == call.project)
-    _check_room(*db.execute(own).one(), call, share=PROJECT_SHARE, whose=" of this project")
+def insert(db: sa.Connection, call: LateCall, quota: int) -> None:
+    """Raises: OverQuota; Unavailable when too many wait, of all projects."""
+    way_out = "come again when some have been answered"
+    refuse_beyond(db, late_calls, quota, quota="late_calls", project=call.project, way_out=way_out)
+    mine = sa.select(sa.func.coalesce(sa.func.sum(late_calls.c.bytes), 0)).where(late_calls.c.project == call.project)
+    if (bytes_ := db.execute(mine).scalar_one()) + len(call.body) > PROJECT_BYTES_MAX:
+        raise Unavailable(f"{bytes_:,} bytes of this project's calls are to be answered later", code="too_many_bytes")
+    waiting, held = db.execute(sa.select(sa.func.count(), sa.func.sum(late_calls.c.bytes))).one()
+    if waiting >= CALLS_MAX:
+        raise Unavailable(f"{waiting:,} calls are to be answered later; try again", code="too_many_calls")
+    if (held or 0) + len(call.body) > BYTES_MAX:
+        raise Unavailable(f"{held:,} bytes of calls are to be answered later; try again", code="too_many_bytes")
     values = {name: getattr(call, name) for name in LateCall.__struct_fields__ if name != "order"}
     order = msgspec.json.encode(call.order)
     db.execute(late_calls.insert().values(**values, order=order, bytes=len(call.body), due=call.created))
-
-
-def _check_room(waiting: int, held: int, call: LateCall, *, share: int, whose: str) -> None:
-    if waiting >= CALLS_MAX // share:
-        raise Unavailable(f"{waiting:,} calls{whose} are to be answered later; try again", code="too_many_calls")
-    if held + len(call.body) > BYTES_MAX // share:
-        raise Unavailable(f"{held:,} bytes of calls{whose} are to be answered later; try again", code="too_many_bytes")
 
 
 def due(db: sa.Connection, now: float, taken: Sequence[str], full: Sequence[str], limit: int) -> list[tuple[str, str]]:

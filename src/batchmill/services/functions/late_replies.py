@@ -22,7 +22,7 @@ from batchmill.services.functions import late_records as records
 from batchmill.services.functions.late_records import LateCall, Order
 from batchmill.services.outbox import DELAYS_S, GONE, delay_s
 from batchmill.store.database import Database
-from batchmill.types import Caller, Scope
+from batchmill.types import Caller, ProjectQuotas, Scope
 from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ Write = Callable[[LateCall, Answer | BatchmillError], Awaitable[bytes]]
 class LateReplies:
     """`open` it once every door has said, with `speak`, how its answers are written."""
 
-    def __init__(self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier) -> None:
+    def __init__(
+        self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier,
+        quotas: ProjectQuotas = ProjectQuotas(),
+    ) -> None:  # fmt: skip
+        self._quotas = quotas
         self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
         self._writers: dict[str, Write] = {}
         self._in_hand: dict[str, tuple[str, asyncio.Task[None]]] = {}  # call -> its project, task
@@ -72,7 +76,7 @@ class LateReplies:
             secrets.token_hex(16), caller.project, caller.key, target.name, target.branch, target.number, order, body,
             created=self._clock.now(),
         )  # fmt: skip
-        await self._database.write(records.insert, call)
+        await self._database.write(records.insert, call, self._quotas.of(caller.project).late_calls)
         self._wake.set()
         return call.id
 

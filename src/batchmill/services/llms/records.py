@@ -12,6 +12,7 @@ from batchmill.errors import Conflict, InvalidInput
 from batchmill.states import ENDED
 from batchmill.store.connector_tables import secrets
 from batchmill.store.llm_tables import llm_deployments
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import jobs
 from batchmill.types import LlmSettings, ModelSpec
 from batchmill.wire.job_spec import JobSpec
@@ -75,12 +76,13 @@ class Stored(Struct, frozen=True):
         )  # fmt: skip
 
 
-def insert(db: sa.Connection, deployment: LlmDeployment) -> None:
-    """Raises: Conflict for a name that the project has; InvalidInput where there are too many."""
+def insert(db: sa.Connection, deployment: LlmDeployment, quota: int) -> None:
+    """Raises: Conflict for a name that the project has; OverQuota, InvalidInput where there are too many."""
     columns = llm_deployments.c
     same = sa.and_(columns.project == deployment.project, columns.name == deployment.name)
     if db.execute(sa.select(columns.id).where(same)).first() is not None:
         raise Conflict(f"there is a deployment {deployment.name!r} already: update it, or choose another name")
+    refuse_beyond(db, llm_deployments, quota, quota="llm_deployments", project=deployment.project, way_out="delete one")
     if (db.execute(sa.select(sa.func.count()).select_from(llm_deployments)).scalar() or 0) >= DEPLOYMENTS_MAX:
         raise InvalidInput(
             f"there are {DEPLOYMENTS_MAX:,} deployments, the most that there can be: delete one",

@@ -227,7 +227,8 @@ class LlmService:
             deployment_id, caller.project, name, settings, description, details, now, now, model
         )  # fmt: skip
         self._check_preloaded(made)
-        await self._vault.change(plain, also=lambda db: records.insert(db, made))
+        quota = self._vault.quotas.of(caller.project).llm_deployments
+        await self._vault.change(plain, also=lambda db: records.insert(db, made, quota), project=caller.project)
         self._put(made)
         return self._fresh(made)
 
@@ -276,7 +277,7 @@ class LlmService:
             new = replace(new, settings=settings, serving=serving, problem="")
             self._check_preloaded(new)
         gone = await self._tokens.unused(tokens_of(old) - tokens_of(new))
-        await self._vault.change(plain, remove=gone, also=lambda db: records.update(db, new))
+        await self._vault.change(plain, remove=gone, also=lambda db: records.update(db, new), project=new.project)
         return await self._settle(new)
 
     async def delete(self, caller: Caller, name: str) -> LlmDeployment:

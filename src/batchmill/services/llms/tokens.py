@@ -36,7 +36,7 @@ class HubTokens:
         if settings.hf_token is None:
             return settings
         name = _name_for_jobs(project, _check(settings.hf_token))
-        await self._vault.put(name, settings.hf_token)
+        await self._vault.change({name: settings.hf_token}, project=project)
         return replace(settings, hf_token=f"{REFERENCE}{name}")
 
     def split(

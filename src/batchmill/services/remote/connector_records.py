@@ -11,6 +11,7 @@ from msgspec import Struct
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.states import ENDED
 from batchmill.store.connector_tables import connectors, remote_models
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import jobs
 from batchmill.types import Connector, ModelSpec
 from batchmill.wire.job_spec import JobSpec
@@ -32,10 +33,11 @@ class ConnectorRecord(Struct, frozen=True):
     changed: float
 
 
-def insert(db: sa.Connection, record: ConnectorRecord) -> None:
-    """Raises: Conflict for an id that is taken; InvalidInput where there are too many."""
+def insert(db: sa.Connection, record: ConnectorRecord, quota: int) -> None:
+    """Raises: Conflict for an id that is taken; OverQuota, InvalidInput where there are too many."""
     if db.execute(sa.select(connectors.c.id).where(connectors.c.id == record.id)).first() is not None:
         raise Conflict(f"a connector with the id {record.id} exists already", code="connector_exists")
+    refuse_beyond(db, connectors, quota, quota="connectors", project=record.project, way_out="delete one")
     if (db.execute(sa.select(sa.func.count()).select_from(connectors)).scalar() or 0) >= CONNECTORS_MAX:
         raise InvalidInput(
             f"there are {CONNECTORS_MAX:,} connectors, the most that there can be: delete one",

@@ -24,7 +24,7 @@ from batchmill.services.remote.connector_urls import Endpoints, new_places
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
-from batchmill.types import Caller, Connector
+from batchmill.types import Caller, Connector, ProjectQuotas
 
 __all__ = ["ConnectorRecord", "ConnectorService"]
 
@@ -52,6 +52,10 @@ class ConnectorService:
         self._records: dict[str, ConnectorRecord] = {}
         self.changes = Changes()  # of models that use connectors too
         self.revision = 0  # rises with every change
+
+    @property
+    def quotas(self) -> ProjectQuotas:
+        return self._vault.quotas
 
     async def load(self) -> None:
         """Read what there is."""
@@ -101,7 +105,10 @@ class ConnectorService:
         return await self.changes.make(self._create(record, plain))
 
     async def _create(self, record: ConnectorRecord, plain: dict[str, str]) -> ConnectorRecord:
-        await self.store(lambda db: records.insert(db, record), plain=plain, new=record.connector)
+        await self.store(
+            lambda db: records.insert(db, record, self.quotas.of(record.project).connectors),
+            record.project, plain=plain, new=record.connector,
+        )  # fmt: skip
         self._put(record)
         return record
 
@@ -127,7 +134,7 @@ class ConnectorService:
         if set(fields) - {"credential"}:
             await self._refuse_deployed(connector_id)
         new = replace(old, connector=connector, access=access, revision=old.revision + 1, changed=self._clock.now())
-        await self.store(lambda db: records.update(db, new), plain=plain, new=connector, old=old.connector)
+        await self.store(lambda db: records.update(db, new), old.project, plain=plain, new=connector, old=old.connector)
         self._put(new)
         return new
 
@@ -138,7 +145,7 @@ class ConnectorService:
 
     async def _delete(self, caller: Caller, connector_id: str) -> ConnectorRecord:
         record = self.get(caller, connector_id)
-        await self.store(lambda db: records.delete(db, connector_id), old=record.connector)
+        await self.store(lambda db: records.delete(db, connector_id), record.project, old=record.connector)
         del self._records[connector_id]
         self.revision += 1
         return record
@@ -204,16 +211,17 @@ class ConnectorService:
         return connector
 
     async def store(
-        self, write: Callable[[sa.Connection], None], *, plain: Mapping[str, str] | None = None,
+        self, write: Callable[[sa.Connection], None], project: str, *, plain: Mapping[str, str] | None = None,
         new: Connector | None = None, old: Connector | None = None,
     ) -> None:  # fmt: skip
         """Write down a connector and its credentials, in one transaction: neither is ever there without the other.
 
         Args:
+            project: whose it is.
             plain: credentials that are to be kept, by their keys.
             new, old: the connector as it will be and as it was; credentials that it refers to no more go.
 
-        Raises: Conflict where a job that has not ended needs one of those.
+        Raises: Conflict where a job that has not ended needs one of those; OverQuota.
         """
         values = {} if new is None else {_secret_of(new, key): value for key, value in (plain or {}).items()}
         gone = _secrets_of(old) - _secrets_of(new)
@@ -223,7 +231,7 @@ class ConnectorService:
                 records.refuse_unfinished(db, new.id)
             write(db)
 
-        await self._vault.change(values, remove=gone, also=change)
+        await self._vault.change(values, remove=gone, also=change, project=project)
 
 
 def unknown_connector(connector_id: str) -> UnknownName:

@@ -15,7 +15,7 @@ from batchmill.services.remote.changes import Changes
 from batchmill.services.remote.ids import new_id
 from batchmill.services.remote.model_records import ModelGroup
 from batchmill.store.database import Database
-from batchmill.types import Caller
+from batchmill.types import Caller, ProjectQuotas
 
 __all__ = ["ModelGroup", "ModelGroups"]
 
@@ -28,8 +28,10 @@ ACCESS_MODES = ("public", "private")  # without roles both mean the same: the pr
 class ModelGroups:
     """Raises, everywhere: UnknownName (`group_not_found`) for a group of another project, or of none."""
 
-    def __init__(self, database: Database, clock: Clock, changes: Changes) -> None:
-        self._database, self._clock, self._changes = database, clock, changes
+    def __init__(
+        self, database: Database, clock: Clock, changes: Changes, quotas: ProjectQuotas = ProjectQuotas()
+    ) -> None:
+        self._database, self._clock, self._changes, self._quotas = database, clock, changes, quotas
         self._groups: dict[str, ModelGroup] = {}
 
     async def load(self) -> None:
@@ -60,7 +62,7 @@ class ModelGroups:
     async def _register(self, caller: Caller, name: str, details: dict[str, Any]) -> ModelGroup:
         self._refuse_taken(caller, name)
         group = self.new(caller, name, details)
-        await self._database.write(records.insert_group, group)
+        await self._database.write(records.insert_group, group, self._quotas.of(caller.project).model_groups)
         self.put(group)
         return group
 

@@ -18,7 +18,7 @@ from batchmill.services.remote.states import state_of_job
 from batchmill.services.remote.task_records import BATCH_PREDICTION, FAILED, RUNNING, TaskRecord
 from batchmill.states import JobState
 from batchmill.store.database import Database
-from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, RemoteJob, Scope
+from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, ProjectQuotas, RemoteJob, Scope
 
 DOOR = "ml_commons"
 REMOTE_JOBS_MAX = 100  # of a job, in the document of its task
@@ -38,8 +38,8 @@ WORDS = {
 
 
 class JobTasks:
-    def __init__(self, database: Database, desk: JobDesk) -> None:
-        self._database, self._desk = database, desk
+    def __init__(self, database: Database, desk: JobDesk, quotas: ProjectQuotas = ProjectQuotas()) -> None:
+        self._database, self._desk, self.quotas = database, desk, quotas
 
     async def known(self, caller: Caller, once: Once) -> TaskRecord | None:
         """The task that an order is already."""
@@ -51,7 +51,7 @@ class JobTasks:
 
         Raises: RateLimited for too many of a project, and what `JobDesk.submit` raises.
         """
-        await self._database.write(records.insert_batch, task, tasks_max)
+        await self._database.write(records.insert_batch, task, tasks_max, self.quotas.of(task.project).remote_tasks)
         try:
             told = replace(order, origin={**(order.origin or {}), "door": DOOR, "task": task.id})
             submitted = await self._desk.submit(caller, told)
@@ -80,7 +80,7 @@ class JobTasks:
             origin["task"], caller.project, origin["model"], BATCH_PREDICTION, RUNNING, view.created, view.created,
             has_dataset=True,
         )  # fmt: skip
-        await self._database.write(records.ensure, task)
+        await self._database.write(records.ensure, task, self.quotas.of(task.project).remote_tasks)
         return await self._begun(task, job)
 
     async def find_again(self, task: TaskRecord) -> None:

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.services.remote.connector_records import used_by_jobs
 from batchmill.store.connector_tables import model_groups, remote_models
-from batchmill.types import Connector
+from batchmill.store.quotas import refuse_beyond
+from batchmill.types import Connector, Quotas
 
 MODELS_MAX = 10_000  # of one server, as of groups: they are all in memory
 REGISTERED, DEPLOYED, UNDEPLOYED = "REGISTERED", "DEPLOYED", "UNDEPLOYED"
@@ -71,8 +72,9 @@ class RemoteModel(Struct, frozen=True):
         return self.state == DEPLOYED
 
 
-def insert_group(db: sa.Connection, group: ModelGroup) -> None:
-    """Raises: InvalidInput where there are too many."""
+def insert_group(db: sa.Connection, group: ModelGroup, quota: int) -> None:
+    """Raises: OverQuota, InvalidInput where there are too many."""
+    refuse_beyond(db, model_groups, quota, quota="model_groups", project=group.project, way_out="delete some")
     _refuse_more(db, model_groups, "model groups")
     db.execute(model_groups.insert().values(_group_values(group)))
 
@@ -95,17 +97,21 @@ def read_groups(db: sa.Connection) -> list[ModelGroup]:
     return [_group(row) for row in db.execute(sa.select(model_groups).order_by(*order)).mappings()]
 
 
-def insert(db: sa.Connection, model: RemoteModel, group: ModelGroup) -> None:
-    """A new version within its group, which may be new itself. Raises: InvalidInput where there are too many."""
+def insert(db: sa.Connection, model: RemoteModel, group: ModelGroup, quotas: Quotas) -> None:
+    """A new version within its group, which may be new itself. Raises: OverQuota, InvalidInput where there are too
+    many."""
+    most, project = quotas.remote_models, model.project
+    refuse_beyond(db, remote_models, most, quota="remote_models", project=project, way_out="delete some")
     _refuse_more(db, remote_models, "remote models")
-    _put_group(db, group)
+    if not _update_group(db, group):
+        insert_group(db, group, quotas.model_groups)
     db.execute(remote_models.insert().values(_values(model)))
 
 
 def update(db: sa.Connection, model: RemoteModel, group: ModelGroup | None = None) -> None:
     """Write down what changed; `group`: the one that it moved to."""
     if group is not None:
-        _put_group(db, group)
+        _update_group(db, group)
     db.execute(remote_models.update().where(remote_models.c.id == model.id).values(_values(model)))
 
 
@@ -129,10 +135,10 @@ def next_version(group: ModelGroup, now: float) -> ModelGroup:
     return replace(group, latest=group.latest + 1, revision=group.revision + 1, changed=now)
 
 
-def _put_group(db: sa.Connection, group: ModelGroup) -> None:
+def _update_group(db: sa.Connection, group: ModelGroup) -> bool:
+    """Whether it is there."""
     changed = db.execute(model_groups.update().where(model_groups.c.id == group.id).values(_group_values(group)))
-    if not changed.rowcount:
-        insert_group(db, group)
+    return bool(changed.rowcount)
 
 
 def _refuse_more(db: sa.Connection, table: sa.Table, what: str) -> None:

@@ -211,7 +211,10 @@ class RemoteModels:
             self._connectors.get(caller, model.connector)  # it may have been deleted since
         group = self._group_for(caller, model.name, group_id)
         model = replace(model, group=group.id, version=group.latest)
-        await self._connectors.store(lambda db: records.insert(db, model, group), plain=plain, new=model.own)
+        quotas = self._connectors.quotas.of(model.project)
+        await self._connectors.store(
+            lambda db: records.insert(db, model, group, quotas), model.project, plain=plain, new=model.own
+        )
         self._groups.put(group)
         return self._put(model)
 
@@ -260,7 +263,9 @@ class RemoteModels:
         if fields.get("model_group_id") not in (None, old.group):
             group = self._group_for(caller, new.name, fields["model_group_id"])
             new = replace(new, group=group.id, version=group.latest)
-        await self._connectors.store(lambda db: records.update(db, new, group), plain=plain, new=new.own, old=old.own)
+        await self._connectors.store(
+            lambda db: records.update(db, new, group), new.project, plain=plain, new=new.own, old=old.own
+        )
         if group is not None:
             self._groups.put(group)
         self._rates.forget(model_id)
@@ -339,7 +344,7 @@ class RemoteModels:
                 "Model cannot be deleted in deploying or deployed state. Try undeploy model first then delete",
                 code="model_deployed",
             )
-        await self._connectors.store(lambda db: records.delete(db, model), old=model.own)
+        await self._connectors.store(lambda db: records.delete(db, model), model.project, old=model.own)
         del self._models[model_id]
         self._revision += 1
         self._rates.forget(model_id)

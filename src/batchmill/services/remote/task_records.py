@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from batchmill.errors import RateLimited, UnknownName
 from batchmill.store.connector_tables import remote_tasks
+from batchmill.store.quotas import refuse_beyond
 
 BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL = "BATCH_PREDICTION", "REGISTER_MODEL", "DEPLOY_MODEL"
 CREATED, RUNNING, CANCELLING = "CREATED", "RUNNING", "CANCELLING"
@@ -18,7 +19,6 @@ COMPLETED, COMPLETED_WITH_ERROR, FAILED = "COMPLETED", "COMPLETED_WITH_ERROR", "
 CANCELLED, EXPIRED, UNREACHABLE = "CANCELLED", "EXPIRED", "UNREACHABLE"
 UNDER_WAY = (CREATED, RUNNING)  # what the limit counts
 ENDED = frozenset({COMPLETED, COMPLETED_WITH_ERROR, FAILED, CANCELLED, EXPIRED})
-TASKS_MAX = 10_000  # of one project; the oldest that have ended go first
 RETRY_AFTER_S = 60.0
 
 
@@ -80,27 +80,32 @@ def _record(row: sa.RowMapping) -> TaskRecord:
     )
 
 
-def insert(db: sa.Connection, task: TaskRecord) -> None:
-    """A task that is new. Of a project with very many, the oldest that have ended go."""
-    db.execute(remote_tasks.insert().values(**_values(task)))
+def insert(db: sa.Connection, task: TaskRecord, quota: int) -> None:
+    """A task that is new. Of a project with as many as it may have, the oldest that have ended go.
+
+    Raises: OverQuota where none has.
+    """
     columns = remote_tasks.c
     kept = db.execute(sa.select(sa.func.count()).where(columns.project == task.project)).scalar_one()
-    if kept > TASKS_MAX:
+    if kept >= quota:
         oldest = sa.select(columns.id).where(columns.project == task.project, columns.state.in_(ENDED))
-        oldest = oldest.order_by(columns.created).limit(kept - TASKS_MAX)
+        oldest = oldest.order_by(columns.created).limit(kept - quota + 1)
         db.execute(remote_tasks.delete().where(columns.id.in_(oldest)))
+        way_out = "cancel or delete some"
+        refuse_beyond(db, remote_tasks, quota, quota="remote_tasks", project=task.project, way_out=way_out)
+    db.execute(remote_tasks.insert().values(**_values(task)))
 
 
-def ensure(db: sa.Connection, task: TaskRecord) -> None:
+def ensure(db: sa.Connection, task: TaskRecord, quota: int) -> None:
     """A task that may be there already."""
     if _first(db, remote_tasks.c.id == task.id) is None:
-        insert(db, task)
+        insert(db, task, quota)
 
 
-def insert_batch(db: sa.Connection, task: TaskRecord, tasks_max: int) -> TaskRecord | None:
+def insert_batch(db: sa.Connection, task: TaskRecord, tasks_max: int, quota: int) -> TaskRecord | None:
     """A batch that is new; the task itself where its order is one already, and None where it was inserted.
 
-    Raises: RateLimited where the project has so many under way.
+    Raises: RateLimited where the project has so many under way; OverQuota.
     """
     known = None if task.once is None else by_once(db, task.once)
     if known is not None:
@@ -113,7 +118,7 @@ def insert_batch(db: sa.Connection, task: TaskRecord, tasks_max: int) -> TaskRec
             "plugins.ml_commons.max_batch_inference_tasks setting.",
             retry_after_s=RETRY_AFTER_S,
         )
-    insert(db, task)
+    insert(db, task, quota)
     return None
 
 

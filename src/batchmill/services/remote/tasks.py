@@ -128,7 +128,7 @@ class RemoteTasks:
             once=once.key, fingerprint=once.fingerprint,
         )  # fmt: skip
         most = self._entry.max_batch_inference_tasks
-        known = await self._database.write(records.insert_batch, task, most)
+        known = await self._database.write(records.insert_batch, task, most, self._quota(caller.project))
         if known is not None:
             return await self._repeated(known, once)
         faults.point("after_task")
@@ -192,8 +192,11 @@ class RemoteTasks:
         """Something else that was done with a model, and is over."""
         now = self._clock.now()
         task = TaskRecord(new_id(), caller.project, model_id, kind, state, now, now)
-        await self._database.write(records.insert, task)
+        await self._database.write(records.insert, task, self._quota(caller.project))
         return task
+
+    def _quota(self, project: str) -> int:
+        return self._jobs.quotas.of(project).remote_tasks
 
     def check_enabled(self) -> None:
         """Raises: InvalidInput where the configuration says that no batches are taken."""

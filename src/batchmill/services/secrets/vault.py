@@ -24,7 +24,9 @@ from batchmill.services import webhook_records
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.connector_tables import secrets
 from batchmill.store.database import Database
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import webhook_endpoints
+from batchmill.types import ProjectQuotas
 
 log = logging.getLogger("batchmill.secrets")
 
@@ -82,9 +84,11 @@ SEALED = (
 class Vault:
     """Raises, everywhere: InvalidConfig when the key file cannot be used."""
 
-    def __init__(self, database: Database, box: SecretBox, clock: Clock) -> None:
+    def __init__(
+        self, database: Database, box: SecretBox, clock: Clock, quotas: ProjectQuotas = ProjectQuotas()
+    ) -> None:
         self._database, self._clock = database, clock
-        self.box = box
+        self.box, self.quotas = box, quotas
         self.on_change: list[Changed] = []  # called with the names that are other now, on the event loop's thread
         self._rotating = asyncio.Lock()
 
@@ -98,19 +102,25 @@ class Vault:
             raise UnknownName(f"there is no secret {name[:SHOWN_CHARS]!r}", code="unknown_secret")
 
     async def change(
-        self, values: Mapping[str, str], *, remove: Iterable[str] = (), also: Also | None = None
-    ) -> frozenset[str]:
+        self, values: Mapping[str, str], *, remove: Iterable[str] = (), also: Also | None = None,
+        project: str | None = None,
+    ) -> frozenset[str]:  # fmt: skip
         """Put and remove secrets, and write what belongs with them, in one transaction; which names have changed.
 
         Names in `remove` that are not there are left out. `also` is called last, within the transaction.
 
-        Raises: InvalidInput for a name or value that cannot be; what `also` raised: then nothing has changed.
+        Args: project: whose quota the secrets count to; None: whoever runs the machine puts them in.
+
+        Raises: InvalidInput for a name or value that may not be; OverQuota; what `also` raised: nothing changed then.
         """
         for name, value in values.items():
             _check(name, value)
             redaction.learn_named(name, value)
         gone = [name for name in remove if name not in values]
-        changed = await self._database.write(_change, self.box, values, gone, now=self._clock.now(), also=also)
+        quota = None if project is None else (project, self.quotas.of(project).secrets)
+        changed = await self._database.write(
+            _change, self.box, values, gone, now=self._clock.now(), also=also, quota=quota
+        )
         if changed:
             log.info("secrets changed: %s", ", ".join(sorted(changed)))
             for tell in self.on_change:
@@ -191,22 +201,28 @@ def _no_key_file(box: SecretBox) -> InvalidConfig:
 
 
 def _change(
-    db: sa.Connection, box: SecretBox, values: Mapping[str, str], remove: list[str], *, now: float, also: Also | None
-) -> frozenset[str]:
+    db: sa.Connection, box: SecretBox, values: Mapping[str, str], remove: list[str], *, now: float, also: Also | None,
+    quota: tuple[str, int] | None,
+) -> frozenset[str]:  # fmt: skip
     if values and not box.exists and _is_any(db):
         raise _no_key_file(box)
     changed = {name for name in remove if db.execute(secrets.delete().where(secrets.c.name == name)).rowcount}
+    project, fresh = None if quota is None else quota[0], 0
     for name, value in values.items():
         told = {
             "sealed": box.seal(value.encode(), _owner_of(name, now)), "changed": now,
             "hint": value[-HINT_CHARS:] if len(value) >= HINT_LENGTH_MIN else "",
         }  # fmt: skip
         if not db.execute(secrets.update().where(secrets.c.name == name).values(**told)).rowcount:
-            db.execute(secrets.insert().values(name=name, created=now, **told))
+            db.execute(secrets.insert().values(name=name, created=now, project=project, **told))
+            fresh += 1
         changed.add(name)
     count = db.execute(sa.select(sa.func.count()).select_from(secrets)).scalar_one()
     if values and count > SECRETS_MAX:
         raise InvalidInput(f"there are {SECRETS_MAX:,} secrets: remove some first", code="too_many_secrets")
+    if quota is not None and fresh:
+        way_out = "delete connectors or deployments that have some"
+        refuse_beyond(db, secrets, quota[1], quota="secrets", project=quota[0], way_out=way_out, adding=0)
     if also is not None:
         also(db)
     return frozenset(changed)

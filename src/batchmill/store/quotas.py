@@ -1,0 +1,35 @@
+"""Quotas where they count: within the transaction that makes one more. One thread writes, so nobody comes between the
+count and the insertion.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from batchmill.errors import OverQuota
+
+
+def refuse_beyond(
+    db: sa.Connection, table: sa.Table, most: int, *, quota: str, project: str, way_out: str,
+    where: sa.ColumnElement[bool] | None = None, adding: int = 1,
+) -> None:  # fmt: skip
+    """Raises: OverQuota where a project has as many records in a table as its quota says.
+
+    Args:
+        quota: the field of `types.Quotas`.
+        way_out: what the caller can do: "delete some".
+        where: which of its records count.
+        adding: how many are to be made.
+    """
+    mine = sa.select(sa.func.count()).select_from(table).where(table.c.project == project)
+    held = db.execute(mine if where is None else mine.where(where)).scalar_one()
+    if held + adding > most:
+        raise over_quota(quota, project, f"has {held:,} {quota.replace('_', ' ')}", f"{most:,}", way_out)
+
+
+def over_quota(quota: str, project: str, has: str, most: str, way_out: str) -> OverQuota:
+    """`has`: what the project has, as the message tells it; `most`: what it may have."""
+    return OverQuota(
+        f"the project {project} {has}, and may have {most}: {way_out}, or have whoever runs this server raise "
+        f"quotas.{quota} or projects.{project}.quotas.{quota}"
+    )

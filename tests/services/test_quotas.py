@@ -1,0 +1,179 @@
+"""What a project may have: every quota, at its number and one beyond, with many that come at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.held_clock import HeldClock
+from file_room import JOB
+from llm_room import CONFIG
+from remote_room import connector_fields
+
+from batchmill.config import load
+from batchmill.errors import InvalidConfig, OverQuota
+from batchmill.jobs import job_records, submissions
+from batchmill.models.addresses import read_private
+from batchmill.services.adapters import records as adapter_records
+from batchmill.services.adapters.records import AdapterRecord
+from batchmill.services.catalogue import Catalogue
+from batchmill.services.courier import Courier
+from batchmill.services.datasets.service import DatasetService
+from batchmill.services.files import FileService
+from batchmill.services.functions.calls import Target
+from batchmill.services.functions.late_records import Order
+from batchmill.services.functions.late_replies import LateReplies
+from batchmill.services.keys import KeyService
+from batchmill.services.links import Link, LinkService
+from batchmill.services.llms.opening import make_llms
+from batchmill.services.remote.job_tasks import JobTasks
+from batchmill.services.remote.opening import make_remote
+from batchmill.services.remote.task_records import DEPLOY_MODEL, RUNNING
+from batchmill.services.remote.tasks import RemoteTasks
+from batchmill.services.secrets.box import SecretBox
+from batchmill.services.secrets.vault import Vault
+from batchmill.services.uploads import NewUpload, UploadService
+from batchmill.services.webhooks import WebhookService
+from batchmill.store.database import Database
+from batchmill.types import Caller, DatasetSpec, LlmSettings, ModelSpec, Policy, Quotas, Scope
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+MOST, OTHERS = 3, 1
+TARGET = Target("f", "main", 1, ModelSpec("m", "function", "s"))
+SPEC = JobSpec(JOB, DatasetSpec(["x"]), [], OpenAIForm(), Policy(), None, "i", {}, 0.0, origin={"door": "openai"})
+
+
+class Room:
+    """Everything that a project makes something with, over one database; of `quota` it may have few."""
+
+    def __init__(self, folder: Path, quota: str) -> None:
+        folder.mkdir()
+        own = f"\n[quotas]\n{quota} = {MOST}\n[projects.other.quotas]\n{quota} = {OTHERS}\n"
+        (folder / "batchmill.toml").write_text(CONFIG + own)
+        config = load(environ={"HOME": str(folder)}, cwd=folder, data_dir=str(folder))
+        clock, self.quotas = HeldClock(), config.project_quotas
+        box = SecretBox(folder / "secrets.key")
+        self.database = database = Database(folder / "batchmill.db")
+        self.vault = Vault(database, box, clock, self.quotas)
+        self.keys = KeyService(database, clock, self.quotas)
+        self.remote = make_remote(config, database, self.vault, clock)
+        jobs = JobTasks(database, None, self.quotas)  # type: ignore[arg-type]  # no task here has a job
+        self.tasks = RemoteTasks(
+            database, self.remote.models, self.remote.calls, jobs, clock=clock, entry=config.ml_commons
+        )  # fmt: skip
+        self.files = FileService(database, folder, clock, config.server, self.quotas)
+        self.uploads = UploadService(database, self.files, clock)
+        self.links = LinkService(database, clock, box, self.quotas)
+        self.datasets = DatasetService(database, self.files, self.links, clock, config)
+        self.webhooks = WebhookService(database, clock, config, box)
+        self.llms = make_llms(config, database, self.vault, clock)
+        catalogue = Catalogue(config, config.base)
+        catalogue.attach_llms(self.llms)
+        self.late = LateReplies(database, clock, None, Courier(clock, read_private([])), self.quotas)  # type: ignore[arg-type]
+
+    async def file(self, project: str) -> None:
+        writer = await self.files.writer(project)
+        try:
+            await writer.commit(purpose="batch", filename="f")
+        finally:
+            await writer.discard()
+
+    async def close(self) -> None:
+        await self.remote.close()
+        await self.datasets.close()
+        self.files.close()
+        self.webhooks.close()
+        self.database.close()
+
+
+def _adapter(room: Room, caller: Caller, n: int) -> Awaitable[Any]:
+    record = AdapterRecord(f"{caller.project}-{n}", caller.project, f"a{n}", 0, "tiny", "s")
+    return room.database.write(adapter_records.begin, record, room.quotas.of(caller.project).adapters)
+
+
+def _job(room: Room, caller: Caller, n: int) -> Awaitable[Any]:
+    spec = msgspec.structs.replace(SPEC, id=f"job_{caller.project}_{n}", project=caller.project)
+    return room.database.write(submissions.enter, spec, None, room.quotas.of(caller.project).unfinished_jobs)
+
+
+MAKE: dict[str, Callable[[Room, Caller, int], Awaitable[Any]]] = {
+    "keys": lambda room, who, n: room.keys.create(name="n", project=who.project, scope=Scope.READ),
+    "secrets": lambda room, who, n: room.vault.change({f"llm/{who.project}{n}/hf_token": "v"}, project=who.project),
+    "connectors": lambda room, who, n: room.remote.connectors.create(who, connector_fields()),
+    "remote_models": lambda room, who, n: room.remote.models.register(
+        who, {"name": "m", "function_name": "remote", "connector": connector_fields()}
+    ),
+    "model_groups": lambda room, who, n: room.remote.groups.register(who, {"name": f"g{n}"}),
+    "remote_tasks": lambda room, who, n: room.tasks.record(who, "m", DEPLOY_MODEL, RUNNING),
+    "unfinished_jobs": _job,
+    "files": lambda room, who, n: room.file(who.project),
+    "uploads": lambda room, who, n: room.uploads.create(who.project, NewUpload("batch", "f", "", 3)),
+    "datasets": lambda room, who, n: room.datasets.begin(who.project, "f.jsonl"),
+    "adapters": _adapter,
+    "llm_deployments": lambda room, who, n: room.llms.create(who, f"d{n}", LlmSettings("small")),
+    "webhook_endpoints": lambda room, who, n: room.webhooks.create(
+        who.project, name="x", url="https://example.com/", event_types=["batch.completed"]
+    ),
+    "late_calls": lambda room, who, n: room.late.promise(
+        who,
+        Target("f", "main", 1, ModelSpec("m", "function", "s")),
+        b"{}",
+        Order("modelbit", "rows", "https://example.com/", "id"),
+    ),
+    "used_links": lambda room, who, n: room.database.write(room.links.use, Link(f"{who.project}{n}", who.project, 9e9)),
+}
+
+
+async def test_every_quota_holds_when_many_come_at_once(tmp_path: Path) -> None:
+    """Of many that a project makes at once, of anything, as many come to be as its quota says; the others are told the
+    quota's name and the way out. What one project has takes nothing from another, which may have a quota of its own."""
+    assert set(MAKE) | {"disk"} == set(Quotas.__struct_fields__)
+    for quota, make in MAKE.items():
+        room = Room(tmp_path / quota, quota)
+        for project, most in (("default", MOST), ("other", OTHERS)):
+            who = Caller(project, Scope.ADMIN)
+            tries = [make(room, who, n) for n in range(MOST + 4)]
+            made = await asyncio.gather(*tries, return_exceptions=True)
+            refused = [each for each in made if isinstance(each, BaseException)]
+            assert len(made) - len(refused) == most, (quota, made)
+            for each in refused:
+                assert isinstance(each, OverQuota), (quota, each)
+                assert each.code == "quota_exceeded" and f"projects.{project}.quotas.{quota}" in each.message
+        await room.close()
+
+
+async def test_a_job_that_is_tried_again_counts(tmp_path: Path) -> None:
+    """A retry opens a job that had ended: it needs a place among the unfinished ones too."""
+    room = Room(tmp_path / "room", "unfinished_jobs")
+    for n in range(MOST):
+        await _job(room, Caller("default", Scope.ADMIN), n)
+    with pytest.raises(OverQuota):
+        await room.database.write(job_records.refuse_unfinished, "default", MOST)
+    await room.close()
+
+
+def test_quotas_are_read(tmp_path: Path) -> None:
+    """A project's own quotas stand in the place of those of all; what cannot be is refused by its name."""
+
+    def read(text: str):
+        (tmp_path / "batchmill.toml").write_text(text)
+        return load(environ={"HOME": str(tmp_path)}, cwd=tmp_path).project_quotas
+
+    quotas = read('[quotas]\nkeys = 5\n[projects.a.quotas]\nfiles = 0\ndisk = "10%"')
+    assert (quotas.of("a").keys, quotas.of("a").files, quotas.of("b").files) == (5, 0, Quotas().files)
+    assert quotas.of("a").disk_bytes(1000) == 100
+    for text, told in (
+        ("[quotas]\nkey = 1", "did you mean quotas.keys"),
+        ("[projects.a.quotas]\nkey = 1", "did you mean projects.a.quotas.keys"),
+        ("[quotas]\nkeys = -1", "quotas.keys must be 0 to"),
+        ('[projects.a.quotas]\nkeys = "x"', "projects.a.quotas"),
+        ('[quotas]\ndisk = "0%"', "quotas.disk must be 1% to 100%"),
+        ('[projects.a.quotas]\ndisk = "much"', "projects.a.quotas.disk"),
+    ):
+        with pytest.raises(InvalidConfig, match=told):
+            read(text)
