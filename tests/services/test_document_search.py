@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -255,3 +256,75 @@ def test_nothing_but_answers_and_refusals(body: dict[str, Any]) -> None:
         search(DOCUMENTS, body, index="i")
     except InvalidInput as refused:
         assert refused.code in ("parsing_exception", "illegal_argument_exception")
+
+
+HUGE = 10**400
+NO_COUNTS = (-1, HUGE, -HUGE, 2**31, 1.5, 1e308, "1e3", "--5", "\u00b2", "9" * 5000, "x", True, [1], {"a": 1})
+NO_BOOSTS = (-1, HUGE, 1e39, "nan", "inf", "x", "", True, None, [1], {"a": 1}, "9" * 5000)
+NO_LEASTS = ("x", "\u00b2", "\u00b2%", "--5", "9" * 5000, "9" * 5000 + "%", "1e3", 1.5, True, [1], {"a": 1}, "2<75%")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "search_of"),
+    [
+        ("from", NO_COUNTS, lambda value: {"from": value}),
+        ("size", NO_COUNTS, lambda value: {"size": value}),
+        ("track_total_hits", NO_COUNTS[1:-3] + NO_COUNTS[-2:], lambda value: {"track_total_hits": value}),
+        ("boost", NO_BOOSTS, lambda value: {"query": {"match_all": {"boost": value}}}),
+        ("boost", NO_BOOSTS, lambda value: {"query": {"match": {"name": {"query": "a", "boost": value}}}}),
+        ("boost", NO_BOOSTS, lambda value: {"query": {"terms": {"n": [1], "boost": value}}}),
+        ("boost", NO_BOOSTS, lambda value: {"query": {"query_string": {"query": "a", "boost": value}}}),
+        ("boost", NO_BOOSTS, lambda v: {"query": {"constant_score": {"filter": {"match_all": {}}, "boost": v}}}),
+        (
+            "minimum_should_match",
+            NO_LEASTS,
+            lambda value: {"query": {"bool": {"should": [{"match_all": {}}], "minimum_should_match": value}}},
+        ),
+    ],
+)
+def test_absurd_numbers(name, values, search_of):
+    """A number that none can be is refused as OpenSearch refuses it, and the refusal names it."""
+    for value in values:
+        with pytest.raises(InvalidInput, match=name) as caught:
+            search(DOCUMENTS, search_of(value), index="i")
+        assert caught.value.code in ("parsing_exception", "illegal_argument_exception"), value
+
+
+@pytest.mark.parametrize(("asked", "ids"), [("-999%", "abcd"), (-5, "abcd"), ("-50%", "bcd"), ("100%", "c"), (3, "")])
+def test_least_clauses(asked, ids):
+    """How many clauses a document needs is never less than none, and may be more than there are."""
+    should = [{"match": {"name": "openai"}}, {"term": {"n": 3}}]
+    wanted = {"bool": {"must": {"match_all": {}}, "should": should, "minimum_should_match": asked}}
+    assert "".join(found(wanted)) == ids
+
+
+KEYS = (
+    "query", "from", "size", "sort", "_source", "track_total_hits", "min_score", "bool", "must", "should", "must_not",
+    "filter", "minimum_should_match", "boost", "match", "match_all", "match_phrase", "multi_match", "fields", "term",
+    "terms", "range", "gte", "lt", "prefix", "wildcard", "exists", "field", "ids", "values", "constant_score",
+    "query_string", "name", "n", "inner", "value", "order", "missing", "includes", "_id", "operator", "fuzziness",
+    "type",
+)  # fmt: skip
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(NO_COUNTS + NO_LEASTS),
+    st.sampled_from(KEYS), st.sampled_from([HUGE, "nan", "50%", "_last", "name:desc", "a AND (b OR c*)"]),
+)  # fmt: skip
+BODIES = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    max_leaves=12,
+)
+NAMED = st.sampled_from(("match", "term", "terms", "range", "prefix", "wildcard", "match_phrase"))
+QUERIES = st.one_of(
+    BODIES,
+    st.builds(lambda kind, body: {kind: body}, st.sampled_from(KEYS), BODIES),
+    st.builds(lambda kind, body: {kind: {"n": body}}, NAMED, BODIES),
+    st.builds(lambda kind, body: {"bool": {kind: body, "minimum_should_match": body}}, st.sampled_from(KEYS), BODIES),
+)
+
+
+@given(st.builds(lambda body, query: {**body, "query": query}, st.dictionaries(st.sampled_from(KEYS), BODIES), QUERIES))
+def test_whatever_is_asked(body):
+    """No search of any values ends otherwise than with a reply or a refusal."""
+    with contextlib.suppress(InvalidInput):
+        search(DOCUMENTS, body, index="i")

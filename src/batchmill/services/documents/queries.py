@@ -20,6 +20,7 @@ from batchmill.services.documents.matching import (
     text_of,
     words,
 )
+from batchmill.services.documents.numbers import boost_of, least_of, shown
 from batchmill.services.documents.query_strings import compile_text
 
 CLAUSES_MAX = 1024
@@ -60,8 +61,8 @@ def _count_clauses(query: Any) -> None:
 
 
 def _match_all(body: Any) -> Score:
-    boost = _options(body, "match_all", {"boost"}).get("boost", 1.0)
-    return lambda document: float(boost)
+    boost = boost_of(_options(body, "match_all", {"boost"}), "match_all")
+    return lambda document: boost
 
 
 def _match_none(body: Any) -> Score:
@@ -79,10 +80,13 @@ def _term(body: Any) -> Score:
 
 
 def _terms(body: Any) -> Score:
-    told = {name: value for name, value in _object(body, "terms").items() if name != "boost"}
+    boost_of(_object(body, "terms"), "terms")
+    told = {name: value for name, value in body.items() if name != "boost"}
     field, wanted = _single(told, "terms")
     if not isinstance(wanted, list) or len(wanted) > CLAUSES_MAX:
         raise parse_error(f"[terms] query wants a list of at most {CLAUSES_MAX} values for [{field[:SHOWN_CHARS]}]")
+    if any(isinstance(each, (list, Mapping)) for each in wanted):
+        raise parse_error(f"[terms] query wants single values for [{field[:SHOWN_CHARS]}]")
     whole = field.endswith(KEYWORD)
     return having(field, lambda value: any(is_same(value, each, whole=whole) for each in wanted))
 
@@ -106,10 +110,14 @@ def _multi_match(body: Any) -> Score:
     fields = told.get("fields")
     if "query" not in told or not isinstance(fields, list) or not fields or len(fields) > CLAUSES_MAX:
         raise parse_error("[multi_match] query wants [query] and a list of [fields]")
+    if told["query"] is None or isinstance(told["query"], (list, Mapping)):
+        raise parse_error("[multi_match] query wants one value for [query]")
+    if not all(isinstance(each, str) for each in fields):
+        raise parse_error("[multi_match] query wants a list of names as [fields]")
     make = phrase if told.get("type") == "phrase" else match_words
     if told.get("type", "best_fields") not in ("best_fields", "most_fields", "phrase"):
-        raise parse_error(f"[multi_match] query does not support type [{told['type']}] here")
-    return best([make(str(field).partition("^")[0], told["query"]) for field in fields])
+        raise parse_error(f"[multi_match] query does not support type [{shown(told['type'])}] here")
+    return best([make(field.partition("^")[0], told["query"]) for field in fields])
 
 
 def _prefix(body: Any) -> Score:
@@ -146,7 +154,7 @@ def _exists(body: Any) -> Score:
 def _ids(body: Any) -> Score:
     wanted = _options(body, "ids", {"values", "boost"}).get("values")
     wanted = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(wanted, list):
+    if not isinstance(wanted, list) or any(isinstance(each, (list, Mapping)) for each in wanted):
         raise parse_error("[ids] requires providing a [values] array")
     known = {text_of(each) for each in wanted}
     return lambda document: 1.0 if document.id in known else None
@@ -165,6 +173,8 @@ def _range(body: Any) -> Score:
     told = _options(told, "range", {*_BOUNDS, "boost", "format", "time_zone", "relation"})
     if strangers := set(told) & {"format", "time_zone", "relation"}:
         raise parse_error(f"[range] query does not support [{min(strangers)}] here: times are milliseconds")
+    if any(isinstance(told.get(name), (list, Mapping)) for name in _BOUNDS):
+        raise parse_error(f"[range] query wants single values as bounds of [{field[:SHOWN_CHARS]}]")
     bounds = [(_BOUNDS[name], told[name]) for name in _BOUNDS if told.get(name) is not None]
 
     def holds(value: Any) -> bool:
@@ -181,7 +191,7 @@ def _range(body: Any) -> Score:
 
 def _constant(body: Any, depth: int) -> Score:
     told = _options(body, "constant_score", {"filter", "boost"})
-    inner, boost = compile_query(told.get("filter"), depth + 1), float(told.get("boost", 1.0))
+    inner, boost = compile_query(told.get("filter"), depth + 1), boost_of(told, "constant_score")
     return lambda document: None if inner(document) is None else boost
 
 
@@ -198,13 +208,7 @@ def _least(told: Mapping[str, Any], should: list[Score], has_others: bool) -> in
     asked = told.get("minimum_should_match")
     if asked is None:
         return 0 if has_others or not should else 1
-    text = str(asked)
-    if text.endswith("%") and text[:-1].lstrip("-").isdigit():
-        share = len(should) * int(text[:-1]) // 100
-        return share if share >= 0 else len(should) + share
-    if not text.lstrip("-").isdigit():
-        raise parse_error(f"[bool] query wants a number for [minimum_should_match], not [{text[:SHOWN_CHARS]}]")
-    return int(text) if int(text) >= 0 else max(0, len(should) + int(text))
+    return least_of(asked, len(should))
 
 
 # -- forms ------------------------------------------------------------------------------------------------------------
@@ -229,6 +233,7 @@ def _options(body: Any, name: str, known: set[str]) -> Mapping[str, Any]:
     for each in told:
         if each not in known and each != "_name":
             raise parse_error(f"[{name}] query does not support [{each[:SHOWN_CHARS]}]")
+    boost_of(told, name)
     return told
 
 

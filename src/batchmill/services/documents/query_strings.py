@@ -23,6 +23,7 @@ from batchmill.services.documents.matching import (
     values_of,
     words,
 )
+from batchmill.services.documents.numbers import boost_of
 
 TEXT_CHARS_MAX = 4096
 CLAUSES_MAX = 1024
@@ -38,6 +39,7 @@ def compile_text(body: Any) -> Score:
         raise parse_error("[query_string] must be provided with a [query]")
     if strangers := set(body) - _OPTIONS:
         raise parse_error(f"[query_string] query does not support [{min(strangers)[:80]}]")
+    boost_of(body, "query_string")
     text = body["query"]
     if len(text) > TEXT_CHARS_MAX:
         raise parse_error(f"[query_string] has {len(text)} characters, and may have {TEXT_CHARS_MAX}")

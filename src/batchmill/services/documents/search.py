@@ -7,6 +7,7 @@ from typing import Any
 
 from batchmill.errors import InvalidInput
 from batchmill.services.documents.matching import Document, Score, fits, parse_error, values_of
+from batchmill.services.documents.numbers import shown, whole_number
 from batchmill.services.documents.queries import compile_query
 
 __all__ = ["Document", "search"]
@@ -57,7 +58,7 @@ def search(documents: Sequence[Document], body: Mapping[str, Any] | None, *, ind
 
 def _found(documents: Sequence[Document], score: Score, least: Any) -> list[Found]:
     if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float))):
-        raise parse_error(f"[min_score] is a number, not [{str(least)[:SHOWN_CHARS]}]")
+        raise parse_error(f"[min_score] is a number, not [{shown(least)}]")
     found = [(each, reached) for each in documents if (reached := score(each)) is not None]
     return found if least is None else [each for each in found if each[1] >= least]
 
@@ -76,14 +77,10 @@ def _window(asked: Mapping[str, Any]) -> tuple[int, int]:
 def _count(name: str, value: Any, default: int) -> int:
     if value is None:
         return default
-    text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.lstrip("-").isdigit()):
-        raise parse_error(f"[{name}] is a number, not [{text[:SHOWN_CHARS]}]")
-    if int(text) < 0:
-        raise InvalidInput(
-            f"[{name}] parameter cannot be negative, found [{text[:SHOWN_CHARS]}]", code="illegal_argument_exception"
-        )
-    return int(text)
+    count = whole_number(name, value)
+    if count < 0:
+        raise InvalidInput(f"[{name}] parameter cannot be negative, found [{count}]", code="illegal_argument_exception")
+    return count
 
 
 def _total(count: int, asked: Any) -> dict[str, Any] | None:
@@ -112,11 +109,13 @@ def _order(asked: Any) -> list[tuple[str, bool, Any]]:
         field, _, way = asked.partition(":")
         asked = {field: way} if way else {field: "desc" if field == SCORE else "asc"}
     if not isinstance(asked, Mapping):
-        raise parse_error(f"malformed sort: [{str(asked)[:SHOWN_CHARS]}]")
+        raise parse_error(f"malformed sort: [{shown(asked)}]")
     orders = []
     for field, told in asked.items():
         options = told if isinstance(told, Mapping) else {"order": told}
-        way = str(options.get("order", "desc" if field == SCORE else "asc")).lower()
+        way = shown(options.get("order", "desc" if field == SCORE else "asc")).lower()
+        if isinstance(options.get("missing"), (list, Mapping)):
+            raise parse_error("[sort] wants one value for [missing]")
         if way not in ("asc", "desc"):
             raise parse_error(f"Unknown SortOrder [{way[:SHOWN_CHARS]}]")
         if strangers := set(options) - {"order", "missing", "unmapped_type", "mode"}:
@@ -177,7 +176,7 @@ class _Shape:
         self.is_shown = asked is not False
         told = asked if isinstance(asked, Mapping) else {"includes": asked if isinstance(asked, (str, list)) else []}
         if asked is not None and not isinstance(asked, (bool, str, list, Mapping)):
-            raise parse_error(f"[_source] is true, false, names or an object, not [{str(asked)[:SHOWN_CHARS]}]")
+            raise parse_error(f"[_source] is true, false, names or an object, not [{shown(asked)}]")
         if strangers := set(told) - {"includes", "excludes", "include", "exclude"}:
             raise parse_error(f"[_source] does not support [{min(strangers)[:SHOWN_CHARS]}]")
         self._wanted = _patterns(told.get("includes", told.get("include")))
@@ -204,7 +203,10 @@ class _Shape:
 
 
 def _patterns(told: Any) -> list[str]:
-    return [] if told is None else [told] if isinstance(told, str) else [str(each) for each in told]
+    names = [] if told is None else [told] if isinstance(told, str) else told
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise parse_error("[_source] wants names")
+    return names
 
 
 def _covers(pattern: str, path: str) -> bool:
