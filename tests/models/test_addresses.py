@@ -28,6 +28,29 @@ REFUSED = {
     "https://[2002:7f00:1::]/": "private",
     "https://[2001:0:4136:e378:8000:63bf:3fff:fdd2]/": "private",
     "https://[::127.0.0.1]/": "private",
+    "https://[::ffff:0:127.0.0.1]/": "private",
+    "https://[::ffff:0:8.8.8.8]/": "private",
+    "https://[::ffff:0:169.254.169.254]/": "credentials",
+    "https://[::8.8.8.8]/": "private",
+    "https://[2606:4700::5efe:10.0.0.1]/": "private",
+    "https://[2606:4700::200:5efe:127.0.0.1]/": "private",
+    "https://[2606:4700::5efe:169.254.169.254]/": "credentials",
+    "https://[2002:a9fe:a9fe::1]/": "credentials",
+    "https://[64:ff9b::169.254.169.254]/": "credentials",
+    "https://[2001:db8::1]/": "private",
+    "https://[2001:2::1]/": "private",
+    "https://[2001:20::1]/": "private",
+    "https://[3fff::1]/": "private",
+    "https://[5f00::1]/": "private",
+    "https://[100::1]/": "private",
+    "https://[4000::1]/": "private",
+    "https://198.18.0.1/": "private",
+    "https://192.0.0.8/": "private",
+    "https://192.0.2.1/": "private",
+    "https://192.88.99.1/": "private",
+    "https://203.0.113.9/": "private",
+    "https://172.31.255.255/": "private",
+    "https://[fd00:42::42]/": "credentials",
     "https://[fc00::1]/": "private",
     "https://[fec0::1]/": "private",
     "https://[fd00:ec2::254]/": "credentials",
@@ -131,7 +154,10 @@ def test_a_name_is_judged_by_what_it_resolves_to():
     assert "credentials" in may_reach(ipaddress.ip_address("169.254.169.254"), listed, private)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"])
+@pytest.mark.parametrize(
+    "address",
+    ["8.8.8.8", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1", "2606:4700::5efe:8.8.8.8", "172.32.0.1"],
+)
 def test_a_public_address_is_public_in_every_notation(address: str):
     """An IPv6 address that carries a public IPv4 address is judged by it."""
     assert flaw_of(ipaddress.ip_address(address)) == ""

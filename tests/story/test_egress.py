@@ -19,7 +19,8 @@ ANYWHERE = '[ml_commons]\ntrusted_connector_endpoints = [".*"]\n'  # so that the
 INSIDE = (
     "http://127.0.0.1:PORT/x", "https://127.0.0.1:PORT/x", "http://localhost:PORT/x", "https://localhost:PORT/x",
     "https://127.1:PORT/x", "https://2130706433:PORT/x", "https://0x7f.1:PORT/x", "https://0177.0.0.1:PORT/x",
-    "https://[::1]:PORT/x", "https://[::ffff:127.0.0.1]:PORT/x", "https://[64:ff9b::7f00:1]:PORT/x",
+    "https://[::1]:PORT/x", "https://[::ffff:127.0.0.1]:PORT/x",
+    "https://[::ffff:0:127.0.0.1]:PORT/x", "https://[64:ff9b::7f00:1]:PORT/x",
     "https://0.0.0.0:PORT/x", "https://[::]:PORT/x", "https://user@127.0.0.1:PORT/x", "https://localhost.:PORT/x",
     "https://127.0.0.1:PORT\\@example.com/x", "https://10.0.0.1/x", "https://172.16.0.1/x", "https://192.168.0.1/x",
     "https://100.64.0.1/x", "https://169.254.169.254/latest/meta-data/", "http://169.254.169.254/latest/meta-data/",

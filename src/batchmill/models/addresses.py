@@ -22,30 +22,43 @@ SHOWN_CHARS = 100
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+
+def _networks(*texts: str) -> tuple[Network, ...]:
+    return tuple(map(ipaddress.ip_network, texts))
+
+
 # Where clouds hand out credentials to whoever asks: closed even where private addresses are allowed.
-NEVER: tuple[Network, ...] = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            "169.254.0.0/16",  # link-local; AWS, Azure, GCP, ECS and EKS
-            "fe80::/10",
-            "fd00:ec2::/32",  # AWS over IPv6
-            "fd20:ce::254/128",  # GCP over IPv6
-            "100.100.100.200/32",  # Alibaba
-            "192.0.0.192/32",  # Oracle
-            "168.63.129.16/32",  # Azure, though it looks public
-            "0.0.0.0/8",
-            "::/128",
-            "224.0.0.0/4",
-            "ff00::/8",
-            "240.0.0.0/4",
-        ),
-    )
+NEVER = _networks(
+    "169.254.0.0/16",  # link-local; AWS, Azure, GCP, ECS and EKS
+    "fe80::/10",
+    "fd00:ec2::/32",  # AWS over IPv6
+    "fd20:ce::254/128",  # GCP over IPv6
+    "fd00:42::42/128",  # Scaleway over IPv6
+    "fd00:c1::a9fe:a9fe/128",  # Oracle over IPv6
+    "100.100.100.200/32",  # Alibaba
+    "192.0.0.192/32",  # Oracle
+    "168.63.129.16/32",  # Azure, though it looks public
+    "0.0.0.0/8",
+    "::/128",
+    "224.0.0.0/4",
+    "ff00::/8",
+    "240.0.0.0/4",
 )
-# Inside of these an IPv4 address is written: the packet may end there.
-_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
-_COMPATIBLE = ipaddress.ip_network("::/96")
-_SITE_LOCAL = ipaddress.ip_network("fec0::/10")
+# IANA's registries of special-purpose addresses, written out: Python's own tables differ from version to version.
+_SPECIAL_V4 = _networks(
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/4", "240.0.0.0/4",
+)  # fmt: skip
+# Of IPv6 the public internet is global unicast without what is special in it; everything else is not.
+_GLOBAL_V6 = ipaddress.ip_network("2000::/3")
+_SPECIAL_V6 = _networks("2001::/23", "2001:db8::/32", "3fff::/20")
+# Inside of these an IPv4 address is written in the last 32 bits: the packet may end there. The first two are public
+# where that address is: translators of the network, and of the kernel, take packets to it.
+_PUBLIC_CARRIERS = _networks("64:ff9b::/96", "::ffff:0:0/96")
+_CARRIERS = (*_PUBLIC_CARRIERS, *_networks("64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96"))
+_ISATAP = 0x0000_5EFE  # the third quarter of an address whose last is an IPv4 one (RFC 5214)
+_UNIVERSAL = 0x0200_0000  # a bit of that quarter which may be set
 
 _LABEL = r"[a-z0-9](?:[a-z0-9_-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
@@ -161,11 +174,11 @@ def _address_of(host: str) -> Address | None:
 
 def flaw_of(address: Address, is_open: bool = False) -> str:
     """Why nobody may be sent to an address; empty: they may. `is_open`: it may be a private one."""
-    for each in (address, *_inner(address)):
-        if any(each in network for network in NEVER):
-            return "its address is one where no server of others can be, or where a cloud keeps credentials"
-        if not is_open and not _is_public(each):
-            return "its address is private; an operator can open it with server.private_hosts"
+    places = (address, *_inner(address))
+    if any(each in network for each in places for network in NEVER):
+        return "its address is one where no server of others can be, or where a cloud keeps credentials"
+    if not is_open and not all(map(_is_public, places)):
+        return "its address is private; an operator can open it with server.private_hosts"
     return ""
 
 
@@ -178,17 +191,20 @@ def _inner(address: Address) -> list[Address]:
     """The IPv4 addresses that an IPv6 address carries inside."""
     if address.version == 4:
         return []
-    found: list[Address | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    low = int(address) & 0xFFFF_FFFF
-    if any(address in network for network in _NAT64) or (address in _COMPATIBLE and low > 1):
+    found: list[Address | None] = [address.sixtofour, *(address.teredo or ())]
+    low, above = int(address) & 0xFFFF_FFFF, int(address) >> 32 & 0xFFFF_FFFF
+    if int(address) > 1 and (above & ~_UNIVERSAL == _ISATAP or any(address in network for network in _CARRIERS)):
         found.append(ipaddress.IPv4Address(low))
     return [each for each in found if each is not None]
 
 
 def _is_public(address: Address) -> bool:
-    if address.version == 6 and address.ipv4_mapped is not None:
-        return True  # the address inside is judged instead: Pythons differ in what they call this one
-    return address.is_global and not address.is_multicast and address not in _SITE_LOCAL
+    """Whether an address is one of the public internet, as far as it says itself: not what is written inside it."""
+    if address.version == 4:
+        return not any(address in network for network in _SPECIAL_V4)
+    if address in _GLOBAL_V6:
+        return not any(address in network for network in _SPECIAL_V6)
+    return any(address in network for network in _PUBLIC_CARRIERS)
 
 
 def _refused(url: str, why: str) -> InvalidInput:
