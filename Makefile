@@ -2,7 +2,7 @@
 # make test   set everything up, check the style, pass the tests
 # make clients  set up the published clients that the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
-# make lint   check the style alone
+# make lint   check the style, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
 # PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in two processes.
 # PYTHON=/path/to/python chooses the interpreter of the environments; any from 3.11 on will do.
@@ -57,6 +57,8 @@ test: lint
 	    BATCHMILL_FUNCTION_PYTHON="$$PWD/$(CLIENT_VENVS)/functions/bin/python" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
+	@echo "--> checking the lowest versions of what is needed for known advisories"
+	@$(VENV)/bin/python tools/check_advisories.py
 	@echo "--> checking the style"
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/ruff format --quiet --check . || \
