@@ -154,6 +154,7 @@ class _Server:
             hosts=Hosts(config.server.host, config.server.allowed_hosts),
             clock=clock,
             body_bytes_max=config.server.body_bytes_max,
+            programs=services.programs,
         )
         own.document = openapi.document(self._root.routes.all())
         self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
@@ -222,6 +223,7 @@ class _Server:
             groups=remote.groups,
             remote_models=remote.models,
             remote_calls=remote.calls,
+            programs=remote.programs,
             remote_tasks=tasks,
             adapters=adapters,
             llms=llms,

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
 from batchmill.dialects.openai import errors, files, uploads
 from batchmill.engines.clock import SystemClock
@@ -63,6 +64,7 @@ async def open_file_door(
     keys = KeyService(database, clock)
     services = SimpleNamespace(files=file_service, uploads=upload_service, config=SimpleNamespace(server=limits))
     dialect = FileDialect(services)
+    programs = Programs(clock)
     root = HttpRoot(
         [dialect],
         fallback=dialect,
@@ -70,6 +72,7 @@ async def open_file_door(
         hosts=Hosts("127.0.0.1"),
         clock=clock,
         body_bytes_max=limits.body_bytes_max,
+        programs=programs,
     )
     sock = bind("127.0.0.1", 0)
     listener = Listener(root, sock, drain_s=1)
@@ -79,5 +82,6 @@ async def open_file_door(
     finally:
         await listener.close()
         await root.close()
+        await programs.close()
         file_service.close()
         database.close()

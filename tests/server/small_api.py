@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 from starlette.responses import Response
 
+from batchmill.children.programs import Programs
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
 from batchmill.server.auth import ANYBODY, Gate
@@ -174,6 +175,7 @@ async def small_api(
     sock = bind("127.0.0.1", 0)
     small, other = dialect or SmallDialect(), SmallDialect("other")
     clock = SystemClock()
+    programs = Programs(clock)
     root = HttpRoot(
         [small, other],
         fallback=other,
@@ -181,6 +183,7 @@ async def small_api(
         hosts=Hosts("127.0.0.1", ["my.test"]),
         clock=clock,
         body_bytes_max=body_bytes_max,
+        programs=programs,
     )
     listener = Listener(root, sock, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)
     await listener.open()
@@ -190,3 +193,4 @@ async def small_api(
     finally:
         await listener.close(at_once=True)
         await root.close()
+        await programs.close()

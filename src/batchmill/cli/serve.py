@@ -10,10 +10,14 @@ import os
 import click
 from msgspec.structs import replace
 
+from batchmill.cli import ending
 from batchmill.cli.session import EXIT_OK, Session, global_options
 from batchmill.config import SERVER_MAX, Config
 from batchmill.server import access_log
+from batchmill.serving import REQUESTS_DRAIN_S, ROWS_DRAIN_S
 from batchmill.serving import serve as open_server
+
+SPARE_S = 5.0  # besides what requests and rows have to end, for everything else
 
 log = logging.getLogger("batchmill.server")
 
@@ -52,8 +56,13 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
 
 
 async def _serve(session: Session, config: Config) -> int:
-    stop = asyncio.Event()
-    with session.interrupts.first_does(stop.set, lambda: log.warning("stopping at once")):
+    stop, threads = asyncio.Event(), ending.own_threads()
+
+    def stop_orderly() -> None:
+        ending.end_within(REQUESTS_DRAIN_S + ROWS_DRAIN_S + SPARE_S)
+        stop.set()
+
+    with session.interrupts.first_does(stop_orderly, lambda: log.warning("stopping at once")):
         async with open_server(config) as running:
             gc.collect()
             gc.freeze()  # what is there now stays: to look at it again and again would hold up every request
@@ -66,4 +75,5 @@ async def _serve(session: Session, config: Config) -> int:
                     session.print(f"gRPC on {running.grpc}")
             await stop.wait()
             log.info("stopping: requests and rows under way may end; once more stops at once")
+    ending.leave(threads, EXIT_OK)
     return EXIT_OK

@@ -9,7 +9,6 @@ from batchmill.types import RowError
 GROUP_LINES = 16  # lines whose brackets are counted at once
 
 _strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_not_brackets = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def is_harmless(text: bytes, lines: list[bytes], lengths: list[int], *, length_max: int, depth_max: int) -> bool:
@@ -50,7 +49,7 @@ def is_too_deep(text: bytes, depth_max: int) -> bool:
 def depth_exceeds(line: bytes, depth_max: int) -> bool:
     """Whether brackets outside strings nest deeper than `depth_max`."""
     depth = 0
-    for bracket in _strings.sub(b"", line).translate(None, _not_brackets):
+    for bracket in outside_strings(line, keep=b"[]{}"):
         if bracket in b"[{":
             depth += 1
             if depth > depth_max:
@@ -58,6 +57,11 @@ def depth_exceeds(line: bytes, depth_max: int) -> bool:
         else:
             depth -= 1
     return False
+
+
+def outside_strings(text: bytes, *, keep: bytes) -> bytes:
+    """The bytes of JSON that stand outside of its strings, of those that are to be kept."""
+    return _strings.sub(b"", text).translate(None, bytes(byte for byte in range(256) if byte not in keep))
 
 
 def _brackets(text: bytes) -> int:

@@ -14,7 +14,9 @@ from msgspec import Struct
 from msgspec.structs import fields
 from starlette.requests import ClientDisconnect
 
+from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, TooLarge
+from batchmill.server.json_inspection import inspect
 from batchmill.server.operations import Content, Operation
 from batchmill.wire.json_bytes import DEPTH_MAX
 
@@ -90,10 +92,10 @@ class BodyReader:
         return self._replay
 
 
-async def read_body(operation: Operation, reader: BodyReader) -> tuple[bytes, Any]:
+async def read_body(operation: Operation, reader: BodyReader, programs: Programs, project: str) -> tuple[bytes, Any]:
     """The body as it came and as the operation's struct; neither for a Content that is no JSON: its handler reads it.
 
-    Raises: InvalidInput, TooLarge.
+    Raises: InvalidInput, TooLarge, TooComplex, RateLimited.
     """
     wanted = operation.body
     if wanted is None:
@@ -115,8 +117,9 @@ async def read_body(operation: Operation, reader: BodyReader) -> tuple[bytes, An
     if media != JSON:
         return b"", None
     raw = await reader.read()
-    if operation.body_is_optional and not raw.strip():
+    if operation.body_is_optional and (not raw or raw.isspace()):
         return raw, _filled(wanted)
+    await inspect(raw, operation.values_max, programs, project)
     return raw, None if isinstance(wanted, Content) else parse_json(raw, wanted)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from batchmill.children.programs import Programs
 from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.server import access_log
@@ -48,10 +49,13 @@ class HttpRoot:
         hosts: Hosts,
         clock: Clock,
         body_bytes_max: int,
+        programs: Programs,
     ) -> None:
+        """Args: `programs`, where what callers can make long is done."""
         doors = [(dialect, dialect.operations()) for dialect in dialects]
         self.routes = Routes([*doors, (fallback, own)], fallback)
         self.gate, self.hosts, self.clock, self.body_bytes_max = gate, hosts, clock, body_bytes_max
+        self._programs = programs
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
         self.deliveries = Deliveries()
         self.under_way = 0
@@ -121,10 +125,10 @@ class HttpRoot:
         limit = self.body_bytes_max if operation.body_bytes_max is None else operation.body_bytes_max
         reader = BodyReader(receive, headers, limit, any_encoding=operation.is_raw)
         try:
-            raw, body = await read_body(operation, reader)
+            raw, body = await read_body(operation, reader, self._programs, caller.project)
             scope["path_params"] = found.parameters
             request = Request(scope, reader.receive)
-            call = Call(request, caller, served.id, query, body, raw, spend=spend)
+            call = Call(request, caller, served.id, query, body, raw, programs=self._programs, spend=spend)
             return call, await operation.handler(call)
         except Elsewhere as passed:
             return await self._pass_on(reply, found, msgspec.structs.replace(call, raw=passed.raw))

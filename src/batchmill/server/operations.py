@@ -10,8 +10,10 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from batchmill.children.programs import Programs
 from batchmill.errors import BatchmillError
 from batchmill.server.express import Express
+from batchmill.server.json_inspection import VALUES_MAX
 from batchmill.types import Caller, Scope
 
 Callback = Callable[[], Awaitable[None]]
@@ -31,6 +33,7 @@ class Call(Struct, frozen=True):
     body: Any = None  # the operation's `body`, filled
     raw: bytes = b""  # the body as it came, of an operation that takes JSON
     callbacks: list[Callback] = []
+    programs: Programs | None = None  # where what callers can make long is done; None: it came over gRPC
     spend: Callable[[], None] = _spend_nothing  # count the request; raises RateLimited. See Operation
 
     def on_delivered(self, callback: Callback) -> None:
@@ -91,6 +94,7 @@ class Operation(Struct, frozen=True):
     errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
     body_is_optional: bool = False
     body_bytes_max: int | None = None  # instead of the server's own limit
+    values_max: int = VALUES_MAX  # of JSON
     is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
     claims: Callable[[dict[str, str]], bool] | None = None  # of its path's parameters; False: for the next template
     last_slash_is_optional: bool = False  # "/things/" means what "/things" means

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
+    from batchmill.children.programs import Programs
     from batchmill.config import Config
     from batchmill.jobs.tallies import ModelGauge
     from batchmill.ports import Clock
@@ -53,6 +54,7 @@ class Services(Struct, frozen=True):
     remote_models: RemoteModels
     remote_calls: RemoteCalls
     remote_tasks: RemoteTasks
+    programs: Programs  # what callers can make long
     adapters: AdapterService
     llms: LlmService
     config: Config

@@ -22,7 +22,8 @@ class Raised(Struct, frozen=True, tag="raised"):
     def of(cls, error: BatchmillError) -> Raised:
         reason = str(error.reason) if isinstance(error, JobPaused) else None
         wait_s = error.retry_after_s if isinstance(error, RateLimited) else 0.0
-        return cls(type(error).__name__, error.code, error.message, reason, wait_s)
+        kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return cls(kind.__name__, error.code, error.message, reason, wait_s)
 
     def error(self) -> BatchmillError:
         """The error itself, of the kind it was."""

@@ -111,8 +111,7 @@ REQUESTS = [
     ("json", "POST", "/models/_register", b"{", 400, PARSE, "the body is not JSON"),
     ("list", "POST", "/models/_register", b"[]", 400, PARSE, "must be a JSON object"),
     ("46", "POST", "/models/x/_batch_predict", b"{}", 404, STATUS, "Failed to find model with the provided model id"),
-    ("49", "POST", "/models/x/_predict", b'{"action_type": "fly"}', 400, ARGUMENT, "Wrong Action Type of fly"),
-    ("50", "POST", "/models/x/_predict", b'{"action_type": "execute"}', 400, ARGUMENT, "Wrong action type in the rest"),
+    ("first", "POST", "/models/x/_predict", b'{"odd', 404, STATUS, "Failed to find model with the provided model id"),
     ("61", "POST", "/tasks/x/_cancel", b"", 404, STATUS, "Fail to find task"),
     ("62", "GET", "/tasks/x", None, 404, STATUS, "Failed to find task"),
     ("query", "GET", "/tasks/x?prety=true", None, 400, ARGUMENT, "did you mean 'pretty'"),
@@ -151,6 +150,9 @@ async def test_what_the_body_says_goes_before_the_path(there):
     """48: `action_type` of the body decides what is done, in either path."""
     model = await there.model()
     told = await there.done("POST", f"/models/{model}/_predict", {"action_type": "batch_predict", "parameters": {}})
+    for kind, why in (("fly", "Wrong Action Type of fly"), ("execute", "Wrong action type in the rest")):
+        found = await there.reason("POST", f"/models/{model}/_predict", {"action_type": kind})
+        assert found[:2] == (400, ARGUMENT) and why in found[2]
     assert told["remote_job"]["id"] == "batch_1"
     body = {"action_type": "predict", "parameters": {"input": ["a"]}}
     assert "inference_results" in await there.done("POST", f"/models/{model}/_batch_predict", body)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.documents import CONNECTORS, connector_document, written
-from batchmill.dialects.ml_commons.requests import PREFIX, body_of, reply, search_of
+from batchmill.dialects.ml_commons.requests import PREFIX, body_of, reply, searched
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation, searches
 from batchmill.server.operations import Call, Operation
-from batchmill.services.documents.search import Document, search
+from batchmill.services.documents.search import Document
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -59,5 +58,5 @@ class Connectors:
 
     async def search(self, call: Call) -> Response:
         records = self._connectors.all(call.caller)
-        found = [Document(each.id, connector_document(each), each.revision, each.revision - 1) for each in records]
-        return reply(call, await asyncio.to_thread(search, found, search_of(call), index=CONNECTORS))
+        found = (Document(each.id, connector_document(each), each.revision, each.revision - 1) for each in records)
+        return await searched(call, found, CONNECTORS)

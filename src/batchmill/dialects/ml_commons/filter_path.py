@@ -6,7 +6,7 @@ from typing import Any
 
 PATHS_MAX = 100
 ANY_DEPTH = "**"
-_Path = list[str]
+_Path = tuple[str, ...]
 
 
 def filtered(reply: Any, expression: str) -> Any:
@@ -15,8 +15,8 @@ def filtered(reply: Any, expression: str) -> Any:
     `*` stands for any part of a name, `**` for any number of names; lists are looked into. Nothing left is `{}`.
     """
     paths = [path.strip() for path in expression.split(",") if path.strip()][:PATHS_MAX]
-    kept = [path.split(".") for path in paths if not path.startswith("-")]
-    dropped = [path[1:].split(".") for path in paths if path.startswith("-")]
+    kept = [tuple(path.split(".")) for path in paths if not path.startswith("-")]
+    dropped = [tuple(path[1:].split(".")) for path in paths if path.startswith("-")]
     if kept:
         reply = _keep(reply, kept)
     if dropped and reply is not None:
@@ -39,7 +39,7 @@ def _steps(name: str, paths: list[_Path]) -> tuple[bool, list[_Path]]:
                 ends = True
             else:
                 rest.append(path[1:])
-    return ends, rest
+    return ends, list(dict.fromkeys(rest))  # several `**` come to the same in many ways
 
 
 def _fits(pattern: str, name: str) -> bool:

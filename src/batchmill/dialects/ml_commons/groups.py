@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.documents import GROUPS, group_document, written
-from batchmill.dialects.ml_commons.requests import PREFIX, body_of, reply, search_of
+from batchmill.dialects.ml_commons.requests import PREFIX, body_of, reply, searched
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation, searches
 from batchmill.server.operations import Call, Operation
-from batchmill.services.documents.search import Document, search
+from batchmill.services.documents.search import Document
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -53,8 +52,8 @@ class Groups:
         return reply(call, written(GROUPS, group.id, group.revision + 1, "deleted"))
 
     async def search(self, call: Call) -> Response:
-        found = [
+        found = (
             Document(each.id, group_document(each), each.revision, each.revision - 1)
             for each in self._groups.all(call.caller)
-        ]
-        return reply(call, await asyncio.to_thread(search, found, search_of(call), index=GROUPS))
+        )
+        return await searched(call, found, GROUPS)

@@ -5,19 +5,18 @@ A model here is always remote: it stands in memory of every server that has it, 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.documents import MODELS, model_document, node_id, written
-from batchmill.dialects.ml_commons.requests import PREFIX, Common, Registering, body_of, is_set, reply, search_of
+from batchmill.dialects.ml_commons.requests import PREFIX, Common, Registering, body_of, is_set, reply, searched
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, Handler, operation, searches
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
 from batchmill.server.operations import Call, Operation
-from batchmill.services.documents.search import Document, search
+from batchmill.services.documents.search import Document
 from batchmill.services.remote.task_records import COMPLETED, DEPLOY_MODEL, REGISTER_MODEL
 from batchmill.services.services import Services
 from batchmill.types import Scope
@@ -102,11 +101,11 @@ class Models:
         return reply(call, written(MODELS, model.id, model.revision + 1, "deleted"))
 
     async def search(self, call: Call) -> Response:
-        found = [
+        found = (
             Document(each.id, model_document(each), each.revision, each.revision - 1)
             for each in self._models.all(call.caller)
-        ]
-        return reply(call, await asyncio.to_thread(search, found, search_of(call), index=MODELS))
+        )
+        return await searched(call, found, MODELS)
 
 
 def _aliased(
@@ -122,7 +121,7 @@ def _aliased(
 
 
 def _said(call: Call) -> dict[str, Any]:
-    return parse_object(call.raw) if call.raw.strip() else {}
+    return parse_object(call.raw) if call.raw and not call.raw.isspace() else {}
 
 
 def _texts(told: dict[str, Any], name: str) -> list[str]:

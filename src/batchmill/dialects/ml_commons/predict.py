@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.datasets import Datasets
-from batchmill.dialects.ml_commons.requests import PREFIX, body_of, is_plain, reply
+from batchmill.dialects.ml_commons.requests import PREFIX, body_of, is_plain, refuse_missing, reply, written
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
-from batchmill.server.bodies import parse_object
+from batchmill.server.bodies import parse_json, parse_object
+from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX, VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.piece_reply import unless_gone, whole_answer
 from batchmill.services.catalogue import Served
@@ -65,11 +67,12 @@ class Predict:
         return [
             operation(
                 "predictModel", f"POST {ONE}/_predict", "Call a model", Scope.SUBMIT, self.predict,
-                body="required", errors=errors,
+                body="required", errors=errors, values_max=HANDED_ON_VALUES_MAX,
             ),
             operation(
                 "predictWithAlgorithm", f"POST {PREFIX}/_predict/{{algorithm}}/{{model_id}}",
                 "Call a model with documents", Scope.SUBMIT, self.predict, body="required", errors=errors,
+                values_max=HANDED_ON_VALUES_MAX,
             ),
             operation(
                 "batchPredictModel", BATCH_ROUTE, "Hand a batch to the model's provider, or run the rows of a dataset",
@@ -80,9 +83,10 @@ class Predict:
     # -- one answer ---------------------------------------------------------------------------------------------------
 
     async def predict(self, call: Call) -> Response:
-        told = body_of(call)
-        if _action(told, PREDICT) == BATCH_PREDICT:
-            return await self._batch(call, told)
+        refuse_missing(call)
+        self._known(call)
+        if _action(_said(call), PREDICT) == BATCH_PREDICT:
+            return await self._batch(call)
         answered = await unless_gone(call, self._predicted(call))
         return Response(status_code=CLIENT_LEFT) if answered is None else answered
 
@@ -93,26 +97,34 @@ class Predict:
         head, pieces = await self._services.live.ask(call.caller, Served(model.id, spec), request)
         return _answer(call, head, await whole_answer(pieces))
 
-    async def _ready(self, call: Call) -> RemoteModel:
+    def _known(self, call: Call) -> RemoteModel:
         """The model that is asked for, if the caller's key may use it."""
         model = self._models.get(call.caller, call.path["model_id"])
         named = call.caller.models
         if named is not None and model.id not in named and model.name not in named:
             raise UnknownName(f"Failed to find model with the provided model id: {model.id}", code="model_not_found")
-        model = await self._models.ready(call.caller, model.id)
+        return model
+
+    async def _ready(self, call: Call) -> RemoteModel:
+        """The same, ready to be called."""
+        model = await self._models.ready(call.caller, self._known(call).id)
         self._models.admit(model)
         return model
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     async def batch(self, call: Call) -> Response:
-        told = body_of(call)
-        if _action(told, BATCH_PREDICT) == PREDICT:
+        refuse_missing(call)
+        self._known(call)
+        if _action(_said(call), BATCH_PREDICT) == PREDICT:
             return await self._predicted(call)
-        return await self._batch(call, told)
+        return await self._batch(call)
 
-    async def _batch(self, call: Call, told: dict[str, Any]) -> Response:
+    async def _batch(self, call: Call) -> Response:
         self._tasks.check_enabled()
+        assert call.programs is not None, "it came over HTTP"
+        await inspect(call.raw, VALUES_MAX, call.programs, call.caller.project)
+        told = body_of(call)
         model = await self._ready(call)
         once = once_for(
             call.caller, f"{BATCH_ROUTE} {model.id}", call.raw, call.request.headers.get("idempotency-key"), 0,
@@ -135,9 +147,22 @@ class Predict:
             call.on_delivered(lambda: self._tasks.answered(once))
 
 
-def _action(told: dict[str, Any], of_path: str) -> str:
+class _Said(Struct, frozen=True):
+    action_type: Raw | UnsetType = UNSET
+
+
+def _said(call: Call) -> Any:
+    """What the body says that it asks for; None: nothing. Raises: InvalidInput."""
+    said = parse_json(call.raw, _Said).action_type
+    if isinstance(said, UnsetType):
+        return None
+    if len(bytes(said)) > SHOWN_CHARS:
+        return bytes(said)[:SHOWN_CHARS].decode(errors="replace")
+    return msgspec.json.decode(said)
+
+
+def _action(named: Any, of_path: str) -> str:
     """What is asked for: what the body says goes before the path. Raises: InvalidInput."""
-    named = told.get("action_type")
     if named is None:
         return of_path
     kind = named.upper() if isinstance(named, str) else ""
@@ -180,7 +205,7 @@ def _answer(call: Call, head: LiveHead, answer: bytes) -> Response:
         raise RemoteAnswered(_message(head.status, answer), head.status)
     if is_plain(call):
         return Response(answer, head.status, {"content-type": head.content_type})
-    return reply(call, msgspec.json.decode(answer), head.status)
+    return written(call, answer, head.status)
 
 
 def _message(status: int, answer: bytes) -> str:

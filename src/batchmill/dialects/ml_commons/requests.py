@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.ml_commons.filter_path import filtered
+from batchmill.dialects.ml_commons.programs import Shape, ShapedReply, found, write_shaped
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
 from batchmill.server.operations import Call, Content
+from batchmill.services.documents.search import Document
 
 PREFIX = "/_plugins/_ml"
 Flag = Literal["", "true", "false"]  # `?pretty` alone is true
 OBJECT = Content("application/json", {"type": "object", "additionalProperties": True})
+INLINE_MAX = 256 * 1024  # bytes of a reply times steps of its `filter_path`: what is written in place
 PARAMETER_CHARS_MAX = 2048  # of one that may be long: a whole URL may have 64 KiB, each character up to 12
 
 
@@ -52,21 +55,43 @@ def is_plain(call: Call) -> bool:
 
 def reply(call: Call, value: Any, status: int = 200) -> Response:
     """`value` as JSON, with what `filter_path` leaves of it."""
+    return written(call, msgspec.json.encode(value), status)
+
+
+def written(call: Call, data: bytes, status: int = 200) -> Response:
+    """JSON with what `filter_path` leaves of it; a long one in a child."""
     common: Common = call.query
-    told = msgspec.to_builtins(value)
-    if common.filter_path:
-        told = filtered(told, common.filter_path)
-    data = msgspec.json.encode(told)
-    if is_set(common.pretty):
-        data = msgspec.json.format(data, indent=2) + b"\n"
-    return Response(data, status, media_type="application/json")
+    if is_plain(call):
+        return Response(data, status, media_type="application/json")
+    if len(data) * (1 + common.filter_path.count(".") + common.filter_path.count(",")) > INLINE_MAX:
+        assert call.programs is not None, "it came over HTTP"
+        return ShapedReply(call.programs, call.caller.project, data, shape_of(call), status)
+    return Response(write_shaped(msgspec.json.decode(data), shape_of(call)), status, media_type="application/json")
+
+
+def shape_of(call: Call) -> Shape:
+    common: Common = call.query
+    return Shape(common.filter_path, is_set(common.pretty))
+
+
+async def searched(call: Call, documents: Iterable[Document], index: str) -> Response:
+    """What a search finds: its body or `source` says what; nothing is everything."""
+    query: Search = call.query
+    assert call.programs is not None, "it came over HTTP"
+    asked = call.raw.strip() or query.source.encode()
+    data = await found(call.programs, call.caller.project, documents, asked, index=index, shape=shape_of(call))
+    return Response(data, media_type="application/json")
 
 
 def body_of(call: Call, missing: str = "request body is required") -> dict[str, Any]:
     """The JSON object of the body. Raises: InvalidInput; with the text `missing` where there is none."""
-    if not call.raw.strip():
-        raise InvalidInput(missing, code="missing_body")
+    refuse_missing(call, missing)
     return parse_object(call.raw)
+
+
+def refuse_missing(call: Call, missing: str = "request body is required") -> None:
+    if not call.raw or call.raw.isspace():
+        raise InvalidInput(missing, code="missing_body")
 
 
 def search_of(call: Call) -> dict[str, Any]:

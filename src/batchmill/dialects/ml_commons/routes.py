@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.requests import OBJECT, Common, Search
+from batchmill.server.json_inspection import VALUES_MAX
 from batchmill.server.operations import Call, Operation
 from batchmill.types import Scope
 
@@ -16,7 +17,7 @@ MISSING, TAKEN = 404, 409
 
 def operation(
     name: str, route: str, summary: str, scope: Scope, handler: Handler, *,
-    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,),
+    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,), values_max: int = VALUES_MAX,
 ) -> Operation:  # fmt: skip
     """One operation; a slash may stand at the end of its path.
 
@@ -28,7 +29,7 @@ def operation(
     return Operation(
         name, method, path, summary, scope, handler,
         query=query, body=OBJECT if body else None, body_is_optional=body == "optional", reply=OBJECT, errors=errors,
-        last_slash_is_optional=path != "/",
+        last_slash_is_optional=path != "/", values_max=values_max,
     )  # fmt: skip
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.documents import TASKS, node_id, task_document, written
 from batchmill.dialects.ml_commons.predict import REMOTE_ERRORS
-from batchmill.dialects.ml_commons.requests import PREFIX, reply, search_of
+from batchmill.dialects.ml_commons.requests import PREFIX, reply, searched
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation, searches
 from batchmill.server.operations import Call, Operation
-from batchmill.services.documents.search import Document, search
+from batchmill.services.documents.search import Document
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -56,5 +55,5 @@ class Tasks:
 
     async def search(self, call: Call) -> Response:
         tasks = await self._tasks.all(call.caller)
-        found = [Document(each.id, task_document(each, self._node) | {"task_id": each.id}) for each in tasks]
-        return reply(call, await asyncio.to_thread(search, found, search_of(call), index=TASKS))
+        found = (Document(each.id, task_document(each, self._node) | {"task_id": each.id}) for each in tasks)
+        return await searched(call, found, TASKS)

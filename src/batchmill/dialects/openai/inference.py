@@ -13,6 +13,7 @@ from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
 from batchmill.dialects.openai.errors import as_ours
 from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import UnknownName
+from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.places import Places
@@ -55,6 +56,7 @@ class Inference:
             Operation(
                 name, "POST", path, summary, Scope.SUBMIT, self.answer,
                 body=_BODY, reply=_STREAMED if may_stream else _REPLY, errors=(404, 503),
+                values_max=HANDED_ON_VALUES_MAX,
             )
             for name, path, summary, may_stream in _PATHS
         ]  # fmt: skip

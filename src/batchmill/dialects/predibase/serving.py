@@ -21,6 +21,7 @@ from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
 from batchmill.dialects.predibase.openai_fields import read_body
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
+from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
@@ -75,6 +76,7 @@ class Serving:
                 f"deployment{name}", "POST", f"{PLACE}{url}", summary, Scope.SUBMIT,
                 self._said(partial(self._openai, url), is_openai=True), body=_JSON,
                 reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=serving_errors.STATUSES,
+                values_max=HANDED_ON_VALUES_MAX,
             )
             for name, url, summary in _OPENAI
         ]  # fmt: skip

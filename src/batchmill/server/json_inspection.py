@@ -1,0 +1,51 @@
+"""How much a body of JSON holds, before anybody reads it on the loop: reading takes its time by values, not by bytes.
+
+A body that holds too much is refused. What might is counted in a child process; the others cost a look at their bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from batchmill.children.bounds import MIB, Bounds
+from batchmill.children.programs import Programs
+from batchmill.datasets.text_rules import outside_strings
+from batchmill.errors import TooComplex
+
+INLINE_BYTES_MAX = 256 * 1024  # of a body that is read without a look
+VALUES_MAX = 50_000  # of a body whose every value the handler reads
+HANDED_ON_VALUES_MAX = 1_000_000  # of one that goes on as bytes, of which a few members are read
+PIECE_BYTES = MIB  # looked at before others have their turn
+BOUNDS = Bounds(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
+_MARKS = (b",", b"[", b"{")
+
+Progress = Callable[[float], None]
+
+
+async def inspect(raw: bytes, values_max: int, programs: Programs, who: str) -> None:
+    """Raises: TooComplex for JSON of more values than `values_max`; RateLimited."""
+    if len(raw) <= INLINE_BYTES_MAX or await _is_short(raw, values_max):
+        return
+    answer = await programs.run(f"{__name__}:count", raw, who=who, work="reading the body", bounds=BOUNDS)
+    if int(answer) > values_max:
+        raise TooComplex(
+            f"the body's JSON holds more than {values_max:,} values: send less at once, or upload it as a file"
+        )
+
+
+async def _is_short(raw: bytes, values_max: int) -> bool:
+    """It holds no more values than this, even if all of its text were values."""
+    marks, view = 0, memoryview(raw)
+    for at in range(0, len(raw), PIECE_BYTES):
+        piece = bytes(view[at : at + PIECE_BYTES])
+        marks += sum(piece.count(mark) for mark in _MARKS)
+        if marks >= values_max:
+            return False
+        await asyncio.sleep(0)
+    return True
+
+
+def count(order: bytes, progress: Progress) -> bytes:
+    """In the child: about how many values the JSON holds."""
+    return b"%d" % (1 + len(outside_strings(order, keep=b"".join(_MARKS))))
