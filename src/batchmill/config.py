@@ -35,6 +35,11 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
 | server.grpc_port             | where tensors are taken over gRPC (`--grpc-port`); none: nowhere           |
 | server.body_bytes_max        | the largest request that is no upload                                     |
+| server.body_memory_bytes_max | what bodies may take of the memory together, and half of it of a project   |
+| server.body_timeout_s        | how long a body that is no upload may take to come                        |
+| server.body_rate_min         | bytes a second that any body has to come at, at least                     |
+| server.connections_max       | how many connections are open at once                                     |
+| server.trusted_proxies       | addresses and networks whose X-Forwarded-For is believed                  |
 | server.file_bytes_max        | the largest file                                                          |
 | server.rows_max              | the most rows of one batch; none: no limit                                |
 | server.file_expires_s        | when an uploaded batch file goes if its upload does not say; none: never  |
@@ -112,6 +117,10 @@ SERVER_MAX = {
     "port": 65_535,
     "grpc_port": 65_535,
     "body_bytes_max": 1024**3,
+    "body_memory_bytes_max": 2**40,
+    "body_timeout_s": 86_400.0,
+    "body_rate_min": 2**30,
+    "connections_max": 1_000_000,
     "file_bytes_max": 2**50,
     "rows_max": 2**32 - 1,
     "file_expires_s": 10 * 365 * 86_400,
@@ -159,6 +168,11 @@ class ServerEntry(Struct, frozen=True):
     port: int = 8000
     grpc_port: int | None = None
     body_bytes_max: int = 64 * 1024 * 1024
+    body_memory_bytes_max: int | None = None
+    body_timeout_s: float = 300.0
+    body_rate_min: int = 1024
+    connections_max: int | None = None
+    trusted_proxies: list[str] = []
     file_bytes_max: int = 100 * 1024**3
     rows_max: int | None = None
     file_expires_s: int | None = None
@@ -447,6 +461,11 @@ def _check_serving(read: _File) -> None:
             raise InvalidConfig(
                 f"server.{each.name} must be more than 0 and at most {SERVER_MAX[each.name]:,.0f}, not {value}"
             )
+    if server.body_memory_bytes_max is not None and server.body_memory_bytes_max < 2 * server.body_bytes_max:
+        raise InvalidConfig(
+            f"server.body_memory_bytes_max is {server.body_memory_bytes_max:,}: half of it is what a project may have, "
+            f"which must hold one request of server.body_bytes_max, {server.body_bytes_max:,} bytes"
+        )
     for name, project in read.projects.items():
         if not PROJECT_NAME.fullmatch(name):
             raise InvalidConfig(f"projects.{name}: a project's name is made of letters, digits and . _ -, 64 at most")

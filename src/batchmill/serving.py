@@ -20,6 +20,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidConfig
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
+from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import Gate
 from batchmill.server.health import Health
 from batchmill.server.hosts import Hosts, is_loopback
@@ -142,7 +143,9 @@ class _Server:
         observers = self._observers = Observers(
             services, database=database, jobs=jobs, dispatcher=jobs.dispatcher, environ=os.environ
         )
-        gate = Gate(services.keys, clock, config.server.requests_per_minute)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
+        gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
         own = Own(self._health, gate, observers.metrics.render, services.catalogue.sees)
         dialects = load_dialects(services)
         fallback = next(each for each in dialects if each.name == FALLBACK)
@@ -153,6 +156,7 @@ class _Server:
             gate=gate,
             hosts=Hosts(config.server.host, config.server.allowed_hosts),
             clock=clock,
+            admission=admission,
             body_bytes_max=config.server.body_bytes_max,
             programs=services.programs,
         )
@@ -166,10 +170,10 @@ class _Server:
         await self._datasets.open()
         app = observers.open(self._root)
         lane = Lane(self._root) if app is self._root else None  # the span of a traced request is made on the normal way
-        self._listener = Listener(app, self._sock, drain_s=REQUESTS_DRAIN_S, lane=lane)
+        self._listener = Listener(app, self._sock, root=self._root, drain_s=REQUESTS_DRAIN_S, lane=lane)
         await self._listener.open()
         if config.server.grpc_port is not None:
-            self._grpc = load_grpc(services, gate, [access_log.write, observers.metrics.served])
+            self._grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.served])
             await self._grpc.open()
         return Running(url_of(self._sock), services, self._grpc and self._grpc.address)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
 from batchmill.dialects.openai import errors, files, uploads
 from batchmill.engines.clock import SystemClock
+from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import Gate
 from batchmill.server.hosts import Hosts
 from batchmill.server.http import HttpRoot
@@ -71,11 +73,12 @@ async def open_file_door(
         gate=Gate(keys, clock),
         hosts=Hosts("127.0.0.1"),
         clock=clock,
+        admission=Admission(limits, files=1024, clock=asyncio.get_running_loop().time),
         body_bytes_max=limits.body_bytes_max,
         programs=programs,
     )
     sock = bind("127.0.0.1", 0)
-    listener = Listener(root, sock, drain_s=1)
+    listener = Listener(root, sock, root=root, drain_s=1)
     await listener.open()
     try:
         yield FileDoor(url_of(sock), data_dir, database, file_service, upload_service, keys)

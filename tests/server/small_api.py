@@ -11,8 +11,10 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.children.programs import Programs
+from batchmill.config import ServerEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
+from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.server.connection import Connection
 from batchmill.server.hosts import Hosts
@@ -162,6 +164,11 @@ class Small:
                 await writer.wait_closed()
 
 
+def free_admission(body_bytes_max: int = 1000, files: int = 10_000, **settings: Any) -> Admission:
+    entry = ServerEntry(body_bytes_max=body_bytes_max, **settings)
+    return Admission(entry, files=files, clock=asyncio.get_running_loop().time)
+
+
 @contextlib.asynccontextmanager
 async def small_api(
     *,
@@ -171,21 +178,23 @@ async def small_api(
     body_bytes_max: int = 1000,
     dialect: SmallDialect | None = None,
     has_lane: bool = True,
+    admission: Admission | None = None,
 ) -> AsyncIterator[Small]:
     sock = bind("127.0.0.1", 0)
     small, other = dialect or SmallDialect(), SmallDialect("other")
-    clock = SystemClock()
+    clock, admission = SystemClock(), admission or free_admission(body_bytes_max)
     programs = Programs(clock)
     root = HttpRoot(
         [small, other],
         fallback=other,
-        gate=Gate(keys or HeldKeys(), clock, requests_per_minute),
+        gate=Gate(keys or HeldKeys(), clock, requests_per_minute, admission.proxies),
         hosts=Hosts("127.0.0.1", ["my.test"]),
         clock=clock,
+        admission=admission,
         body_bytes_max=body_bytes_max,
         programs=programs,
     )
-    listener = Listener(root, sock, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)
+    listener = Listener(root, sock, root=root, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)
     await listener.open()
     address = sock.getsockname()[:2]
     try:

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from small_api import small_api
 
-from batchmill.server.connection import HEAD_BYTES_MAX, Connection
+from batchmill.server.connection import HEAD_BYTES_MAX, HEADERS_MAX, Connection
 
 HOST = b"Host: localhost\r\n"
 JSON = b"Content-Type: application/json\r\n"
@@ -14,7 +14,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 class Hasty(Connection):
     head_s = 0.05
-    linger_s = 0.05
+    linger_s = stranger_linger_s = 0.05
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,73 @@ class Hasty(Connection):
         b"GET /small/\x00 HTTP/1.1\r\n" + HOST + b"\r\n",
         b"GET /small/\xff HTTP/1.1\r\n" + HOST + b"\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
-        b"GET /small/open HTTP/1.1\r\n" + HOST + b"X: " + b"y" * HEAD_BYTES_MAX + b"\r\n",
-        b"GET /" + b"y" * HEAD_BYTES_MAX,
+        b"CONNECT a:1 HTTP/1.1\r\n" + HOST + b"\r\n",
     ],
 )
 async def test_a_request_that_cannot_be_read(data):
-    """Ambiguous framing, broken heads and heads without an end are refused, and the connection closed."""
+    """Ambiguous framing and broken heads are refused as any other request, and the connection closed."""
     async with small_api() as small:
+        seen = []
+        small.root.watch(seen.append)
         reply = await small.talk(data)
     assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1") == 1
+    assert b'"by":"other"' in reply and b"connection: close\r\n" in reply and b"x-request-id: req_" in reply
+    assert [each.status for each in seen if each.code == "invalid_http"] or b"Transfer-Encoding" in data
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (b"X: " + b"y" * HEAD_BYTES_MAX + b"\r\n", 431, b"head_too_large"),
+        (b"X: " + b"y" * HEAD_BYTES_MAX + b"\r\n\r\n", 431, b"head_too_large"),
+        (b"X: " + b"y" * HEAD_BYTES_MAX, 431, b"head_too_large"),
+        (b"X: y\r\n" * HEADERS_MAX + b"\r\n", 431, b"head_too_large"),
+        (b"X: y\r\n" * (HEADERS_MAX - 1) + b"Connection: close\r\n\r\n", 431, b"head_too_large"),
+        (b"X: y\r\n" * (HEADERS_MAX - 2) + b"Connection: close\r\n\r\n", 200, b"null"),
+        (b"X: " + b"y" * (HEAD_BYTES_MAX - 500) + b"\r\nConnection: close\r\n\r\n", 200, b"null"),
+    ],
+)
+async def test_heads_that_are_too_long(data, status, code):
+    """A head may have so many bytes and headers, whether it has an end and comes in one read or not."""
+    async with small_api() as small:
+        reply = await small.talk(b"GET /small/open HTTP/1.1\r\n" + HOST + data)
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and code in reply
+
+
+@pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\n" + HOST + b"\r\n"])
+async def test_a_url_that_is_too_long(end):
+    """A URL that fills the head by itself is named as what is too long."""
+    async with small_api() as small:
+        reply = await small.talk(b"GET /" + b"y" * HEAD_BYTES_MAX + end)
+    assert reply.startswith(b"HTTP/1.1 414 ") and b"uri_too_long" in reply
+
+
+@pytest.mark.parametrize("tail", [b"0\r\nX: " + b"y" * 90_000, b"1;" + b"y" * 90_000, b"0\r\n" + b"X: y\r\n" * 15_000])
+async def test_what_comes_with_a_body_and_is_none_of_it(tail):
+    """Trailers and extensions of chunks without an end are not read for ever."""
+    head = b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+    async with small_api() as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(head)
+        await writer.drain()
+        while not small.root.under_way:
+            await asyncio.sleep(0)
+        writer.write(tail)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_nothing_is_answered_out_of_turn():
+    """What cannot be read behind a request that is under way gets no reply, which would be taken for that request's."""
+    async with small_api() as small:
+        reader, writer = await asyncio.open_connection(*small.address)
+        writer.write(b"GET /small/gone HTTP/1.1\r\n" + HOST + b"\r\n")
+        await small.dialect.reached.wait()
+        writer.write(b"nonsense\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_what_follows_a_body_changes_nothing():
@@ -78,6 +136,7 @@ async def test_a_body_that_goes_on_after_its_refusal():
         reader, writer = await asyncio.open_connection(*small.address)
         writer.write(b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: 500\r\n\r\nabc")
         assert b"415" in await reader.readline()
+        assert b"connection: close\r\n" in await reader.readuntil(b"\r\n\r\n")
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(100_000)
         writer.close()

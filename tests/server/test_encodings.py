@@ -7,12 +7,32 @@ import zlib
 import pytest
 from starlette.responses import Response
 
-from batchmill.errors import InvalidInput, TooLarge
-from batchmill.server.encodings import INLINE_BYTES_MAX, MEMBERS_MAX, PIECE_BYTES, packed, unpacked
+from batchmill.errors import InvalidInput, TooLarge, Unavailable
+from batchmill.server import encodings
+from batchmill.server.encodings import INLINE_BYTES_MAX, MEMBERS_MAX, PIECE_BYTES, STEP_BYTES, packed
 
 SMALL, LARGE = b'{"inputs":[]}', random.Random(7).randbytes(4 * INLINE_BYTES_MAX)
 MAX = 1024 * 1024
+MANY = 4 * STEP_BYTES
 READ = {"gzip": gzip.decompress, "deflate": zlib.decompress}
+
+
+async def unpacked(body: bytes, name: str | None, most: int) -> bytes:
+    return await encodings.unpacked(body, name, most, lambda _: None)
+
+
+async def test_a_body_is_counted_while_it_grows():
+    """What little bytes become is counted before they have become it, and no further than there is room."""
+    held = []
+
+    def hold(size: int) -> None:
+        held.append(size)
+        if size > 2 * STEP_BYTES:
+            raise Unavailable("no room")
+
+    with pytest.raises(Unavailable):
+        await encodings.unpacked(gzip.compress(bytes(MANY)), "gzip", MANY, hold)
+    assert len(held) == 2
 
 
 @pytest.mark.parametrize("body", [SMALL, LARGE, b""], ids=["small", "large", "empty"])

@@ -37,8 +37,9 @@ class Hot(SmallDialect):
 
     def operations(self) -> list[Operation]:
         hot = Operation(
-            "infer", "POST", "/hot/{model}/infer", "Hot", Scope.SUBMIT, self.infer, body=Content("*/*"), express=self
-        )
+            "infer", "POST", "/hot/{model}/infer", "Hot", Scope.SUBMIT, self.infer, body=Content("*/*"),
+            body_bytes_max=None, express=self,
+        )  # fmt: skip
         return [*super().operations(), hot]
 
     async def infer(self, call: Call):

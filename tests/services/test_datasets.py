@@ -51,7 +51,7 @@ class Room:
     async def arrived(self, data: bytes = LINE, filename: str = "in.jsonl", project: str = "one") -> str:
         """The id of an upload that waits for its name."""
         begun = await self.datasets.begin(project, filename)
-        await self.datasets.receive(begun.id, begun.signature, pieces(data))
+        await self.datasets.receive(begun.id, begun.signature, pieces(data), lambda _: None)
         return begun.id
 
     async def checked(self, name: str) -> DatasetRecord:
@@ -114,7 +114,7 @@ async def test_an_upload_that_takes_long(room):
         assert await room.datasets.sweep() == 0
         yield LINE[5:]
 
-    await room.datasets.receive(begun.id, begun.signature, slowly())
+    await room.datasets.receive(begun.id, begun.signature, slowly(), lambda _: None)
     assert await room.datasets.sweep() == 0
     assert (await room.datasets.name("one", begun.id, "slow")).details.bytes == len(LINE)
     broken = await room.datasets.begin("one", "broken.jsonl")
@@ -124,7 +124,7 @@ async def test_an_upload_that_takes_long(room):
         raise ConnectionError("the client left")
 
     with pytest.raises(ConnectionError):
-        await room.datasets.receive(broken.id, broken.signature, breaks())
+        await room.datasets.receive(broken.id, broken.signature, breaks(), lambda _: None)
     await room.clock.sleep(2 * datasets.LIFETIME_S)
     assert await room.datasets.sweep() == 1
 

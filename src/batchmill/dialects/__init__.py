@@ -13,6 +13,7 @@ from batchmill.errors import InvalidConfig
 if TYPE_CHECKING:
     from batchmill.dialects.open_inference.grpc.server import GrpcServer
     from batchmill.server.access_log import Served
+    from batchmill.server.admission.admission import Admission
     from batchmill.server.auth import Gate
     from batchmill.server.operations import Dialect
     from batchmill.services.services import Services
@@ -39,7 +40,9 @@ def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) ->
     return loaded
 
 
-def load_grpc(services: Services, gate: Gate, watchers: Sequence[Callable[[Served], None]]) -> GrpcServer:
+def load_grpc(
+    services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[Served], None]]
+) -> GrpcServer:
     """The door of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
     try:
         with _no_fork_support():
@@ -49,7 +52,7 @@ def load_grpc(services: Services, gate: Gate, watchers: Sequence[Callable[[Serve
             f"server.grpc_port is set, but {error.name} is not installed: pip install 'batchmill[grpc]'",
             code="grpc_not_installed",
         ) from None
-    return server.GrpcServer(services, gate, watchers)
+    return server.GrpcServer(services, gate, admission, watchers)
 
 
 @contextlib.contextmanager

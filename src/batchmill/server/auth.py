@@ -11,6 +11,7 @@ from typing import Protocol
 
 from batchmill.errors import Forbidden, RateLimited, Refused, Unauthenticated
 from batchmill.ports import Clock
+from batchmill.server.admission.addresses import Proxies
 from batchmill.server.limits import Buckets
 from batchmill.services.keys import ANYBODY
 from batchmill.types import Caller, Scope
@@ -50,9 +51,13 @@ def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
 
 
 class Gate:
-    """Lets a request in as a Caller, or says why not. `requests_per_minute`: of a key that has no limit of its own."""
+    """Lets a request in as a Caller, or says why not. `requests_per_minute`: of a key that has no limit of its own;
+    `proxies` tell which client has sent a wrong one."""
 
-    def __init__(self, keys: Keys, clock: Clock, requests_per_minute: int | None = None) -> None:
+    def __init__(
+        self, keys: Keys, clock: Clock, requests_per_minute: int | None = None, proxies: Proxies | None = None
+    ) -> None:
+        self._proxies = proxies or Proxies()
         self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
         self._requests, self._failures = Buckets(), Buckets()
         self._secret = secrets.token_bytes(16)
@@ -129,7 +134,7 @@ class Gate:
         try:  # also of an address with too many wrong ones: behind a proxy it is everybody's
             return await self._keys.authenticate(token)
         except Unauthenticated:
-            wait_s = self._failures.take(address, FAILURES_PER_MINUTE, now)
+            wait_s = self._failures.take(self._proxies.client(address, headers), FAILURES_PER_MINUTE, now)
             if wait_s:
                 raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s) from None
             raise

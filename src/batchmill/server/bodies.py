@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
+import io
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, get_args, get_origin
@@ -16,14 +18,15 @@ from starlette.requests import ClientDisconnect
 
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, TooLarge
+from batchmill.server.admission.memory import PARSED_TIMES, STREAM_BYTES, Hold
+from batchmill.server.admission.pace import NO_BODY_S, Pace, Pacer
 from batchmill.server.json_inspection import inspect
-from batchmill.server.operations import Content, Operation
+from batchmill.server.operations import JSON, Content, Operation
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 QUERY_FIELDS_MAX = 100
-BODY_IDLE_S = 30.0  # between two pieces of a body
+NO_BODY_BYTES_MAX = 64  # of what clients send where a request has no body: "{}", "null", white space
 SHOWN_CHARS = 80  # of what somebody sent, in a message
-JSON = "application/json"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,66 +44,114 @@ class Refusal(InvalidInput):
 
 
 class BodyReader:
-    """The body of one request, counted as it arrives: what Content-Length claims is only a first hint."""
+    """The body of one request, counted as it arrives: what Content-Length claims is only a first hint.
+
+    A body that is read whole is counted in `hold` before it comes; of an upload, what is on its way to the disk.
+    """
 
     def __init__(
-        self, receive: Receive, headers: Sequence[tuple[bytes, bytes]], bytes_max: int, *, any_encoding: bool = False
+        self,
+        receive: Receive,
+        headers: Sequence[tuple[bytes, bytes]],
+        operation: Operation,
+        *,
+        bytes_max: int,
+        pace: Pace,
+        hold: Hold,
     ) -> None:
-        self._receive, self._max = receive, bytes_max
+        """Args: bytes_max: of bodies that are no uploads. Raises: InvalidInput, TooLarge."""
+        self._receive, self._operation, self._hold = receive, operation, hold
+        self._max = NO_BODY_BYTES_MAX if operation.body is None else operation.bytes_max(bytes_max)
         self.bytes = 0
         named = dict(headers)
         self.media = named.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         self.is_there = b"transfer-encoding" in named or named.get(b"content-length", b"0").strip() != b"0"
         self.is_done = not self.is_there
         self._replay: bytes | None = None
-        if not any_encoding and named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        if not operation.is_raw and named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
-        if len(claimed := named.get(b"content-length", b"0")) > 18 or int(claimed) > bytes_max:
+        claimed = named.get(b"content-length", b"0")
+        if len(claimed) > 18 or int(claimed) > self._max:
             raise self._too_large()
+        self._claimed = int(claimed) if b"content-length" in named else None
+        total_s = NO_BODY_S if operation.body is None else None if operation.is_upload else pace.total_s
+        self._pacer = Pacer(pace, total_s)
+        self._times = PARSED_TIMES if isinstance(operation.body, type) and not operation.is_raw else 1
 
-    def _too_large(self) -> TooLarge:
+    def _too_large(self) -> InvalidInput:
+        if self._operation.body is None:
+            return _unexpected()
         return TooLarge(f"the body is longer than {self._max:,} bytes", code="request_too_large")
 
     async def receive(self) -> Message:
-        """As ASGI's `receive`. Raises: TooLarge, InvalidInput when the client stops in the middle of the body."""
+        """As ASGI's `receive`. Raises: TooLarge, InvalidInput when the client stops in the middle of the body;
+        Unavailable where there is no memory for it."""
         if self._replay is not None:
             data, self._replay = self._replay, None
             return {"type": "http.request", "body": data, "more_body": False}
         if self.is_done:
             return await self._receive()
-        try:
-            async with asyncio.timeout(BODY_IDLE_S):
-                message = await self._receive()
-        except TimeoutError:
-            raise Refusal(f"nothing of the body came for {BODY_IDLE_S:.0f} s", code="request_timeout") from None
+        if self._operation.is_raw:  # whoever reads it wants it whole
+            await self.read()
+            return await self.receive()
+        if self._operation.is_upload and not self.bytes:
+            self._hold.grow_to(STREAM_BYTES if self._claimed is None else min(self._claimed, STREAM_BYTES))
+        return await self._next()
+
+    async def _next(self) -> Message:
+        """The next piece, as long as the client keeps the pace."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            began, message = clock(), None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pacer.patience_s):
+                    message = await self._receive()
+            size = len(message.get("body", b"")) if message is not None else 0
+            self._pacer.waited(clock() - began, size)
+            if message is not None:
+                break
+            if why := self._pacer.late():
+                raise Refusal(why, code="request_timeout")
         if message["type"] == "http.request":
-            self.bytes += len(message.get("body", b""))
+            self.bytes += size
             self.is_done = not message.get("more_body", False)
             if self.bytes > self._max:
                 raise self._too_large()
+            if not self.is_done and (why := self._pacer.late()):
+                raise Refusal(why, code="request_timeout")
         return message
 
     async def read(self) -> bytes:
         """The whole body. It can be read once more through `receive`."""
-        pieces = []
+        if self._replay is not None:
+            return self._replay
+        if self._operation.body is not None:
+            self._hold.grow_to((self._claimed or 0) * self._times)
+        whole = io.BytesIO()  # whose value is no copy of it
         while not self.is_done:
-            message = await self.receive()
+            message = await self._next()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            pieces.append(message.get("body", b""))
-        self._replay = b"".join(pieces)
+            if self._claimed is None and self._operation.body is not None:
+                self._hold.grow_to(self.bytes * self._times)
+            whole.write(message.get("body", b""))
+        self._replay = whole.getvalue()
         return self._replay
+
+
+def _unexpected() -> Refusal:
+    return Refusal("this request has no body: leave it out", code="unexpected_body")
 
 
 async def read_body(operation: Operation, reader: BodyReader, programs: Programs, project: str) -> tuple[bytes, Any]:
     """The body as it came and as the operation's struct; neither for a Content that is no JSON: its handler reads it.
 
-    Raises: InvalidInput, TooLarge, TooComplex, RateLimited.
+    Raises: InvalidInput, TooLarge, TooComplex, RateLimited, Unavailable.
     """
     wanted = operation.body
     if wanted is None:
         if reader.is_there and (await reader.read()).strip() not in (b"", b"{}", b"null"):
-            raise Refusal("this request has no body: leave it out", code="unexpected_body")
+            raise _unexpected()
         return b"", None
     if operation.is_raw:
         return b"", None

@@ -1,37 +1,69 @@
 """A connection of a client that may be slow, broken or hostile: uvicorn's protocol with limits on time and size.
 
-Plain requests to express operations leave uvicorn's way here: see `lane`.
+Plain requests to express operations leave uvicorn's way here: see `lane`. Of what is no request, and of what follows a
+refusal, nothing is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from batchmill.errors import Unavailable
+from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable
+from batchmill.server.admission.addresses import group_of
+from batchmill.server.admission.connections import ConnectionPool, Stage
 from batchmill.server.lane import Asked, Flight, Lane
 
 HEAD_BYTES_MAX = 64 * 1024
+HEADERS_MAX = 128  # of one head
+HEAD_PATIENCE_S = 5.0  # a head that is so old has come at the least rate
+HEAD_RATE_MIN = 64  # bytes a second
 LANE_BODY_S = 0.1  # on the lane, from the first read to the end of the body
 PIPELINED_MAX = 64  # requests sent before the first of them was answered
+LEFTOVER_BYTES_MAX = 64 * 1024  # the length of a refused body that is read past, of a client that showed a key
+# What comes with a body and is none of it: sizes of chunks, their extensions, trailers.
+FRAMING_BYTES_MAX = 64 * 1024
+FRAMING_TIMES = 16  # and so many bytes for each of the body's
+UNSENT_BYTES_MAX = 16 * 1024  # of replies to a client without a key, before the next one waits
 _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class _Unreadable(Exception):
+    """Raised for the parser, to read no further."""
+
+    def __init__(self, error: BatchmillError) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Connection(HttpToolsProtocol):
     head_s = 15.0  # from the first byte of a request, or the connection, to the end of its headers
-    linger_s = 30.0  # how long a client may go on sending a body that was refused
+    linger_s = 30.0  # how long a client with a key may go on sending a body that was refused
+    stranger_linger_s = 2.0  # and one without: long enough to read why
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lane: Lane | None = self.config.lane  # type: ignore[attr-defined]
+        self._pool: ConnectionPool = self.config.pool  # type: ignore[attr-defined]
+        self._unreadable: Callable[[BatchmillError], Response] = self.config.unreadable  # type: ignore[attr-defined]
+        self.address = ""
+        self.is_known = self.is_placed = False
+        self.since = self.loop.time()
         self._deadline: float | None = None  # of the loop's time
         self._timer: asyncio.TimerHandle | None = None  # goes off at the deadline, or before it and looks again
-        self._head_bytes = 0
+        self._head_bytes = 0  # read so far of a head that is not complete
+        self._read_bytes = 0  # of the read that is being parsed
+        self._framing = 0  # bytes behind a head that belong to no body, less what its body may cost
         self._in_head = True  # what comes next belongs to the head of a request
         self._has_begun = self._is_timed = False  # a head that is not complete; its time runs
+        self._lingers = False  # the reply under way is the last one
+        self._is_over = False  # nothing that still comes is looked at
         self._asked: Asked | None = None  # its headers fit the lane, and its body comes
         self._body: list[bytes] = []
         self._leaving: asyncio.TimerHandle | None = None  # when a body that is still coming has to leave the lane
@@ -40,36 +72,149 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
+        self.address = group_of(self.client[0]) if self.client else ""
+        if not self._pool.add(self):
+            self._is_over = True
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        self.app_state = {**self.app_state, "transport": transport, "connection": self}
         self._within(self.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.remove(self)
         self._deadline = None
         if self._timer is not None:
             self._timer.cancel()
         flight, self._flight = self._flight, None
         self._stay()
+        self._asked, self._body = None, []
         if flight is not None:
             flight.drop()
         super().connection_lost(exc)
+        self.app_state = {}  # which leads back here
 
     def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        self._read_bytes = len(data)
         if self._in_head:
             self._head_bytes += len(data)
             if self._deadline is None:
                 self._within(self.head_s)
             if b"pgrade:" in data:
                 data = _without_offer(data)
-        super().data_received(data)
+        else:
+            self._framing += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # a client that offers another protocol is answered in this one
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            told = InvalidInput("this is no HTTP request that can be read", code="invalid_http")
+            self._refuse(cause.error if isinstance(cause, _Unreadable) else told)
+            return
+        self._look_at_sizes()
+
+    def _look_at_sizes(self) -> None:
+        """After a read: what it began may go on, and for how long."""
         if self._has_begun and not self._is_timed:
             self._is_timed = True
-            self._within(self.head_s)
+            self._within(min(HEAD_PATIENCE_S, self.head_s))
         if self._asked is not None and self._leaving is None and self.parser is not None:
             self._leaving = self.loop.call_later(LANE_BODY_S, self._leave_late)
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
-            self.send_400_response("The headers are too long.")
-        elif len(self.pipeline) > PIPELINED_MAX:
+        if self._in_head and (self._head_bytes > HEAD_BYTES_MAX or len(self.headers or ()) > HEADERS_MAX):
+            self._refuse(self._too_long())
+        elif len(self.pipeline) > PIPELINED_MAX or self._framing > FRAMING_BYTES_MAX:
             self.transport.abort()
+
+    # -- whose it is --------------------------------------------------------------------------------------------------
+
+    def stage(self) -> Stage:
+        """What it is doing, for the pool: a stranger's request that has no place yet is no reason to stay."""
+        if self._flight is not None or self.is_placed:
+            return Stage.BUSY
+        if self._is_over or self._lingers:
+            return Stage.REFUSED
+        is_idle = self._in_head and not self._head_bytes and (self.cycle is None or self.cycle.response_complete)
+        if self.is_known:
+            return Stage.KNOWN_IDLE if is_idle else Stage.KNOWN_ARRIVING
+        return Stage.IDLE if is_idle else Stage.ARRIVING
+
+    def end(self) -> None:
+        self._is_over = True
+        self.transport.abort()
+
+    def know(self) -> None:
+        """A request on it had a key that was right."""
+        if not self.is_known:
+            self._pool.know(self)
+            self.is_known = True
+            if not self.transport.is_closing():
+                self.transport.set_write_buffer_limits()
+
+    async def drained(self) -> None:
+        await self.flow.drain()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _too_long(self) -> BatchmillError:
+        if len(self.url or b"") > HEAD_BYTES_MAX // 2:
+            return TooLarge(f"the URL is longer than {HEAD_BYTES_MAX // 2:,} bytes", code="uri_too_long")
+        return TooLarge(
+            f"the head of the request is longer than {HEAD_BYTES_MAX:,} bytes, or has more than {HEADERS_MAX} headers",
+            code="head_too_large",
+        )
+
+    def _refuse(self, error: BatchmillError) -> None:
+        """Answer what cannot be read, and read no further."""
+        is_open = not self.transport.is_closing()
+        cycle = self.cycle
+        is_behind = self._flight is not None or bool(self.pipeline)
+        if cycle is not None and not cycle.response_complete:  # the broken body is its own, or what came behind it
+            is_behind = is_behind or cycle.response_started or not cycle.more_body
+        self._is_over = True
+        self._asked, self._body = None, []
+        self._stay()
+        response = self._unreadable(error)
+        if not is_open:
+            return
+        if is_behind:  # the client would take it for the answer to another request
+            self.transport.abort()
+            return
+        head = [STATUS_LINE[response.status_code]]
+        head += [b"%b: %b\r\n" % header for header in response.raw_headers]
+        self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", bytes(response.body)]))
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # nobody hears of it any more
+            cycle.message_event.set()
+        self._end_soon()
+
+    def has_unread(self) -> bool:
+        """A body that is still coming, unless its client has shown a key and it is short."""
+        if self._in_head or self._is_over or self.cycle is None or not self.cycle.more_body:
+            return False
+        if not self.is_known:
+            return True
+        claimed = next((value for name, value in self.cycle.scope["headers"] if name == b"content-length"), b"")
+        return not claimed.isdigit() or int(claimed) > LEFTOVER_BYTES_MAX
+
+    def linger(self) -> None:
+        """The reply that has begun is the last one. uvicorn would close at its end, and what is still coming would
+        have the client's machine drop the reply."""
+        self._lingers, self.cycle.keep_alive = True, True
+
+    def _end_soon(self) -> None:
+        """Say that nothing more is answered, and drop what comes until the client has closed its end."""
+        self._is_over = True
+        if self.transport.is_closing():
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._within(self.linger_s if self.is_known else self.stranger_linger_s)
 
     # -- what the parser finds ----------------------------------------------------------------------------------------
 
@@ -88,8 +233,11 @@ class Connection(HttpToolsProtocol):
                 self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
+        is_long = self._head_bytes > HEAD_BYTES_MAX or self._read_bytes > HEAD_BYTES_MAX  # or what comes behind it is
+        if len(self.headers) > HEADERS_MAX or (is_long and self._size() > HEAD_BYTES_MAX):
+            raise _Unreadable(self._too_long())
         self._in_head = self._has_begun = self._is_timed = False
-        self._head_bytes = 0
+        self._head_bytes = self._framing = 0
         self._deadline = None
         if self._lane is None:
             super().on_headers_complete()
@@ -98,6 +246,10 @@ class Connection(HttpToolsProtocol):
             self._asked = self._lane.look(self.url, self.headers)
         if self._asked is None:
             self._go_normally()
+
+    def _size(self) -> int:
+        """Of the head that has come."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _is_free(self) -> bool:
         """Nothing else is under way here, or waits to be sent."""
@@ -138,6 +290,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_body(self, body: bytes) -> None:
+        self._framing -= (FRAMING_TIMES + 1) * len(body)
         if self._asked is not None:
             self._body.append(body)
         else:
@@ -154,6 +307,8 @@ class Connection(HttpToolsProtocol):
                 self._leave_lane(asked)
             else:
                 self._asked, self._body = None, []
+                if flight.has_key and not self.is_known:
+                    self.know()
                 if not flight.response_complete:
                     self.cycle = self._flight = flight  # type: ignore[assignment]
                 return
@@ -185,15 +340,18 @@ class Connection(HttpToolsProtocol):
             self._flight.stop(Unavailable("the server is stopping; try again"))
 
     def on_response_complete(self) -> None:
-        is_last = not self.pipeline
+        is_last, cycle = not self.pipeline, self.cycle
+        if cycle.response_complete and cycle.body:
+            cycle.body = bytearray()  # what nobody read
+        if self._lingers:
+            self.server_state.total_requests += 1
+            self._end_soon()
+            return
         super().on_response_complete()
         if not self._in_head and not self.transport.is_closing():
-            self._within(self.linger_s)  # its body goes on although it was answered
+            self._within(self.linger_s)  # its body goes on although it was answered: not much is left of it
         elif is_last and self.transport.get_write_buffer_size():
             self._within(self.timeout_keep_alive)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """A client that offers another protocol is answered in this one; that is nothing to warn of."""
 
     def timeout_keep_alive_handler(self) -> None:
         if self._in_head:
@@ -206,7 +364,8 @@ class Connection(HttpToolsProtocol):
         if seconds is None:
             self._deadline = None
             return
-        self._deadline = self.loop.time() + seconds
+        self.since = self.loop.time()
+        self._deadline = self.since + seconds
         if self._timer is None or self._timer.when() > self._deadline:
             if self._timer is not None:
                 self._timer.cancel()
@@ -218,10 +377,16 @@ class Connection(HttpToolsProtocol):
             return
         if self.loop.time() < self._deadline:
             self._timer = self.loop.call_at(self._deadline, self._look_at_time)
-        elif self._has_taken():
+        elif self._is_timed and self._deadline < self.since + self.head_s and self._keeps_pace():
+            self._deadline = self.since + self.head_s
+            self._timer = self.loop.call_at(self._deadline, self._look_at_time)
+        elif not self._is_over and self._has_taken():
             self._within(self.timeout_keep_alive)
         else:
             self.transport.abort()
+
+    def _keeps_pace(self) -> bool:
+        return self._head_bytes >= HEAD_RATE_MIN * HEAD_PATIENCE_S
 
     def _has_taken(self) -> bool:
         """The client reads a long reply: there is less of it than when this was asked last."""

@@ -6,7 +6,9 @@ Source: RFC 9110 sections 8.4 (Content-Encoding) and 12.5.3 (Accept-Encoding).
 from __future__ import annotations
 
 import asyncio
+import io
 import zlib
+from collections.abc import Callable, Iterator
 
 from starlette.responses import Response
 
@@ -18,13 +20,16 @@ OFFERED = ("gzip", "deflate")
 LEVEL = 1  # tensors compress little, and somebody waits
 MEMBERS_MAX = 1000  # of a gzip body: empty ones cost a client 20 bytes each
 PIECE_BYTES = 64 * 1024  # what is behind the end of a member is copied for the next one
+STEP_BYTES = 1024 * 1024  # of a body that is being inflated, before it is counted again
 INLINE_BYTES_MAX = 32 * 1024  # of a body that is handled on the loop; a larger one goes to a thread
 
 
-async def unpacked(body: bytes, encoding: str | None, bytes_max: int) -> bytes:
+async def unpacked(body: bytes, encoding: str | None, bytes_max: int, hold: Callable[[int], None]) -> bytes:
     """The body as it was before it was compressed.
 
-    Raises: Refusal for an encoding we do not read or a body that is none of its kind; TooLarge.
+    Args: hold: is told how long it has become, again and again, before it becomes longer.
+
+    Raises: Refusal for an encoding we do not read or a body that is none of its kind; TooLarge; what `hold` raises.
     """
     name = (encoding or "").strip().lower()
     if name in ("", "identity"):
@@ -34,33 +39,41 @@ async def unpacked(body: bytes, encoding: str | None, bytes_max: int) -> bytes:
             f"the Content-Encoding {name[:SHOWN_CHARS]!r} is not read: gzip, deflate or none",
             code="unsupported_media_type",
         )
-    if len(body) > INLINE_BYTES_MAX:
-        return await asyncio.to_thread(_inflate, body, name, bytes_max)
-    return _inflate(body, name, bytes_max)
+    whole = io.BytesIO()
+    steps = _inflate(body, name, bytes_max, whole)
+    size = next(steps, None) if len(body) <= INLINE_BYTES_MAX else 0
+    while size is not None:
+        hold(size + STEP_BYTES)
+        size = await asyncio.to_thread(next, steps, None)
+    return whole.getvalue()
 
 
-def _inflate(body: bytes, name: str, bytes_max: int) -> bytes:
-    """gzip may be several members, one behind the other."""
-    whole, view, reader, members = bytearray(), memoryview(body), None, 0
+def _inflate(body: bytes, name: str, bytes_max: int, whole: io.BytesIO) -> Iterator[int]:
+    """Fill `whole`; yields how long it is whenever it is about STEP_BYTES longer. gzip may be several members, one
+    behind the other."""
+    view, reader, members, told = memoryview(body), None, 0, 0
     try:
         for at in range(0, len(view), PIECE_BYTES):
             rest: bytes | memoryview = view[at : at + PIECE_BYTES]
             while rest:
                 if reader is None:
                     reader, members = zlib.decompressobj(WINDOWS[name]), members + 1
-                whole += reader.decompress(rest, bytes_max + 1 - len(whole))
-                if len(whole) > bytes_max or reader.unconsumed_tail:
+                room = min(bytes_max + 1 - whole.tell(), STEP_BYTES)
+                whole.write(reader.decompress(rest, room))
+                if whole.tell() > bytes_max:
                     raise TooLarge(f"the body is longer than {bytes_max:,} bytes", code="request_too_large")
                 if members > MEMBERS_MAX:
                     raise TooLarge(f"the {name} body has more than {MEMBERS_MAX:,} members", code="request_too_large")
-                rest, reader = (reader.unused_data, None) if reader.eof else (b"", reader)
+                rest, reader = (reader.unused_data, None) if reader.eof else (reader.unconsumed_tail, reader)
+                if whole.tell() >= told + STEP_BYTES:
+                    told = whole.tell()
+                    yield told
     except zlib.error as error:
         raise Refusal(
             f"the body is not {name}, as its Content-Encoding says: {error}", code="invalid_encoding"
         ) from None
     if reader is not None:
         raise Refusal(f"the {name} body ends in the middle", code="invalid_encoding")
-    return bytes(whole)
 
 
 async def packed(response: Response, accepted: str | None) -> Response:

@@ -12,7 +12,7 @@ from batchmill.errors import BatchmillError
 from batchmill.server.bodies import Refusal, parse_json
 from batchmill.server.encodings import is_wanted, packed, unpacked
 from batchmill.server.express import Cancel, Headers, Reply
-from batchmill.server.operations import Call
+from batchmill.server.operations import BODY_BYTES_MAX, Call
 from batchmill.server.piece_reply import EVENTS, PieceReply, unless_gone
 from batchmill.services.functions.paths import locate
 from batchmill.wire.messages import Answer
@@ -26,7 +26,6 @@ JSON, OCTETS = "application/json", "application/octet-stream"
 LENGTH = "inference-header-content-length"
 _LENGTH = LENGTH.encode()
 
-JSON_BYTES_MAX = 4 * 1024 * 1024  # of a body that holds no tensors
 S = TypeVar("S", bound=Struct)
 Pieces = AsyncGenerator[bytes]
 Say = Callable[[BatchmillError], bytes]  # the JSON of an error, in the envelope of a dialect
@@ -34,7 +33,8 @@ Say = Callable[[BatchmillError], bytes]  # the JSON of an error, in the envelope
 
 async def body_of(call: Call, bytes_max: int) -> bytes:
     """The body of a raw operation, as it was before it was compressed."""
-    return await unpacked(await call.request.body(), call.request.headers.get("content-encoding"), bytes_max)
+    encoding = call.request.headers.get("content-encoding")
+    return await unpacked(await call.request.body(), encoding, bytes_max, call.hold)
 
 
 def head_of(call: Call) -> bytes:
@@ -55,7 +55,7 @@ async def json_of(call: Call, wanted: type[S]) -> S:
     """The body of a raw operation as its struct, which nothing fills where there is none. Raises: InvalidInput."""
     if isinstance(call.body, wanted):  # of a call that did not come over HTTP
         return call.body
-    raw = await body_of(call, JSON_BYTES_MAX)
+    raw = await body_of(call, BODY_BYTES_MAX)
     return parse_json(raw, wanted) if raw.strip() else wanted()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 import batchmill
@@ -35,10 +35,12 @@ class Part(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
+    """To a stranger `status` alone."""
+
     status: str  # ok, failing, stopping
-    version: str
-    parts: list[Part]
-    models: list[Part] = []  # those with workers, of which whoever asks may know
+    version: str | UnsetType = UNSET
+    parts: list[Part] | UnsetType = UNSET
+    models: list[Part] | UnsetType = UNSET  # those with workers, of which whoever asks may know
 
 
 class Health:

@@ -6,10 +6,11 @@ Knows no dialect by name: each hands in its operations and says in its own envel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +21,7 @@ from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownN
 from batchmill.ports import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import Served
+from batchmill.server.admission.admission import Admission, Place
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
@@ -27,10 +29,32 @@ from batchmill.server.hosts import Hosts
 from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Found, Routes
+from batchmill.types import Caller
 
-REQUESTS_MAX = 5000  # under way at once; a further one is told to come again
 SEND_STALL_S = 120.0  # a client that takes nothing of its reply for so long is left
+UNREADABLE = "-"  # the method, in the log, of what is no request
+PIECE_BYTES = 64 * 1024  # of a reply that is whole in memory, which a client may take slowly
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Connection(Protocol):
+    """What a request asks of the connection that it came on."""
+
+    is_known: bool  # a key was right on it
+    is_placed: bool  # its request has a place among those under way: it is not ended for another connection
+
+    def know(self) -> None:
+        """A key was right: it is no stranger's."""
+
+    def has_unread(self) -> bool:
+        """More of the request's body is coming than is worth waiting for."""
+
+    def linger(self) -> None:
+        """The reply that begins now is the last one; what still comes is read for a moment, and dropped."""
+
+    async def drained(self) -> None:
+        """Returns when the client has taken what was sent, but for a little, or is gone: it is given so long."""
+
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Any]
@@ -48,17 +72,22 @@ class HttpRoot:
         gate: Gate,
         hosts: Hosts,
         clock: Clock,
+        admission: Admission,
         body_bytes_max: int,
         programs: Programs,
     ) -> None:
         """Args: `programs`, where what callers can make long is done."""
         doors = [(dialect, dialect.operations()) for dialect in dialects]
         self.routes = Routes([*doors, (fallback, own)], fallback)
-        self.gate, self.hosts, self.clock, self.body_bytes_max = gate, hosts, clock, body_bytes_max
-        self._programs = programs
+        self.gate, self.hosts, self.clock, self.admission = gate, hosts, clock, admission
+        self.body_bytes_max, self._fallback, self._programs = body_bytes_max, fallback, programs
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
         self.deliveries = Deliveries()
-        self.under_way = 0
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have a place."""
+        return self.admission.places.total + self.admission.strangers.total
 
     def watch(self, watcher: Callable[[Served], None]) -> None:
         self._watchers.append(watcher)
@@ -73,16 +102,28 @@ class HttpRoot:
         reply = _Reply(scope, send, served, found.dialect)
         if found.route is not None:
             served.route = found.route.operation.path
-        self.under_way += 1
         try:
             await self._answer(scope, receive, reply, found)
         except ClientDisconnect:
             served.status = served.status or 499
         finally:
-            self.under_way -= 1
+            if reply.place is not None:
+                reply.leave()
             served.seconds = self.clock.monotonic() - served.started
             served.bytes_out = reply.bytes
             self.ended(served)
+
+    def unreadable(self, error: BatchmillError) -> Response:
+        """The reply to what is no request that can be read. It is counted as one all the same."""
+        served = Served(new_request_id(), UNREADABLE, started=self.clock.monotonic(), code=error.code)
+        error.request_id = served.id
+        response = refusal(self._fallback, error, ())
+        served.status, served.bytes_out = response.status_code, len(response.body)
+        response.headers["x-request-id"] = served.id
+        for name, value in security_headers(key.lower() for key, _ in response.raw_headers):
+            response.raw_headers.append((name, value))
+        self.ended(served)
+        return response
 
     def ended(self, served: Served) -> None:
         """Tell of a request that is over."""
@@ -94,6 +135,7 @@ class HttpRoot:
         try:
             call, response = await self._handle(scope, receive, reply, found)
             await response(scope, call.request.receive, reply.send)
+            await reply.taken()
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:  # the time that requests had when the server stopped is over
@@ -112,28 +154,49 @@ class HttpRoot:
         await self.deliveries.look()
         if found.route is None:
             raise _no_route(scope, found)
-        if self.under_way > REQUESTS_MAX:
-            raise Unavailable(f"more than {REQUESTS_MAX:,} requests are under way; try again")
         operation = found.route.operation
-        address = (scope.get("client") or ("",))[0]
-        caller = ANYBODY if operation.scope is None else await self.gate.admit(headers, address, operation.scope)
+        caller = await self._admit(scope, reply, operation)
         served.project, served.key = caller.project, caller.key
         spend = partial(self.gate.spend, caller)
         if operation.scope is not None and not operation.spends_itself:
             spend()
         query = parse_query(scope["query_string"], operation.query)
-        limit = self.body_bytes_max if operation.body_bytes_max is None else operation.body_bytes_max
-        reader = BodyReader(receive, headers, limit, any_encoding=operation.is_raw)
+        if operation.admits is not None:
+            operation.admits(caller, found.parameters)
+        place = reply.place
+        assert place is not None, "it was let in"
+        reader = BodyReader(
+            receive, headers, operation, bytes_max=self.body_bytes_max, pace=self.admission.pace, hold=place.hold
+        )
         try:
             raw, body = await read_body(operation, reader, self._programs, caller.project)
             scope["path_params"] = found.parameters
             request = Request(scope, reader.receive)
-            call = Call(request, caller, served.id, query, body, raw, programs=self._programs, spend=spend)
+            call = Call(
+                request, caller, served.id, query, body, raw, programs=self._programs,
+                spend=spend, hold=lambda size: place.hold.grow_to(reader.bytes + size), belongs_to=place.move,
+            )  # fmt: skip
             return call, await operation.handler(call)
         except Elsewhere as passed:
             return await self._pass_on(reply, found, msgspec.structs.replace(call, raw=passed.raw))
         finally:
             served.bytes_in = reader.bytes
+
+    async def _admit(self, scope: Scope, reply: _Reply, operation: Operation) -> Caller:
+        """Who asks, by their key and with its scope; from now on the request has a place among those under way."""
+        headers, peer = scope["headers"], (scope.get("client") or ("",))[0]
+        if operation.scope is None:
+            vital = operation.is_vital
+            reply.enter(
+                self.admission.vital_place() if vital else self.admission.strangers_place(peer, headers),
+                holds=not vital,
+            )
+            return ANYBODY
+        caller = await self.gate.admit(headers, peer, operation.scope)
+        if caller.key is not None and reply.connection is not None:
+            reply.connection.know()
+        reply.enter(self.admission.place(caller.project))
+        return caller
 
     async def _pass_on(self, reply: _Reply, found: Found, call: Call) -> tuple[Call, Response]:
         """To the next operation whose template fits the path, which answers in its own dialect's words."""
@@ -177,7 +240,10 @@ class _Reply:
     def __init__(self, scope: Scope, send: Send, served: Served, dialect: Dialect) -> None:
         self._send, self.served = send, served
         self.dialect = dialect  # whose words a refusal has
-        self.transport: asyncio.Transport | None = scope.get("state", {}).get("transport")
+        state = scope.get("state", {})
+        self.transport: asyncio.Transport | None = state.get("transport")
+        self.connection: Connection | None = state.get("connection")
+        self.place: Place | None = None  # once it is known whose the request is
         self.has_begun = False
         self.was_sent = False  # whole, to a client that was there
         self.bytes = 0
@@ -186,23 +252,63 @@ class _Reply:
         if message["type"] == "http.response.start":
             self.has_begun = True
             self.served.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self._headers(message.get("headers", ()))]
+            headers = [*message.get("headers", ()), *self._headers(message.get("headers", ()))]
+            if is_last := (self.connection is not None and self.connection.has_unread()):
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
             await self._send(message)
+            if is_last:
+                self.connection.linger()
             return
-        body = message.get("body", b"")
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
         self.bytes += len(body)
-        is_last = not message.get("more_body", False)
+        is_whole = is_last and self.bytes == len(body) > PIECE_BYTES
+        if is_whole and self.connection is not None and not self.connection.is_known:  # no copy of it waits for them
+            view = memoryview(body)
+            for at in range(0, len(body), PIECE_BYTES):
+                ends = is_last and at + PIECE_BYTES >= len(body)
+                await self._send_piece(
+                    {"type": message["type"], "body": view[at : at + PIECE_BYTES], "more_body": not ends}
+                )
+        else:
+            await self._send_piece(message)
+
+    async def _send_piece(self, message: MutableMapping[str, Any]) -> None:
         is_there = self.transport is None or is_listening(self.transport)
         if self.transport is not None and self.transport.get_write_buffer_size():
-            try:
-                async with asyncio.timeout(SEND_STALL_S):
-                    await self._send(message)
-            except TimeoutError:
-                self.transport.abort()
-                raise ClientDisconnect from None
+            async with self._patience():
+                await self._send(message)
         else:
             await self._send(message)
-        self.was_sent = is_last and is_there
+        self.was_sent = not message.get("more_body", False) and is_there
+
+    async def taken(self) -> None:
+        """Wait until the client has most of a long reply, which is in memory until then."""
+        if self.bytes > PIECE_BYTES and self.connection is not None:
+            await self.connection.drained()
+
+    @contextlib.asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """A client that takes nothing for too long is left."""
+        assert self.transport is not None, "it is waited for"
+        try:
+            async with asyncio.timeout(SEND_STALL_S):
+                yield
+        except TimeoutError:
+            self.transport.abort()
+            raise ClientDisconnect from None
+
+    def enter(self, place: Place, *, holds: bool = True) -> None:
+        """Args: holds: its connection stays."""
+        self.place = place
+        if self.connection is not None:
+            self.connection.is_placed = holds
+
+    def leave(self) -> None:
+        assert self.place is not None, "it has entered"
+        self.place.leave()
+        if self.connection is not None:
+            self.connection.is_placed = False
 
     def _headers(self, given: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         names = {name.lower() for name, _ in given}

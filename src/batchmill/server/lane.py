@@ -14,15 +14,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from batchmill.errors import BatchmillError
 from batchmill.server.access_log import Served
 from batchmill.server.auth import ANYBODY
-from batchmill.server.bodies import JSON
 from batchmill.server.express import Cancel, Express, Headers
-from batchmill.server.http import REQUEST_ID, REQUESTS_MAX, HttpRoot
-from batchmill.server.operations import Content, Operation
+from batchmill.server.http import REQUEST_ID, HttpRoot
+from batchmill.server.operations import JSON, Content, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Route
 from batchmill.types import Caller, Scope
 
 BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, within its time
+SMALL_BYTES = 16 * 1024  # a body that is longer is counted, and is only waited for where it is known who sends it
 WAYS_MAX = 1024  # paths that are remembered
 HOSTS_MAX = 64  # Host headers that are remembered as right
 HEADS_MAX = 256  # of replies, that are remembered as they are written
@@ -89,7 +89,8 @@ class Lane:
         size = named.get(b"content-length", b"")
         if not 0 < len(size) <= 9 or not size.isdigit() or int(size) > way.bytes_max or not self._is_right(way, named):
             return None
-        return Asked(way, headers, named)
+        asked = Asked(way, headers, named)
+        return None if int(size) > SMALL_BYTES and self._caller(asked) is None else asked
 
     def _is_right(self, way: Way, named: dict[bytes, bytes]) -> bool:
         host = named.get(b"host", b"")
@@ -120,11 +121,10 @@ class Lane:
         operation = route.operation
         assert not operation.spends_itself, "an express operation is counted before it begins"
         media = operation.body.media if isinstance(operation.body, Content) else JSON
-        limit = self._root.body_bytes_max if operation.body_bytes_max is None else operation.body_bytes_max
         scopes = list(Scope)
         return Way(
             route, express, parameters, None if operation.is_raw or media == "*/*" else media,
-            min(limit, BODY_BYTES_MAX), operation.is_raw,
+            min(operation.bytes_max(self._root.body_bytes_max), BODY_BYTES_MAX), operation.is_raw,
             frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]), operation,
         )  # fmt: skip
 
@@ -141,17 +141,21 @@ class Lane:
     def begin(self, asked: Asked, body: bytes, done: Callable[[Flight, bytes], None]) -> Flight | None:
         """Begin to answer a request that is whole. `done` gets the bytes of the reply."""
         root, way = self._root, asked.way
-        if root.under_way >= REQUESTS_MAX or not root.deliveries.is_idle:
+        if not root.deliveries.is_idle:
             return None
         claims = way.operation.claims
         caller = self._caller(asked) if claims is None or claims(way.parameters) else None
-        if caller is None:
+        if caller is None or not root.admission.places.has_room(caller.project):
             return None
         given = asked.named.get(b"x-request-id", b"")
         name = given.decode() if given and REQUEST_ID.fullmatch(given) else new_request_id()
         served = Served(name, "POST", way.operation.path, started=self._clock.monotonic(), bytes_in=len(body))
         served.project, served.key = caller.project, caller.key
-        flight = Flight(self, way.route, served, done)
+        flight = Flight(self, way.route, served, done, caller.project)
+        if len(body) > SMALL_BYTES:
+            if not root.admission.memory.has_room(caller.project, len(body)):
+                return None
+            flight.held = len(body)
         try:
             flight.cancel = way.express.begin(way.parameters, asked.headers, body, caller, flight)
         except Exception as error:  # the edge, as in HttpRoot
@@ -161,7 +165,9 @@ class Lane:
             return None
         if way.operation.scope is not None:
             root.gate.spend(caller)
-        root.under_way += 1
+        root.admission.places.take(caller.project)
+        if flight.held:
+            root.admission.memory.take(caller.project, flight.held)
         flight.go()
         return flight
 
@@ -169,8 +175,10 @@ class Lane:
         served.seconds = self._clock.monotonic() - served.started
         self._root.ended(served)
 
-    def left(self) -> None:
-        self._root.under_way -= 1
+    def left(self, flight: Flight) -> None:
+        self._root.admission.places.leave(flight.project)
+        if flight.held:
+            self._root.admission.memory.give(flight.project, flight.held)
 
     # -- the reply ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +220,10 @@ _NOBODY = _Nobody()
 class Flight:
     """A request on the lane, and the one reply to it. It stands where uvicorn has the cycle of a request."""
 
-    def __init__(self, lane: Lane, route: Route, served: Served, done: Callable[[Flight, bytes], None]) -> None:
+    def __init__(
+        self, lane: Lane, route: Route, served: Served, done: Callable[[Flight, bytes], None], project: str
+    ) -> None:
+        self.project, self.held = project, 0  # bytes of its body that are counted
         self._lane, self._route, self._served, self._done = lane, route, served, done
         self._reply: bytes | None = None  # that came before `go`
         self._has_begun = False
@@ -221,6 +232,7 @@ class Flight:
         # What uvicorn looks at:
         self.response_complete = self.disconnected = self.more_body = False
         self.keep_alive = True
+        self.has_key = served.key is not None
         self.body = bytearray()
         self.message_event = _NOBODY
 
@@ -267,14 +279,14 @@ class Flight:
         if cancel is not None:
             cancel()
         self._served.status = CLIENT_LEFT
-        self._lane.left()
+        self._lane.left(self)
         self._lane.ended(self._served)
 
     def _end(self) -> None:
         data, self._reply = self._reply, None
         self.cancel = None  # which leads back here: what goes round has to be found to be freed
         assert data is not None
-        self._lane.left()
+        self._lane.left(self)
         self._done(self, data)
         self._lane.ended(self._served)
 

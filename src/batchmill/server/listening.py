@@ -6,24 +6,30 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.responses import Response
 
-from batchmill.errors import InvalidConfig
+from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.server.admission.connections import ConnectionPool
 from batchmill.server.connection import Connection
+from batchmill.server.http import HttpRoot
 from batchmill.server.lane import Lane
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+ACCEPTED_MAX = 64
 CANCELLED_S = 2.0  # for requests that were cancelled to say so
 
 
 class _Config(uvicorn.Config):
     """What uvicorn hands to each connection."""
 
-    lane: Lane | None = None
+    lane: Lane | None
+    pool: ConnectionPool
+    unreadable: Callable[[BatchmillError], Response]
 
 
 class _Server(uvicorn.Server):
@@ -37,6 +43,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # of which the loop takes no more than ACCEPTED_MAX in one turn
         self.listens.set()
 
 
@@ -48,17 +56,18 @@ class Listener:
         app: Any,
         sock: socket.socket,
         *,
+        root: HttpRoot,
         drain_s: int,
         connection: type[Connection] = Connection,
         lane: Lane | None = None,
     ) -> None:
-        """`lane`: of requests that need not go through `app`."""
+        """Args: app: `root`, or what is around it; lane: of requests that need not go through `app`."""
         config = _Config(
             app, http=connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_MAX,
         )  # fmt: skip
-        config.lane = lane
+        config.lane, config.pool, config.unreadable = lane, root.admission.pool, root.unreadable
         self._sock, self._server = sock, _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

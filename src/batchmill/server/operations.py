@@ -18,9 +18,20 @@ from batchmill.types import Caller, Scope
 
 Callback = Callable[[], Awaitable[None]]
 
+JSON = "application/json"
+BODY_BYTES_MAX = 1024 * 1024  # of an operation that says nothing else
+
 
 def _spend_nothing() -> None:
     """Of a call that nobody counts."""
+
+
+def _hold_nothing(size: int) -> None:
+    """Of a call whose memory nobody counts."""
+
+
+def _stay(project: str) -> None:
+    """Of a call that has no place."""
 
 
 class Call(Struct, frozen=True):
@@ -35,6 +46,8 @@ class Call(Struct, frozen=True):
     callbacks: list[Callback] = []
     programs: Programs | None = None  # where what callers can make long is done; None: it came over gRPC
     spend: Callable[[], None] = _spend_nothing  # count the request; raises RateLimited. See Operation
+    hold: Callable[[int], None] = _hold_nothing  # count so many bytes as its own in memory; raises Unavailable
+    belongs_to: Callable[[str], None] = _stay  # count it for a project that a link names; raises Unavailable
 
     def on_delivered(self, callback: Callback) -> None:
         """Run `callback` once the client's machine has taken the whole reply; never, if the client left before.
@@ -93,15 +106,28 @@ class Operation(Struct, frozen=True):
     also: dict[int, Any] = {}  # further statuses that are no error, as `reply`: {206: Content(...)}
     errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
     body_is_optional: bool = False
-    body_bytes_max: int | None = None  # instead of the server's own limit
+    body_bytes_max: int | None = BODY_BYTES_MAX  # None: `server.body_bytes_max`, which bounds all but uploads
     values_max: int = VALUES_MAX  # of JSON
     is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
     claims: Callable[[dict[str, str]], bool] | None = None  # of its path's parameters; False: for the next template
+    admits: Callable[[Caller, dict[str, str]], None] | None = None  # raises for what the path names, before the body
+    is_vital: bool = False  # it is answered whatever else is under way, and waits for nobody
     last_slash_is_optional: bool = False  # "/things/" means what "/things" means
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`
     )
+
+    @property
+    def is_upload(self) -> bool:
+        """Its handler takes the body piece by piece, and puts it elsewhere."""
+        return isinstance(self.body, Content) and not self.is_raw and self.body.media != JSON
+
+    def bytes_max(self, server_max: int) -> int:
+        """How long its body may be, where the server takes bodies of `server_max` bytes."""
+        if self.body_bytes_max is None:
+            return server_max
+        return self.body_bytes_max if self.is_upload else min(self.body_bytes_max, server_max)
 
 
 class Dialect(Protocol):

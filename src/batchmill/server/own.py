@@ -38,7 +38,7 @@ class Own:
         return [
             Operation(
                 "getHealth", "GET", "/health", "Say whether the server can take work", None, self.health,
-                reply=Report, also={503: Report},
+                reply=Report, also={503: Report}, is_vital=True,
             ),
             Operation(
                 "getOpenApi", "GET", "/openapi.json", "Describe every operation", None, self.openapi, reply=DOCUMENT
@@ -53,8 +53,9 @@ class Own:
         report = await self._health.report()
         scope = call.request.scope
         caller = await self._gate.asker(scope["headers"], (scope.get("client") or ("",))[0])
-        seen = [] if caller is None else [each for each in report.models if self._shows(caller, each.name)]
-        report = replace(report, models=seen)
+        if caller is None:  # a stranger is told whether it takes work, and nothing of what it stands on
+            return json_reply(Report(report.status), 200 if report.status == "ok" else 503)
+        report = replace(report, models=[each for each in report.models or () if self._shows(caller, each.name)])
         return json_reply(report, 200 if report.status == "ok" else 503)
 
     def _shows(self, caller: Caller, name: str) -> bool:

@@ -20,7 +20,8 @@ RETRY_S = 1.0
 # Of the root's own refusals, whatever a dialect makes of their codes.
 STATUS = {
     "method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415, "request_too_large": 413,
-    "invalid_host": 400,
+    "invalid_host": 400, "invalid_http": 400, "head_too_large": 431, "uri_too_long": 414, "too_many_requests": 503,
+    "body_memory_full": 503,
 }  # fmt: skip
 SECURITY_HEADERS = {
     b"x-content-type-options": b"nosniff",

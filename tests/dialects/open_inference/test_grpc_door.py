@@ -7,9 +7,12 @@ import grpc
 import pytest
 from fakes.held_clock import HeldClock
 
+from batchmill.config import ServerEntry
 from batchmill.dialects.open_inference.grpc.door import Door
 from batchmill.dialects.open_inference.grpc.messages import METHODS, SERVICE
 from batchmill.errors import ModelFailed, RateLimited, Unauthenticated, UnknownName
+from batchmill.server.admission.admission import Admission
+from batchmill.server.admission.places import RequestPlaces
 from batchmill.server.auth import Gate
 from batchmill.types import Caller, Scope
 
@@ -20,6 +23,7 @@ KEYS = {
 }
 INFER, LIVE, STREAM = METHODS["ModelInfer"], METHODS["ServerLive"], METHODS["ModelStreamInfer"]
 CALLS_MAX = 2
+BYTES_MAX = 8 * 1024 * 1024
 NO_MESSAGE = b"\xff"  # which is no message of any kind
 
 
@@ -44,12 +48,16 @@ class Room:
     def __init__(self):
         self.lines, self.begun, self.go = [], asyncio.Event(), asyncio.Event()
         self.ended, self.waiting = asyncio.Event(), 0
+        entry = ServerEntry(body_bytes_max=BYTES_MAX, body_memory_bytes_max=4 * BYTES_MAX)
+        self.admission = Admission(entry, files=1000, clock=asyncio.get_running_loop().time)
+        self.admission.places = RequestPlaces(CALLS_MAX, 0, 0)
         self.door = Door(
             Gate(HeldKeys(), HeldClock()),
             HeldClock(),
             hide=lambda text: text.replace("/secret/", ""),
             watchers=[self.lines.append],
-            calls_max=CALLS_MAX,
+            admission=self.admission,
+            bytes_max=BYTES_MAX,
         )
 
     async def infer(self, caller, request):
@@ -73,7 +81,8 @@ class Room:
         return LIVE.response(live=True)
 
     async def converse(self, caller, requests, write):
-        async for request in requests:
+        async for request, done in requests:
+            done()
             try:
                 self.door.spend(caller)
             except RateLimited as error:
@@ -90,7 +99,7 @@ async def room():
         "ServerLive": room.door.unary(LIVE, None, room.live),
         "ModelStreamInfer": room.door.stream(STREAM, Scope.SUBMIT, room.converse),
     }
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", BYTES_MAX * 4)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -239,6 +248,38 @@ async def test_too_many_calls_are_told_to_come_again(room):
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     room.go.set()
     await asyncio.gather(first, second)
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "read"])
+async def test_a_message_is_not_read_before_its_key(room, key):
+    """A message whose sender may not send it is refused while it is on its way, and never comes into memory."""
+    read = []
+    one = room.door._receiver.one
+    room.door._receiver.one = lambda *args: read.append(args) or one(*args)
+    error = await refusal(call(room, key=key, sent=bytes(BYTES_MAX * 3)))
+    assert error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    assert not read and room.lines[-1].bytes_in == 0
+
+
+async def test_what_nobody_needs_a_key_for_is_answered_unread(room):
+    """Whether the server lives is told without looking at what was sent."""
+    assert LIVE.response.FromString(await call(room, LIVE, key=None, sent=NO_MESSAGE)).live
+    assert room.lines[-1].bytes_in == 0
+
+
+async def test_messages_are_counted_while_they_are_in_memory(room):
+    """A message beyond the memory of its project is told to come again; once the others are answered it is taken."""
+    large = INFER.request(model_name="slow", raw_input_contents=[bytes(BYTES_MAX - 1000)]).SerializeToString()
+    room.admission.places = RequestPlaces()
+    held = [asyncio.ensure_future(call(room, sent=large)) for _ in range(2)]
+    while room.waiting < 2:
+        await asyncio.sleep(0)
+    assert room.admission.memory.held("one") == 2 * len(large)
+    assert (await refusal(call(room, sent=large))).code() is grpc.StatusCode.UNAVAILABLE
+    room.go.set()
+    await asyncio.gather(*held)
+    assert room.admission.memory.total == 0
+    await call(room, sent=large)
 
 
 async def test_a_stream_is_one_call_and_each_of_its_requests_counts(room):

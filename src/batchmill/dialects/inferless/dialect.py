@@ -73,7 +73,7 @@ class InferlessDialect:
             Operation(
                 f"callInferlessApp{suffix}", "POST", path, "Call an app with tensors", Scope.SUBMIT, self.infer,
                 body=_BODY, reply=(_REPLY, Content(EVENTS, {"type": "string"})), errors=(404, 504), is_raw=True,
-                express=express,
+                body_bytes_max=None, express=express,
             )
             for suffix, path in PATHS
         ]  # fmt: skip

@@ -28,7 +28,7 @@ from batchmill.services.remote.specs import ONLINE
 from batchmill.services.remote.task_records import TaskRecord
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
-from batchmill.types import LiveHead, LiveRequest, Once, Scope
+from batchmill.types import Caller, LiveHead, LiveRequest, Once, Scope
 from batchmill.types.connectors import (
     BATCH_PREDICT,
     BATCH_PREDICT_STATUS,
@@ -67,16 +67,18 @@ class Predict:
         return [
             operation(
                 "predictModel", f"POST {ONE}/_predict", "Call a model", Scope.SUBMIT, self.predict,
-                body="required", errors=errors, values_max=HANDED_ON_VALUES_MAX,
+                body="required", errors=errors, body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
+                admits=self.admits,
             ),
             operation(
                 "predictWithAlgorithm", f"POST {PREFIX}/_predict/{{algorithm}}/{{model_id}}",
                 "Call a model with documents", Scope.SUBMIT, self.predict, body="required", errors=errors,
-                values_max=HANDED_ON_VALUES_MAX,
+                body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX, admits=self.admits,
             ),
             operation(
                 "batchPredictModel", BATCH_ROUTE, "Hand a batch to the model's provider, or run the rows of a dataset",
-                Scope.SUBMIT, self.batch, body="required", errors=(*errors, TAKEN),
+                Scope.SUBMIT, self.batch, body="required", errors=(*errors, TAKEN), body_bytes_max=None,
+                admits=self.admits,
             ),
         ]  # fmt: skip
 
@@ -84,7 +86,6 @@ class Predict:
 
     async def predict(self, call: Call) -> Response:
         refuse_missing(call)
-        self._known(call)
         if _action(_said(call), PREDICT) == BATCH_PREDICT:
             return await self._batch(call)
         answered = await unless_gone(call, self._predicted(call))
@@ -97,17 +98,21 @@ class Predict:
         head, pieces = await self._services.live.ask(call.caller, Served(model.id, spec), request)
         return _answer(call, head, await whole_answer(pieces))
 
-    def _known(self, call: Call) -> RemoteModel:
-        """The model that is asked for, if the caller's key may use it."""
-        model = self._models.get(call.caller, call.path["model_id"])
-        named = call.caller.models
+    def _named(self, caller: Caller, path: dict[str, str]) -> RemoteModel:
+        """The model of a path. Raises: UnknownName, also for one that the caller's key may not use."""
+        model = self._models.get(caller, path["model_id"])
+        named = caller.models
         if named is not None and model.id not in named and model.name not in named:
             raise UnknownName(f"Failed to find model with the provided model id: {model.id}", code="model_not_found")
         return model
 
+    def admits(self, caller: Caller, path: dict[str, str]) -> None:
+        """Raises: UnknownName."""
+        self._named(caller, path)
+
     async def _ready(self, call: Call) -> RemoteModel:
-        """The same, ready to be called."""
-        model = await self._models.ready(call.caller, self._known(call).id)
+        """The model that is asked for, if the caller's key may use it."""
+        model = await self._models.ready(call.caller, self._named(call.caller, call.path).id)
         self._models.admit(model)
         return model
 
@@ -115,7 +120,6 @@ class Predict:
 
     async def batch(self, call: Call) -> Response:
         refuse_missing(call)
-        self._known(call)
         if _action(_said(call), BATCH_PREDICT) == PREDICT:
             return await self._predicted(call)
         return await self._batch(call)

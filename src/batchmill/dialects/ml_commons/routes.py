@@ -8,16 +8,18 @@ from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.requests import OBJECT, Common, Search
 from batchmill.server.json_inspection import VALUES_MAX
-from batchmill.server.operations import Call, Operation
-from batchmill.types import Scope
+from batchmill.server.operations import BODY_BYTES_MAX, Call, Operation
+from batchmill.types import Caller, Scope
 
 Handler = Callable[[Call], Awaitable[Response]]
+Admits = Callable[[Caller, dict[str, str]], None]
 MISSING, TAKEN = 404, 409
 
 
 def operation(
     name: str, route: str, summary: str, scope: Scope, handler: Handler, *,
-    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,), values_max: int = VALUES_MAX,
+    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,),
+    body_bytes_max: int | None = BODY_BYTES_MAX, values_max: int = VALUES_MAX, admits: Admits | None = None,
 ) -> Operation:  # fmt: skip
     """One operation; a slash may stand at the end of its path.
 
@@ -29,7 +31,7 @@ def operation(
     return Operation(
         name, method, path, summary, scope, handler,
         query=query, body=OBJECT if body else None, body_is_optional=body == "optional", reply=OBJECT, errors=errors,
-        last_slash_is_optional=path != "/", values_max=values_max,
+        last_slash_is_optional=path != "/", body_bytes_max=body_bytes_max, values_max=values_max, admits=admits,
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Calls:
             Operation(
                 f"callDeployment{suffix}", "POST", path, "Call a function once, or for many rows", Scope.SUBMIT,
                 self.call, body=_BODY, reply=_REPLY, errors=(404, 409, 422), is_raw=True, claims=is_ours,
-                express=express,
+                body_bytes_max=None, express=express,
             )
             for suffix, path in PATHS.items()
         ]  # fmt: skip
@@ -83,8 +83,8 @@ class Calls:
         encoding = call.request.headers.get("content-encoding", "identity")
         if encoding.strip().lower() != "identity":
             raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
+        target = await self._target(call)
         raw = await call.request.body()
-        target = self._target(call, raw)
         wanted = read_wanted(raw)
         links = base_of(call.request) if wanted.as_link else None
         if wanted.webhook is not None:
@@ -98,16 +98,20 @@ class Calls:
             return reply_of(await self._links.save(call.caller.project, links, bytes(answered.body)))
         return answered
 
-    def _target(self, call: Call, raw: bytes) -> Target:
-        """Raises: Elsewhere for a path that some model of the configuration serves, and that body names it."""
+    async def _target(self, call: Call) -> Target:
+        """Raises: Elsewhere for a path that some model of the configuration serves, and that body names it: nothing
+        else is read for a function that is not there."""
         name, url = call.path["deployment"], call.request.scope["path"]
         try:
             return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
         except UnknownName:
             is_there = self._versions.get(name) and not self._versions.is_hidden(name, call.caller.project)
-            if not is_certain(url) and not is_there and self._is_named(call, raw):
-                raise Elsewhere(raw) from None
-            raise
+            if is_certain(url) or is_there or not self._catalogue.names(call.caller):
+                raise
+        raw = await call.request.body()
+        if self._is_named(call, raw):
+            raise Elsewhere(raw)
+        return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
 
     def _is_named(self, call: Call, raw: bytes) -> bool:
         try:

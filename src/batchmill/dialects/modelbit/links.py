@@ -61,5 +61,6 @@ class Links:
         query: Signed = call.query
         file_id = call.path["file_id"]
         link = await self._links.open(query.signature, ANSWER, file_id)
+        call.belongs_to(link.project)
         file = await self._files.open(await self._files.get(link.project, file_id))
         return FileReply(call.request, file, filename=file.record.filename, media=_JSON.media)

@@ -51,11 +51,12 @@ class Generation:
                 Operation(
                     f"generate{suffix}", "POST", f"{path}/generate", "Call a function with arguments by name",
                     Scope.SUBMIT, self.generate, body=_BODY, reply=_REPLY, errors=(404, 504), is_raw=True,
+                    body_bytes_max=None,
                 ),
                 Operation(
                     f"generateStream{suffix}", "POST", f"{path}/generate_stream", "The same, event by event",
                     Scope.SUBMIT, self.stream, body=_BODY, reply=Content(EVENTS, {"type": "string"}),
-                    errors=(404, 504), is_raw=True,
+                    errors=(404, 504), is_raw=True, body_bytes_max=None,
                 ),
             ]  # fmt: skip
         return found

@@ -91,12 +91,12 @@ class Inference:
                 Operation(
                     f"inferModel{suffix}", "POST", f"{path}/infer", "Call a function with tensors", Scope.SUBMIT,
                     self.infer, body=_BODY, reply=(_REPLY, Content(OCTETS)), errors=(404, 504), is_raw=True,
-                    express=express,
+                    body_bytes_max=None, express=express,
                 ),
                 Operation(
                     f"inferModelStream{suffix}", "POST", f"{path}/infer_stream", "Hear a function event by event",
                     Scope.SUBMIT, self.infer_stream, body=_BODY, reply=Content(EVENTS, {"type": "string"}),
-                    errors=(404, 504), is_raw=True,
+                    errors=(404, 504), is_raw=True, body_bytes_max=None,
                 ),
             ]  # fmt: skip
         return found

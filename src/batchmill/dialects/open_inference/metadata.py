@@ -85,9 +85,11 @@ class Metadata:
             ),
             Operation(
                 "isInferenceLive", "GET", "/v2/health/live", "Whether it answers", None, self.live, reply=Live,
+                is_vital=True,
             ),
             Operation(
                 "isInferenceReady", "GET", "/v2/health/ready", "Whether it takes work", None, self.ready, reply=Ready,
+                is_vital=True,
             ),
         ]  # fmt: skip
         for suffix, path in MODEL_PATHS:

@@ -18,7 +18,7 @@ from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.places import Places
 from batchmill.services.services import Services
-from batchmill.types import LiveHead, Scope
+from batchmill.types import Caller, LiveHead, Scope
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 CLIENT_LEFT = 499  # nobody sees it but the log
@@ -55,17 +55,23 @@ class Inference:
         return [
             Operation(
                 name, "POST", path, summary, Scope.SUBMIT, self.answer,
-                body=_BODY, reply=_STREAMED if may_stream else _REPLY, errors=(404, 503),
-                values_max=HANDED_ON_VALUES_MAX,
+                body=_BODY, body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
+                reply=_STREAMED if may_stream else _REPLY, errors=(404, 503), admits=self.admits,
             )
             for name, path, summary, may_stream in _PATHS
         ]  # fmt: skip
 
+    @staticmethod
+    def admits(caller: Caller, path: dict[str, str]) -> None:
+        """Raises: UnknownName for a path that no model has."""
+        url = path.get("path", "")
+        if url.split("/")[0] in RESERVED:
+            raise UnknownName(f"Invalid URL (POST /v1/{url[:SHOWN_CHARS]})", code="unknown_url")
+
     async def answer(self, call: Call) -> Response:
         """The answer of a model. Its errors come as the model's engine words them, in this API's envelope."""
         url = call.request.scope["path"]
-        if url.split("/")[2] in RESERVED:
-            raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]})", code="unknown_url")
+        self.admits(call.caller, {"path": url.removeprefix("/v1/")})  # also for what another operation passes on
         answered = await unless_gone(call, self._begin(call, url, call.raw))
         return Response(status_code=CLIENT_LEFT) if answered is None else answered
 

@@ -122,7 +122,9 @@ class Datasets:
 
     async def receive(self, call: Call) -> Response:
         query: Signed = call.query
-        file = await self._datasets.receive(call.path["dataset_id"], query.signature, call.request.stream())
+        file = await self._datasets.receive(
+            call.path["dataset_id"], query.signature, call.request.stream(), call.belongs_to
+        )
         return json_reply(Arrived(file.bytes))
 
     async def name(self, call: Call) -> Response:

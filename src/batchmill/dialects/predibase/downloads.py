@@ -51,6 +51,7 @@ class Downloads:
         query: Signed = call.query
         file_id = call.path["file_id"]
         link = await self._links.open(query.signature, DOWNLOAD, file_id)
+        call.belongs_to(link.project)
         file = await self._files.open(await self._files.get(link.project, file_id))
         reply = FileReply(
             call.request,

@@ -27,9 +27,10 @@ from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Served
 from batchmill.services.live_calls import request_of
+from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.places import Places
 from batchmill.services.services import Services
-from batchmill.types import ModelSpec, Scope
+from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
 from batchmill.wire.json_bytes import encode
 
@@ -56,19 +57,20 @@ class Serving:
         self._windows: dict[str, int] = {}  # of models whose engine has told it
 
     def operations(self) -> Sequence[Operation]:
+        limits: dict[str, Any] = {"body_bytes_max": None, "admits": self._admits}
         own = [
             Operation(
                 "loraxGenerate", "POST", PLACE, "Go on with a text by a deployment, as LoRAX does", Scope.SUBMIT,
                 self._said(self._generate), body=Generate, reply=(_GENERATED, _STREAMED),
-                errors=serving_errors.STATUSES,
+                errors=serving_errors.STATUSES, **limits,
             ),
             Operation(
                 "loraxClassify", "POST", f"{PLACE}/classify", "Classify texts by a deployment", Scope.SUBMIT,
-                self._said(self._classify), body=Classify, reply=Classified, errors=serving_errors.STATUSES,
+                self._said(self._classify), body=Classify, reply=Classified, errors=serving_errors.STATUSES, **limits,
             ),
             Operation(
                 "loraxEmbed", "POST", f"{PLACE}/embed", "Turn a text into a vector by a deployment", Scope.SUBMIT,
-                self._said(self._embed), body=Embed, reply=Embedded, errors=serving_errors.STATUSES,
+                self._said(self._embed), body=Embed, reply=Embedded, errors=serving_errors.STATUSES, **limits,
             ),
         ]  # fmt: skip
         return own + [
@@ -76,7 +78,7 @@ class Serving:
                 f"deployment{name}", "POST", f"{PLACE}{url}", summary, Scope.SUBMIT,
                 self._said(partial(self._openai, url), is_openai=True), body=_JSON,
                 reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=serving_errors.STATUSES,
-                values_max=HANDED_ON_VALUES_MAX,
+                body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX, admits=partial(self._admits, is_openai=True),
             )
             for name, url, summary in _OPENAI
         ]  # fmt: skip
@@ -159,17 +161,27 @@ class Serving:
             raise serving_errors.refused_by_engine(head.status, await whole_answer(pieces))
         return pieces
 
+    def _deployed(self, caller: Caller, path: dict[str, str]) -> tuple[LlmDeployment, Served]:
+        """The deployment of a path. Raises: UnknownName."""
+        if path["tenant"] != caller.project:
+            told = f"the key belongs to the tenant {caller.project!r}, not to {path['tenant'][:SHOWN_CHARS]!r}"
+            raise UnknownName(told, code="unknown_tenant")
+        return self._services.llms.get(caller, path["name"]), self._services.catalogue.find(caller, path["name"])
+
+    def _admits(self, caller: Caller, path: dict[str, str], *, is_openai: bool = False) -> None:
+        """Raises: Said, with what LoRAX says of a deployment that is not there."""
+        try:
+            self._deployed(caller, path)
+        except BatchmillError as error:
+            raise serving_errors.Said(error, is_openai=is_openai) from None
+
     async def _served(self, call: Call, adapter: str | None, source: str | None) -> Served:
         """The deployment of the path with the adapter that is meant; one of a model hub is fetched first.
 
         Raises: UnknownName; InvalidInput for an adapter that cannot be used.
         """
         caller, name = call.caller, call.path["name"]
-        if call.path["tenant"] != caller.project:
-            told = f"the key belongs to the tenant {caller.project!r}, not to {call.path['tenant'][:SHOWN_CHARS]!r}"
-            raise UnknownName(told, code="unknown_tenant")
-        deployment = self._services.llms.get(caller, name)
-        served = self._services.catalogue.find(caller, name)
+        deployment, served = self._deployed(caller, call.path)
         if not adapter or adapter in (name, deployment.settings.base_model):
             return served
         if source is not None and source not in SOURCES:

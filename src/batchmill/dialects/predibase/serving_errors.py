@@ -66,6 +66,14 @@ class OpenAIEnvelope(Struct, frozen=True):
     error_type: str
 
 
+class Said(BatchmillError):
+    """What is said of a call before its body is read."""
+
+    def __init__(self, error: BatchmillError, *, is_openai: bool) -> None:
+        super().__init__(error.message, code=error.code)
+        self.error, self.is_openai, self.blame = error, is_openai, error.blame
+
+
 class EngineRefused(BatchmillError):
     """An engine answered with an error; `status` is its own."""
 

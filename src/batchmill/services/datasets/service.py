@@ -12,7 +12,7 @@ import filecmp
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -96,12 +96,17 @@ class DatasetService:
         faults.point("after_begin")
         return Begun(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
 
-    async def receive(self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes]) -> FileRecord:
+    async def receive(
+        self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes], belongs_to: Callable[[str], None]
+    ) -> FileRecord:
         """The bytes of an upload: durable when this returns, and its link is used up. What breaks off may come again.
 
-        Raises: Refused for a link that does not hold (any more); TooLarge, StorageFull.
+        Args: belongs_to: is told whose it is, before the first piece.
+
+        Raises: Refused for a link that does not hold (any more); TooLarge, StorageFull; what `belongs_to` raises.
         """
         link = await self._links.open(signature, UPLOAD, dataset_id)
+        belongs_to(link.project)
         record = await self._database.read(records.find, dataset_id)
         if record is None:
             raise _ended(dataset_id)

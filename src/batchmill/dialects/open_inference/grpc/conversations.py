@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from batchmill.dialects.open_inference.grpc.bodies import (
@@ -51,8 +52,9 @@ class Conversation:
         self._form, self._bytes_max, self._spend, self._told = form, bytes_max, spend, told
         self._writing = asyncio.Lock()
 
-    async def hold(self, requests: AsyncIterator[Any]) -> None:
-        """Returns when the client has ended its side and everything is answered.
+    async def hold(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]]) -> None:
+        """Returns when the client has ended its side and everything is answered. Each request comes with what is called
+        once it is.
 
         Raises: InvalidInput for what is no request.
         """
@@ -62,17 +64,17 @@ class Conversation:
         except BaseExceptionGroup as failed:  # it is told as what it is
             raise failed.exceptions[0] from None
 
-    async def _read(self, requests: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
+    async def _read(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]], group: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(AHEAD_MAX)
         before: asyncio.Task[None] | None = None
-        async for request in requests:
+        async for request, done in requests:
             await room.acquire()
             target, refused = self._find(request)
             if target is not None and target.interface.streams:
                 task = group.create_task(self._many(request, target))
             else:
                 task = before = group.create_task(self._one(request, target, refused, before))
-            task.add_done_callback(lambda _: room.release())
+            task.add_done_callback(partial(_over, room, done))
 
     def _find(self, request: Any) -> tuple[Target | None, BatchmillError | None]:
         try:
@@ -131,6 +133,11 @@ class Conversation:
     async def _send(self, data: bytes) -> None:
         async with self._writing:
             await self._write(data)
+
+
+def _over(room: asyncio.Semaphore, done: Callable[[], None], _: asyncio.Task[None]) -> None:
+    room.release()
+    done()
 
 
 def _streamed(response: bytes) -> bytes:

@@ -8,30 +8,46 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 from grpc import StatusCode
+from msgspec import Struct
 
 from batchmill.dialects.open_inference.grpc.messages import SERVICE, DecodeError, Message, Method
+from batchmill.dialects.open_inference.grpc.receiving import Receiver
 from batchmill.dialects.open_inference.grpc.statuses import HTTP_STATUS, details_of, status_of
-from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable
+from batchmill.errors import BatchmillError, InvalidInput, RateLimited
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
+from batchmill.server.admission.admission import Admission, Place
+from batchmill.server.admission.memory import Hold
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.types import Caller, Scope
 
 log = logging.getLogger("batchmill.server")
 
-CALLS_MAX = 5000  # under way at once; a further one is told to come again
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 ID = "x-request-id"
 
 Context = Any  # a grpc.aio.ServicerContext
 Action = Callable[[Caller, Any], Awaitable[Message | bytes]]
 Write = Callable[[bytes], Awaitable[None]]
-StreamAction = Callable[[Caller, AsyncIterator[Any], Write], Awaitable[None]]
+Messages = AsyncIterator[tuple[Any, Callable[[], None]]]  # each with what is called once it is answered
+StreamAction = Callable[[Caller, Messages, Write], Awaitable[None]]
+
+
+class Admitted(Struct, frozen=True):
+    """A call that was let in."""
+
+    caller: Caller
+    place: Place
+
+    @property
+    def hold(self) -> Hold:
+        return self.place.hold
 
 
 class Door:
@@ -46,10 +62,12 @@ class Door:
         *,
         hide: Callable[[str], str],
         watchers: Sequence[Callable[[Served], None]],
-        calls_max: int = CALLS_MAX,
+        admission: Admission,
+        bytes_max: int,
     ) -> None:
+        """Args: bytes_max: of one message."""
         self._gate, self._clock, self._hide, self._watchers = gate, clock, hide, watchers
-        self._calls_max = calls_max
+        self._admission, self._receiver = admission, Receiver(admission, bytes_max)
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -59,45 +77,64 @@ class Door:
         await self._idle.wait()
 
     def unary(self, method: Method, scope: Scope | None, action: Action) -> grpc.RpcMethodHandler:
-        """One message in, one out. `scope` None: anybody may ask, and it counts for nobody."""
+        """One message in, one out. `scope` None: anybody may ask, it counts for nobody, and what is sent is not read.
 
-        async def answer(data: bytes, context: Context) -> bytes:
-            served, written = self._begin(method, context), b""
-            served.bytes_in = len(data)
-            async with self._watched(served, context):
-                caller = await self._admit(served, context, scope)
-                if scope is not None:
-                    self.spend(caller)
-                reply = await action(caller, parse(method, data))
-                written = reply if isinstance(reply, bytes) else reply.SerializeToString()
-                served.bytes_out = len(written)
-            return written
+        To grpc it is a stream, whose messages it hands out only when they are asked for: after the key was judged.
+        """
 
-        return grpc.unary_unary_rpc_method_handler(answer)
-
-    def stream(self, method: Method, scope: Scope, action: StreamAction) -> grpc.RpcMethodHandler:
-        """Messages in and out until the client ends its side. `action` calls `spend` for each that counts."""
-
-        async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
+        async def answer(_: AsyncIterator[bytes], context: Context) -> None:
             served = self._begin(method, context)
-
-            async def read() -> AsyncIterator[Any]:
-                async for data in requests:
-                    served.bytes_in += len(data)
-                    yield parse(method, data)
-
-            async def write(data: bytes) -> None:
-                try:
-                    await context.write(data)
-                except grpc.aio.InternalError:  # all that it says where the client has left
-                    raise asyncio.CancelledError from None
-                served.bytes_out += len(data)
-
-            async with self._watched(served, context):
-                caller = await self._admit(served, context, scope)
-                await action(caller, read(), write)
+            async with self._watched(served, context) as entered:
+                place = await self._admit(served, context, scope)
+                entered.append(place)
+                data = b""
+                if scope is not None:
+                    self.spend(place.caller)
+                    data = await self._receiver.one(context, place.caller.project, place.hold)
+                    served.bytes_in = len(data)
+                reply = await action(place.caller, parse(method, data))
+                written = reply if isinstance(reply, bytes) else reply.SerializeToString()
+                await _write(context, written)
+                served.bytes_out = len(written)
 
         return grpc.stream_stream_rpc_method_handler(answer)
+
+    def stream(self, method: Method, scope: Scope, action: StreamAction) -> grpc.RpcMethodHandler:
+        """Messages in and out until the client ends its side. `action` calls `spend` for each that counts, and the
+        callable that comes with a message once that is answered."""
+
+        async def answer(_: AsyncIterator[bytes], context: Context) -> None:
+            served = self._begin(method, context)
+            async with self._watched(served, context) as entered:
+                place = await self._admit(served, context, scope)
+                entered.append(place)
+
+                async def write(data: bytes) -> None:
+                    await _write(context, data)
+                    served.bytes_out += len(data)
+
+                await action(place.caller, self._messages(method, served, context, place), write)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    async def _messages(
+        self, method: Method, served: Served, context: Context, place: Admitted
+    ) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
+        held = 0
+
+        def done(size: int) -> None:
+            nonlocal held
+            held -= size
+            place.hold.shrink_to(held)
+
+        while True:
+            data = await self._receiver.of_stream(context, place.caller.project, held, place.hold)
+            if data is None:
+                return
+            held += len(data)
+            served.bytes_in += len(data)
+            yield parse(method, data), partial(done, len(data))
+            del data
 
     def spend(self, caller: Caller) -> None:
         """Count a request of a stream. Raises: RateLimited."""
@@ -115,22 +152,24 @@ class Door:
         context.set_trailing_metadata(((ID, served.id),))
         return served
 
-    async def _admit(self, served: Served, context: Context, scope: Scope | None) -> Caller:
-        if self._under_way > self._calls_max:
-            raise Unavailable(f"more than {self._calls_max:,} calls are under way; try again")
-        caller = ANYBODY
-        if scope is not None:
-            caller = await self._gate.admit(_headers(context), address_of(context.peer()), scope)
+    async def _admit(self, served: Served, context: Context, scope: Scope | None) -> Admitted:
+        """Who calls, with a place among the calls under way."""
+        if scope is None:
+            served.project = ANYBODY.project
+            return Admitted(ANYBODY, self._admission.vital_place())
+        caller = await self._gate.admit(_headers(context), address_of(context.peer()), scope)
         served.project, served.key = caller.project, caller.key
-        return caller
+        return Admitted(caller, self._admission.place(caller.project))
 
     @contextlib.asynccontextmanager
-    async def _watched(self, served: Served, context: Context) -> AsyncIterator[None]:
+    async def _watched(self, served: Served, context: Context) -> AsyncIterator[list[Admitted]]:
+        """What the call enters is left at its end."""
         self._under_way += 1
         self._idle.clear()
         status, failure = StatusCode.OK, None
+        entered: list[Admitted] = []
         try:
-            yield
+            yield entered
         except asyncio.CancelledError:  # the client left, its deadline passed, or the server stops
             left_s = context.time_remaining()
             status = StatusCode.CANCELLED if left_s is None or left_s > 0 else StatusCode.DEADLINE_EXCEEDED
@@ -142,6 +181,8 @@ class Door:
             failure = BatchmillError(f"the server failed to answer; its log has more under request {served.id}")
             status = StatusCode.INTERNAL
         finally:
+            for each in entered:
+                each.place.leave()
             self._under_way -= 1
             served.seconds = self._clock.monotonic() - served.started
             served.status, served.code = HTTP_STATUS[status], failure.code if failure is not None else None
@@ -160,6 +201,13 @@ class Door:
         if isinstance(error, RateLimited):
             metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1000)))))
         await context.abort(status, details_of(self.told(error)), tuple(metadata))
+
+
+async def _write(context: Context, data: bytes) -> None:
+    try:
+        await context.write(data)
+    except grpc.aio.InternalError:  # all that it says where the client has left
+        raise asyncio.CancelledError from None
 
 
 def parse(method: Method, data: bytes) -> Any:

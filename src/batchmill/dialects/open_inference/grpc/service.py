@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, response_of
 from batchmill.dialects.open_inference.grpc.calls import call_of
 from batchmill.dialects.open_inference.grpc.conversations import Conversation
-from batchmill.dialects.open_inference.grpc.door import Action, Door, Write
+from batchmill.dialects.open_inference.grpc.door import Action, Door, Messages, Write
 from batchmill.dialects.open_inference.grpc.messages import METHODS, Message
 from batchmill.dialects.open_inference.grpc.settings import SettingCalls
 from batchmill.dialects.open_inference.inference import FORM
@@ -72,7 +72,7 @@ class Service:
         answer = await self._functions.ask(caller, target, FORM, body, head=head)
         return response_of(answer.body, answer.head, raw=is_raw(request))
 
-    async def converse(self, caller: Caller, requests: AsyncIterator[Any], write: Write) -> None:
+    async def converse(self, caller: Caller, requests: Messages, write: Write) -> None:
         conversation = Conversation(
             self._functions, caller, write,
             form=FORM, bytes_max=self._bytes_max, spend=self._door.spend, told=self._door.told,

@@ -1,0 +1,130 @@
+"""How many connections are open, and which one goes for a new one where there are too many.
+
+Nothing is kept in order while requests come and go: the connections are looked through once for many that are too many.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Protocol
+
+CONNECTIONS_MAX = 10_000  # where the limit of open files and server.connections_max allow for it
+FILES_SHARE = 3, 4  # of the files that the process may open
+VICTIMS = 256  # that are chosen at once
+LOOK_AGAIN_S = 1.0  # where none could go, so long nobody looks
+
+
+class Stage(IntEnum):
+    """What a connection is doing, in the order in which connections are ended. BUSY: a request is answered, and it
+    stays."""
+
+    REFUSED = 0  # only what follows a refusal is still coming
+    IDLE = 1  # between requests, or before the first
+    ARRIVING = 2  # a head, or a body before it is known whose it is
+    KNOWN_IDLE = 3  # as IDLE and ARRIVING, where a key was right before
+    KNOWN_ARRIVING = 4
+    BUSY = 5
+
+
+class Member(Protocol):
+    """A connection."""
+
+    address: str  # what it is counted as
+    is_known: bool  # a request on it had a key
+    since: float  # when it came to its stage, of a monotonic clock
+
+    def stage(self) -> Stage: ...
+
+    def end(self) -> None: ...
+
+
+class ConnectionPool:
+    """At most `connections_max` members, and of one address half as many that have shown no key.
+
+    `is_exempt`: of addresses behind which there are many clients.
+    """
+
+    def __init__(
+        self, connections_max: int, clock: Callable[[], float], is_exempt: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        self._max, self._address_max = connections_max, max(1, connections_max // 2)
+        self._clock, self._is_exempt = clock, is_exempt
+        self._members: dict[Member, None] = {}
+        self._strangers: Counter[str] = Counter()  # connections without a key by address
+        self._victims: dict[str | None, deque[Member]] = {}  # chosen by address, or of all
+        self._barren: dict[str | None, float] = {}  # where nothing could go -> when that was
+        self.ended = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Member) -> bool:
+        """False: there is no room, and no connection that could go for it."""
+        address = member.address
+        if self._strangers[address] >= self._address_max and not self._is_exempt(address):
+            self._end_one(address)
+        if len(self._members) >= self._max and not self._end_one(None):
+            return False
+        self._members[member] = None
+        if not member.is_known:
+            self._strangers[address] += 1
+        return True
+
+    def know(self, member: Member) -> None:
+        """It has shown a key; `member.is_known` was False until now."""
+        if member in self._members:
+            self._forget(member.address)
+
+    def remove(self, member: Member) -> None:
+        if member in self._members:
+            del self._members[member]
+            if not member.is_known:
+                self._forget(member.address)
+
+    def _forget(self, address: str) -> None:
+        self._strangers[address] -= 1
+        if not self._strangers[address]:
+            del self._strangers[address]
+
+    def _end_one(self, address: str | None) -> bool:
+        chosen = self._victims.get(address)
+        for _ in range(2):
+            while chosen:
+                member = chosen.popleft()
+                if member in self._members and member.stage() is not Stage.BUSY:
+                    self.remove(member)
+                    self.ended += 1
+                    member.end()
+                    return True
+            chosen = self._victims[address] = self._choose(address)
+        del self._victims[address]
+        return False
+
+    def _choose(self, address: str | None) -> deque[Member]:
+        """Those that go first; of one stage those of the address that has the most, the oldest first."""
+        now = self._clock()
+        if now - self._barren.get(address, -LOOK_AGAIN_S) < LOOK_AGAIN_S:
+            return deque()
+        if len(self._victims) > VICTIMS:
+            self._victims = {address: deque()}
+        found: Iterable[tuple[tuple[int, int, float], Member]] = (
+            ((int(stage), -self._strangers[member.address], member.since), member)
+            for member in self._members
+            if (address is None or member.address == address) and (stage := member.stage()) is not Stage.BUSY
+        )
+        chosen = deque(member for _, member in heapq.nsmallest(VICTIMS, found, key=lambda each: each[0]))
+        if chosen:
+            self._barren.pop(address, None)
+        else:
+            self._barren = {name: when for name, when in self._barren.items() if now - when < LOOK_AGAIN_S}
+            self._barren[address] = now
+        return chosen
+
+
+def connections_for(files: int, told: int | None) -> int:
+    """How many connections a process that may open so many files takes."""
+    share, whole = FILES_SHARE
+    return max(1, min(told or CONNECTIONS_MAX, files * share // whole))

@@ -1,0 +1,59 @@
+"""Places of requests that are under way: shared by project, and by address where no key says whose a request is."""
+
+from __future__ import annotations
+
+from batchmill.errors import Unavailable
+
+REQUESTS_MAX = 5000  # under way at once, of all projects
+RESERVE = 1000  # besides these, for projects that hold fewer than FLOOR
+FLOOR = 50
+STRANGERS_MAX, STRANGERS_RESERVE, STRANGERS_FLOOR = 800, 200, 8  # of requests that need no key, by address
+
+
+class RequestPlaces:
+    """Counts the requests of each name (a project, an address). Pure.
+
+    One that is alone may have all places. Where several ask, none is let in beyond its even share once three quarters
+    are taken, so that places come free for the others; and each has `floor` places that the rest never get.
+    """
+
+    def __init__(self, requests_max: int = REQUESTS_MAX, reserve: int = RESERVE, floor: int = FLOOR) -> None:
+        self._max, self._reserve, self._floor = requests_max, reserve, floor
+        self._held: dict[str, int] = {}
+        self.total = 0
+
+    def has_room(self, name: str) -> bool:
+        held = self._held.get(name, 0)
+        if held < self._floor:
+            return self.total < self._max + self._reserve
+        if self.total >= self._max:
+            return False
+        names = len(self._held)
+        return names == 1 or self.total < self._max * 3 // 4 or held < self._max // names
+
+    def take(self, name: str) -> None:
+        """Raises: Unavailable; whoever took a place calls `leave` once."""
+        if not self.has_room(name):
+            raise Unavailable(
+                f"too many requests are under way: {self._held.get(name, 0):,} of yours, {self.total:,} in all; "
+                f"at most {self._max:,} are, shared between all who ask; try again",
+                code="too_many_requests",
+            )
+        self._held[name] = self._held.get(name, 0) + 1
+        self.total += 1
+
+    def leave(self, name: str) -> None:
+        held = self._held[name] - 1
+        self.total -= 1
+        if held:
+            self._held[name] = held
+        else:
+            del self._held[name]
+
+    def held(self, name: str) -> int:
+        return self._held.get(name, 0)
+
+
+def strangers() -> RequestPlaces:
+    """The places of requests that need no key."""
+    return RequestPlaces(STRANGERS_MAX, STRANGERS_RESERVE, STRANGERS_FLOOR)
