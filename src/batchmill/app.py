@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -91,9 +89,7 @@ class Owner:
 
     async def open(self) -> None:
         redaction.guard_logs()
-        for leftover in self._data_dir.glob("preview-*"):
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
-                shutil.rmtree(leftover)  # of a command that was killed
+        preview.sweep(self._data_dir, LEFTOVER_S)
         for leftover in self._data_dir.glob("jobs/*/partial-*.jsonl"):
             leftover.unlink()
         executor = LocalExecutor(self._data_dir / "workers")

@@ -7,6 +7,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | data_dir                     | where jobs are kept (BATCHMILL_DATA_DIR, `--data-dir`)                     |
 | limits.line_bytes_max        | the longest line of an input file, in bytes                               |
 | limits.depth_max             | how deep a line's JSON may nest                                           |
+| limits.rows_max              | the most rows of one dataset                                              |
+| limits.unpacked_bytes_max    | what a dataset may come to when it is unpacked and converted, in bytes    |
+| limits.unpacked_ratio_max    | the same for each byte of its files, beyond the first GiB                 |
 | models.NAME.engine           | function, vllm, openai, connector, PROVIDER-batch or routes               |
 | models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name, the file of |
 |                              | a connector; of routes: nothing                                           |
@@ -41,7 +44,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.connections_max       | how many connections are open at once                                     |
 | server.trusted_proxies       | addresses and networks whose X-Forwarded-For is believed                  |
 | server.file_bytes_max        | the largest file                                                          |
-| server.rows_max              | the most rows of one batch; none: no limit                                |
+| server.rows_max              | the most rows of one batch                                                |
 | server.file_expires_s        | when an uploaded batch file goes if its upload does not say; none: never  |
 | server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
 | server.idle_unload_s         | a model that nobody has used for so long is unloaded                      |
@@ -104,6 +107,9 @@ SHOWN_CHARS = 40  # of a value out of range, in a message
 LIMITS_MAX = {
     "line_bytes_max": 1024**3,  # a line is in memory whole, several times over
     "depth_max": DEPTH_MAX,
+    "rows_max": 2**32 - 1,
+    "unpacked_bytes_max": 2**50,
+    "unpacked_ratio_max": 10**9,
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**12,
     "in_flight_max": 100_000,
@@ -136,10 +142,13 @@ _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
 
 class InputLimits(Struct, frozen=True):
-    """What one line of an input file may be."""
+    """What one line of an input file may be, and what a file may become when it is unpacked."""
 
     line_bytes_max: int = _DATASET["line_bytes_max"]
     depth_max: int = _DATASET["depth_max"]
+    rows_max: int = _DATASET["rows_max"]
+    unpacked_bytes_max: int = _DATASET["unpacked_bytes_max"]
+    unpacked_ratio_max: int = _DATASET["unpacked_ratio_max"]
 
 
 class ModelEntry(ReplicaEntry, frozen=True):
@@ -174,7 +183,7 @@ class ServerEntry(Struct, frozen=True):
     connections_max: int | None = None
     trusted_proxies: list[str] = []
     file_bytes_max: int = 100 * 1024**3
-    rows_max: int | None = None
+    rows_max: int = 100_000_000
     file_expires_s: int | None = None
     requests_per_minute: int | None = None
     idle_unload_s: float = 600.0
@@ -283,11 +292,8 @@ class Config(Struct, frozen=True):
 
     @property
     def project_quotas(self) -> ProjectQuotas:
-        """What every project may have."""
-        own = {name: entry.quotas for name, entry in self.projects.items() if entry.quotas}
-        return ProjectQuotas(
-            self.quotas, {name: self.quotas.with_own(told, f"projects.{name}.quotas") for name, told in own.items()}
-        )
+        """What every project may have. Raises: InvalidConfig."""
+        return ProjectQuotas.read(self.quotas, {name: entry.quotas for name, entry in self.projects.items()})
 
 
 def load(
@@ -454,7 +460,7 @@ def _check_deployments(read: _File) -> None:
 
 def _check_serving(read: _File) -> None:
     server = read.server
-    read.quotas.check("quotas")
+    ProjectQuotas.read(read.quotas, {name: project.quotas for name, project in read.projects.items()})
     for each in fields(ServerEntry):
         value = getattr(server, each.name)
         if each.name in SERVER_MAX and value is not None and not 0 < value <= SERVER_MAX[each.name]:
@@ -473,7 +479,6 @@ def _check_serving(read: _File) -> None:
             raise InvalidConfig(
                 f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
             )
-        read.quotas.with_own(project.quotas, f"projects.{name}.quotas").check(f"projects.{name}.quotas")
         for model in project.models or ():
             is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
             if not (is_known or read.deployments.offers(model)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import resource
@@ -463,3 +464,38 @@ async def test_an_order_on_a_full_disk(folder, opened):
         await service.submit(order(folder, "double"))
     assert await service.list() == [] and list((folder / "data" / "jobs").iterdir()) == []
     assert (await service.submit(order(folder, "double"))).how == "started"
+
+
+async def test_what_was_unpacked_goes_with_the_job(folder, opened):
+    """A job that is cancelled while its rows are unpacked, or refused for what they come to, leaves none of them; what
+    a kill left of another is removed by the next owner."""
+    (folder / "in.csv").write_text("n\n" + "1\n" * 5000)
+    refused = DatasetSpec([str(folder / "in.csv")], unpacked_bytes_max=1000)
+    endless = folder / "endless.csv.gz"
+    endless.write_bytes(gzip.compress(b"n\n" + b"1\n" * 20_000_000, 1))
+    told = msgspec.structs.replace(order(folder, "double"), dataset=refused, default_model=True)
+    service = await opened()
+    job = (await service.submit(told)).id
+    ended = await end_of(service, job)
+    assert (ended.state, ended.reason) == ("failed", "unpacked_too_large")
+    assert "limits.unpacked_bytes_max" in ended.message
+    assert list((service_home(folder) / job / "dataset").iterdir()) == []
+    cut = msgspec.structs.replace(told, dataset=DatasetSpec([str(endless)], unpacked_ratio_max=10**9))
+    job = (await service.submit(cut)).id
+    home = service_home(folder) / job / "dataset"
+    while not (home / "rows.jsonl").exists():
+        await asyncio.sleep(0.01)
+    await service.cancel(job)
+    assert (await end_of(service, job)).state == "cancelled"
+    assert list(home.iterdir()) == []
+    paused = (await service.submit(cut)).id
+    await service.pause(paused)
+    left = service_home(folder) / paused / "dataset" / "rows.jsonl"
+    left.write_bytes(b"{}")
+    await service.close()
+    await opened()
+    assert not left.exists()
+
+
+def service_home(folder):
+    return next(folder.rglob("jobs"))

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import late, layout
+from batchmill.datasets.allowance import Allowance
 from batchmill.datasets.formats import Source
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.orders import Part, Refused
@@ -86,7 +87,9 @@ def copy(path: str, target: str) -> Iterator[int]:
         os.fsync(copied_file.fileno())
 
 
-def convert(sources: list[Source], spec: DatasetSpec, columns: list[str], home: Path, progress: Progress) -> Material:
+def convert(
+    sources: list[Source], spec: DatasetSpec, columns: list[str], home: Path, progress: Progress, allowance: Allowance
+) -> Material:
     """Write `rows.jsonl`. Raises: InvalidDataset when a source as a whole cannot be read."""
     total = sum(describe(source.path).size_bytes for source in sources) or 1
     done = 0
@@ -98,7 +101,7 @@ def convert(sources: list[Source], spec: DatasetSpec, columns: list[str], home: 
 
     path = home / layout.ROWS
     with open(path, "wb") as rows_file, open(home / layout.REFUSED_EARLY, "wb") as refused_file:
-        target = _Target(rows_file, refused_file)
+        target = _Target(rows_file, refused_file, allowance)
         spans = []
         for source in sources:
             start = rows_file.tell()
@@ -116,7 +119,8 @@ def convert(sources: list[Source], spec: DatasetSpec, columns: list[str], home: 
 class _Target:
     """`rows.jsonl` and the rows of it that no converter could read."""
 
-    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO) -> None:
+    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO, allowance: Allowance) -> None:
+        self._allowance = allowance
         self._rows_file = rows_file
         self._refused_file = refused_file
         self._rows = 0
@@ -127,12 +131,15 @@ class _Target:
     def add(self, source: Source, piece: Converted) -> None:
         if not piece.data:
             return
+        self._allowance.take(len(piece.data), piece.rows)
         self._rows_file.write(piece.data)
         self._last = piece.data[-1:]
         for refused in piece.refused:
             row = self._rows + refused.row
             entry = {"row": row, "code": refused.code, "message": refused.message}
-            self._refused_file.write(msgspec.json.encode(entry) + b"\n")
+            line = msgspec.json.encode(entry) + b"\n"
+            self._allowance.take(len(line))
+            self._refused_file.write(line)
             if self.refused < PROBLEMS_KEPT:
                 self.problems.append(Problem(refused.code, refused.message, refused.line, source.path, row))
             self.refused += 1

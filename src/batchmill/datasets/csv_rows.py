@@ -18,6 +18,7 @@ from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
 PIECE_BYTES = 1024 * 1024
+RECORD_LINES = 2  # times the longest line that a record is read on to, so that it can be refused by itself
 
 _encode = msgspec.json.encode
 
@@ -108,15 +109,31 @@ class _Stream(io.RawIOBase):
 class _Records:
     """Records of a CSV, and the line on which each begins."""
 
-    def __init__(self, text: io.TextIOBase) -> None:
+    def __init__(self, text: io.TextIOBase, path: str, line_bytes_max: int) -> None:
+        self._text, self._path = text, path
+        self._chars_max = RECORD_LINES * line_bytes_max
+        self._chars = 0  # of the record that is being read
         # strict: a quote that is never closed must not swallow the rest of the file in silence
-        self._reader = csv.reader(text, strict=True)
+        self._reader = csv.reader(self._lines(), strict=True)
         self.line = 0
+
+    def _lines(self) -> Iterator[str]:
+        """The lines, until a record has so many that it is not held in memory. Raises: InvalidDataset."""
+        while line := self._text.readline(self._chars_max + 1):
+            self._chars += len(line)
+            if self._chars > self._chars_max:
+                raise InvalidDataset(
+                    f"{self._path}: the record that begins on line {self.line} does not end within "
+                    f"{self._chars_max:,} characters; is a quote left open?",
+                    code="invalid_csv",
+                )
+            yield line
 
     def read(self, blank: list[str] | None = None) -> list[str]:
         """The next record. A blank line stands for `blank`, or for nothing. Raises: csv.Error, StopIteration."""
         while True:
             self.line = self._reader.line_num + 1
+            self._chars = 0
             cells = next(self._reader) or blank
             if cells:
                 return cells
@@ -130,7 +147,7 @@ def _records(source: Source, spec: DatasetSpec, advance: Advance) -> Iterator[_R
     raw = io.BufferedReader(_Stream(contents), 1024 * 1024)
     text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
-        yield _Records(text)
+        yield _Records(text, source.path, spec.line_bytes_max)
     finally:
         text.close()
         contents.close()

@@ -26,6 +26,8 @@ MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zst
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 NAMES_ROWS_MAX = 1000  # rows that are looked through for a column which the first row lacks
 FIRST_ROWS_MAX = 100  # lines that are tried before the first that can be read
+BLANK_LINES_MAX = 1_000_000  # before the first row
+FIRST_BYTES_MAX = 64 * 1024 * 1024  # of the first rows: what comes after them is not unpacked to see what a file is
 
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
@@ -71,8 +73,12 @@ def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
 
 
 def _first_rows(sources: list[Source], spec: DatasetSpec) -> Iterator[dict[str, Raw]]:
+    seen = 0
     for source in sources:
         for line in lines_of(source, spec.line_bytes_max):
+            seen += len(line) + 1
+            if seen > FIRST_BYTES_MAX + spec.line_bytes_max:
+                return
             with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
                 yield _members(line)
 
@@ -148,10 +154,14 @@ def _classified(path: str, wanted: str | None) -> Source:
 
 def _first_names(sources: list[Source], spec: DatasetSpec) -> list[str] | None:
     """The field names of the first row that can be read; None where none of the first can."""
-    tried = 0
+    tried = blank = seen = 0
     for source in sources:
         for line in lines_of(source, spec.line_bytes_max):
+            seen += len(line)
             if not line.strip():
+                blank += 1
+                if blank > BLANK_LINES_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
+                    raise _no_rows(source.path)
                 continue
             if tried == 0:
                 _refuse_other_json(source.path, line)
@@ -159,9 +169,17 @@ def _first_names(sources: list[Source], spec: DatasetSpec) -> list[str] | None:
                 return list(_members(line))
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
                 tried += 1
-            if tried == FIRST_ROWS_MAX:
+            if tried == FIRST_ROWS_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
                 return None
     return None
+
+
+def _no_rows(path: str) -> InvalidDataset:
+    return InvalidDataset(
+        f"{path} begins with more than {BLANK_LINES_MAX:,} blank lines, or {FIRST_BYTES_MAX:,} bytes of them: is it "
+        "JSONL?",
+        code="not_jsonl",
+    )
 
 
 def _refuse_other_json(path: str, line: bytes) -> None:

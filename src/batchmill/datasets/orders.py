@@ -29,6 +29,8 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     pathless: list[int] = []  # numbers of the models to which a path below /v1 means nothing: any is taken
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
+    bytes_left: int | None = None  # what of its project's quota is left for what is written; None: no quota
+    no_room: str = ""  # what is said where that is not enough
     keys: bool = False  # write the columns that the plan is made from
     fold: Fold = "none"  # which rows may share an answer
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: as many as they like

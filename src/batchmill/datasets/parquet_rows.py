@@ -8,8 +8,10 @@ durations count their own unit; binary is base64; a float that is no number is n
 from __future__ import annotations
 
 import os
+import resource
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,11 @@ COLUMNS_MAX = 10_000
 ROW_GROUPS_MAX = 1_000_000
 BATCH_BYTES = 8 * 1024 * 1024  # of rows that are in memory at once, by the file's own account
 BATCH_ROWS_MAX = 8192
+BATCH_CELLS_MAX = 1_000_000  # of a batch, however few bytes they have
+MEMORY_BYTES = 2 * 1024**3  # beyond what the process has, while a file is read: a page may claim to be 2 GiB long
+BUFFERS_BYTES = 64 * 1024 * 1024  # of all columns together
 READ_BYTES = 1024 * 1024
+BUFFER_BYTES_MIN = 16 * 1024
 THRIFT_STRING_BYTES_MAX = 100 * 1024 * 1024
 THRIFT_ITEMS_MAX = 1_000_000
 
@@ -67,22 +73,73 @@ def read_schema(path: Path) -> pa.Schema:
 def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
     """Every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
     with _open(source.path) as file:
+        texts, each = _text_columns(file), BUFFERS_BYTES // max(1, file.metadata.num_columns)
+    with _bounded_memory(), _open(source.path, texts, max(BUFFER_BYTES_MIN, min(READ_BYTES, each))) as file:
         rows_total, size, done = file.metadata.num_rows, os.path.getsize(source.path), 0
         try:
             for batch in file.iter_batches(batch_size=_batch_rows(file)):
-                yield _converted(batch, done, spec.line_bytes_max)
+                for piece in _pieces(batch):
+                    yield _converted(piece, done, spec.line_bytes_max)
+                    done += piece.num_rows
                 advance(size * batch.num_rows // max(1, rows_total))
-                done += batch.num_rows
+        except (MemoryError, pa.ArrowMemoryError):
+            raise InvalidDataset(
+                f"{source.path} takes more than {MEMORY_BYTES:,} bytes of memory to read, after row {done:,}: write it "
+                "with smaller pages, rows or columns",
+                code="invalid_parquet",
+            ) from None
         except (pa.ArrowException, OSError) as error:
             raise _broken(source.path, error) from None
 
 
-def _open(path: str) -> pq.ParquetFile:
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """What is read meanwhile may take so much more memory than the process has; more of it fails, and here."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", "rb") as file:
+        held = int(file.read().split()[5]) * resource.getpagesize()
+    wanted = held + MEMORY_BYTES
+    if before[1] != resource.RLIM_INFINITY:
+        wanted = min(wanted, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _text_columns(file: pq.ParquetFile) -> list[str]:
+    """The columns of texts and bytes: read as numbers of their dictionary, one long value is in memory once."""
+    kinds = (_types.is_string, _types.is_large_string, _types.is_binary, _types.is_large_binary)
+    return [field.name for field in file.schema_arrow if any(is_kind(field.type) for is_kind in kinds)]
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch cut so that no piece has more than about BATCH_BYTES, once dictionaries are undone."""
+    sizes = None
+    for column in batch.columns:
+        if _types.is_dictionary(column.type):
+            lengths = pc.fill_null(pc.take(pc.binary_length(column.dictionary), column.indices), 0).cast(pa.int64())
+            sizes = lengths if sizes is None else pc.add(sizes, lengths)
+    if sizes is None or pc.sum(sizes).as_py() <= BATCH_BYTES:
+        yield batch
+        return
+    start = held = 0
+    for at, size in enumerate(sizes.to_pylist()):
+        if held and held + size > BATCH_BYTES:
+            yield batch.slice(start, at - start)
+            start, held = at, 0
+        held += size
+    yield batch.slice(start)
+
+
+def _open(path: str, dictionaries: list[str] | None = None, buffer_bytes: int = READ_BYTES) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(
             path,
             pre_buffer=False,
-            buffer_size=READ_BYTES,
+            buffer_size=buffer_bytes,
+            read_dictionary=dictionaries,
             thrift_string_size_limit=THRIFT_STRING_BYTES_MAX,
             thrift_container_size_limit=THRIFT_ITEMS_MAX,
         )
@@ -110,7 +167,8 @@ def _batch_rows(file: pq.ParquetFile) -> int:
     """Rows in a batch: about BATCH_BYTES of the widest row group."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
-    return max(1, min(BATCH_ROWS_MAX, BATCH_BYTES // max(1, widest)))
+    cells = BATCH_CELLS_MAX // max(1, file.metadata.num_columns)
+    return max(1, min(BATCH_ROWS_MAX, cells, BATCH_BYTES // max(1, widest)))
 
 
 def _converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Converted:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.datasets import late, layout
+from batchmill.datasets.allowance import Allowance
 from batchmill.datasets.conversion import Material, convert, copied, in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, Crew, validators
 from batchmill.datasets.formats import Detected, classify, detect, names_at_first
@@ -22,7 +23,7 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, unchanged
 from batchmill.datasets.tables import Tables
 from batchmill.datasets.validation import check_form, column_flaw, missing_column
-from batchmill.errors import InputChanged, InvalidDataset, InvalidRow, StorageFull
+from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.forms import Form, OpenAIForm, TableForm
 from batchmill.wire.previews import SealReport
@@ -50,7 +51,11 @@ def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Sea
     """
     try:
         return _seal(order, home, progress)
+    except BatchmillError:
+        clear(home)  # what was unpacked of a dataset that is refused helps nobody
+        raise
     except OSError as error:
+        clear(home)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(f"no space is left to seal the dataset in {home}: {error.strerror}") from error
         raise
@@ -60,9 +65,11 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     sources = [describe(path) for path in order.dataset.paths]
     detected = detect(order.dataset)
     order = _with_form(order, detected)
-    _clear(home)
-    material, progress = _material(order, detected, home, progress)
-    with Tables(home, order, material) as tables:
+    clear(home)
+    heard = _Heard(progress)
+    allowance = Allowance(order, home, sum(source.size_bytes for source in sources), heard.again)
+    material, progress = _material(order, detected, home, heard.progress, allowance)
+    with Tables(home, order, material, allowance) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
             raise InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
@@ -82,13 +89,27 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
         return msgspec.structs.replace(report, adapters=sorted(adapters))
 
 
+class _Heard:
+    """Tells how far it is also while that does not change: whoever waits looks at what is written meanwhile."""
+
+    def __init__(self, progress: Callable[[float], None]) -> None:
+        self._progress, self._share = progress, 0.0
+
+    def progress(self, share: float) -> None:
+        self._share = share
+        self._progress(share)
+
+    def again(self) -> None:
+        self._progress(self._share)
+
+
 def digest(paths: list[str]) -> str:
     """The `Seal.sha256` that these files would have. Raises: InvalidDataset when one cannot be read."""
     return hashlib.sha256(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
 
 
-def _clear(home: Path) -> None:
-    """Remove what an attempt that was cut off left here: it may have been asked for something else."""
+def clear(home: Path) -> None:
+    """Remove what an attempt that was cut off, or refused, left here."""
     for name in layout.FILES:
         (home / name).unlink(missing_ok=True)
     for copy in home.glob(layout.COPIES):
@@ -138,7 +159,7 @@ def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRo
 
 
 def _material(
-    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None]
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], allowance: Allowance
 ) -> tuple[Material, Callable[[float], None]]:
     """What is read, and the progress that is left for reading it."""
     spec = order.dataset
@@ -156,7 +177,7 @@ def _material(
 
     if plain:
         return copied(paths, home, converting), reading
-    return convert(sources, spec, detected.columns, home, converting), reading
+    return convert(sources, spec, detected.columns, home, converting, allowance), reading
 
 
 def _check_rows(
@@ -173,7 +194,6 @@ def _check_rows(
             match found:
                 case Chunk():
                     tables.add(found, range_.part)
-                    _see_not_too_many(tables.rows, order.rows_max)
                 case RangeEnd(digest=digest, names=new, adapters=wanted):
                     names.update(new)
                     _see_few(names, order.columns_max)
@@ -185,15 +205,6 @@ def _check_rows(
                     done += range_.end - range_.start
                     progress(done / total)
     return digests, adapters
-
-
-def _see_not_too_many(rows: int, rows_max: int | None) -> None:
-    """While they are read: nobody waits for the rest of a dataset that will be refused."""
-    if rows_max is not None and rows > rows_max:
-        raise InvalidDataset(
-            f"the dataset has more than {rows_max:,} rows, the most that are taken at once: split it",
-            code="too_many_rows",
-        )
 
 
 def _see_few(names: set[str], columns_max: int | None) -> None:

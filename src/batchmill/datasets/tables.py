@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout
+from batchmill.datasets.allowance import Allowance
 from batchmill.datasets.conversion import Material
 from batchmill.datasets.orders import Chunk, Part, SealOrder
 from batchmill.datasets.sealed import SealedRows
@@ -42,8 +43,8 @@ class Rejection(Struct, frozen=True):
 class Tables:
     """The files of one sealing. Rows are added in order; `finish` makes them a sealed dataset."""
 
-    def __init__(self, home: Path, order: SealOrder, material: Material) -> None:
-        self._home = home
+    def __init__(self, home: Path, order: SealOrder, material: Material, allowance: Allowance) -> None:
+        self._home, self._allowance = home, allowance
         self._material = material
         self._problems_max = order.problems_max
         self._open_files = ExitStack()
@@ -73,6 +74,9 @@ class Tables:
 
     def add(self, chunk: Chunk, part: Part) -> None:
         """The next chunk, of lines of `part`."""
+        rejected = [Rejection(self.rows + each.row, each.code, each.message) for each in chunk.refused]
+        lines = [_encode(each) + b"\n" for each in rejected]
+        self._take(chunk, sum(map(len, lines)))
         if part.number != self._part:
             self._part, self._line = part.number, 1
         if chunk.rows:
@@ -85,16 +89,21 @@ class Tables:
             for file, column in zip(self._keys, chunk.keys, strict=False):
                 file.write(column)
             self._end = chunk.end
-        for refused in chunk.refused:
-            row = self.rows + refused.row
-            self._rejected.write(_encode(Rejection(row, refused.code, refused.message)) + b"\n")
-            if len(self._problems) < self._problems_max:
-                line = self._line + refused.line
-                self._problems.append(Problem(refused.code, refused.message, line, part.source, row))
+        self._rejected.writelines(lines)
+        for refused in chunk.refused[: self._problems_max - len(self._problems)]:
+            row, line = self.rows + refused.row, self._line + refused.line
+            self._problems.append(Problem(refused.code, refused.message, line, part.source, row))
         self._rejected_count += len(chunk.refused)
         self._blocks += len(chunk.crcs) // 4
         self._line += chunk.lines
         self.rows += chunk.rows
+
+    def _take(self, chunk: Chunk, rejected_bytes: int) -> None:
+        """Raises: InvalidDataset, OverQuota, StorageFull, before any of it is written."""
+        columns = [chunk.offsets, chunk.crcs, chunk.ids, *(chunk.keys if self._keys else ())]
+        if self.rows + chunk.rows > self._allowance.rows_max:
+            self._allowance.refuse_rows()
+        self._allowance.take(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)
 
     def finish(self, seal: Seal, duplicates: Duplicates | None) -> SealReport:
         """Find repeated custom_ids, make everything durable, and write the seal last."""

@@ -214,15 +214,21 @@ class Drive:
         self._reserve()
         models = self.spec.models
         self._is_preparing = True
-        prepared = await self._sealed()
+        try:
+            prepared = await self._sealed()
+        finally:  # its child may have been killed
+            await asyncio.to_thread(self.files.clear_unsealed)
         if prepared is None:
             assert self._early is not None, "only an early end leaves nothing"
+            await asyncio.to_thread(self.files.clear_refused)
             await self._book.end_unwritten(self._early.state, cancelling=self._clock.now())
             return False
         self._is_preparing = False
         if self.spec.models != models:  # it goes by other ways, or to other adapters, than it was ordered with
             await asyncio.to_thread(self.files.write_spec, self.spec)
         await self._book.prepared(prepared, msgspec.json.encode(self.spec))
+        if prepared.plan is None:
+            await asyncio.to_thread(self.files.clear_refused)
         return prepared.plan is not None
 
     def _reserve(self) -> None:

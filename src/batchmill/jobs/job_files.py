@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from batchmill.datasets import sealing
 from batchmill.jobs.part_file import PartFile
 from batchmill.store.segments import sync_folder
 from batchmill.wire.job_spec import JobSpec
@@ -54,6 +55,17 @@ class JobFiles:
         """Nothing was read or run for this job."""
         traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
         return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
+
+    def clear_unsealed(self) -> None:
+        """Remove what was written of a dataset that was never sealed: it is begun again, or not at all."""
+        if not (self.dataset / "seal.json").exists():
+            sealing.clear(self.dataset)
+
+    def clear_refused(self) -> None:
+        """Remove the dataset and plan of a job of which no row will run."""
+        sealing.clear(self.dataset)
+        for path in self.plan(0).glob("*"):
+            path.unlink()
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 Progress = Callable[[float], None]
+PREVIEWS = "preview-"  # folders of the data directory
 
 
 @asynccontextmanager
@@ -29,7 +31,7 @@ async def _prepared(
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
     """The order's dataset, sealed and planned in a folder of its own, which goes with the context."""
     spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
-    home = Path(tempfile.mkdtemp(prefix="preview-", dir=data_dir))
+    home = new_home(data_dir)
     try:
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
@@ -39,6 +41,21 @@ async def _prepared(
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)
+
+
+def new_home(data_dir: Path) -> Path:
+    """A folder that goes with whoever made it: its name tells which process that is."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREVIEWS}{os.getpid()}-", dir=data_dir))
+
+
+def sweep(data_dir: Path, old_s: float) -> None:
+    """Remove the folders of processes that were killed, and those that are older than any preview takes."""
+    for home in data_dir.glob(f"{PREVIEWS}*"):
+        maker = home.name.removeprefix(PREVIEWS).partition("-")[0]
+        is_there = maker.isdigit() and os.path.exists(f"/proc/{maker}")
+        with suppress(FileNotFoundError):
+            if maker == str(os.getpid()) or not is_there or time.time() - home.stat().st_mtime > old_s:
+                shutil.rmtree(home, ignore_errors=True)
 
 
 async def validate(order: JobOrder, data_dir: Path, progress: Progress) -> SealReport:

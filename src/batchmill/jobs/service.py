@@ -124,7 +124,9 @@ class JobService:
         """
         ending: list[Drive] = []
         doors: list[str] = []
-        for record in await self._read(job_records.unfinished):
+        unfinished = await self._read(job_records.unfinished)
+        await asyncio.to_thread(self._clear_unsealed, [record["id"] for record in unfinished])
+        for record in unfinished:
             state, spec = JobState(record["state"]), read_spec(record["spec"])
             if state is JobState.CANCELLING:
                 ending.append(self._roster.start(spec))
@@ -141,6 +143,11 @@ class JobService:
             self._resuming = asyncio.create_task(self._resume_all(doors))
         elif ending:
             await asyncio.wait({drive.task for drive in ending if drive.task is not None}, timeout=ENDING_S)
+
+    def _clear_unsealed(self, job_ids: Sequence[str]) -> None:
+        """What a kill left of datasets that were being unpacked."""
+        for job_id in job_ids:
+            JobFiles(self._data_dir, job_id).clear_unsealed()
 
     async def _set_down(self, job_id: str) -> bool:
         """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""

@@ -13,6 +13,9 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     copy: bool = False  # keep a copy of the file with the job; otherwise it is used where it lies
     line_bytes_max: int = 16 * 1024 * 1024
     depth_max: int = 128
+    rows_max: int = 2**32 - 1  # that a row's number can tell apart
+    unpacked_bytes_max: int = 2**40  # what the rows and their index come to, unpacked and converted
+    unpacked_ratio_max: int = 1000  # the same, for each byte of the files; see datasets.allowance
 
 
 class SealedFile(Struct, frozen=True):

@@ -70,5 +70,17 @@ class ProjectQuotas(Struct, frozen=True):
     each: Quotas = Quotas()
     own: dict[str, Quotas] = {}
 
+    @classmethod
+    def read(cls, each: Quotas, own: Mapping[str, Mapping[str, int | str]]) -> ProjectQuotas:
+        """Those of all, and by project what some have in their place. Raises: InvalidConfig."""
+        each.check("quotas")
+        found = {}
+        for name, told in own.items():
+            if told:
+                place = f"projects.{name}.quotas"
+                found[name] = each.with_own(told, place)
+                found[name].check(place)
+        return cls(each, found)
+
     def of(self, project: str) -> Quotas:
         return self.own.get(project, self.each)

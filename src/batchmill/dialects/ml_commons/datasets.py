@@ -80,8 +80,7 @@ class Datasets:
         dataset = DatasetSpec(
             [str(services.files.path(each)) for each in records],
             format=asked.dataset.format or _format(records),
-            line_bytes_max=limits.line_bytes_max,
-            depth_max=limits.depth_max,
+            **msgspec.structs.asdict(limits),
         )
         policy = Policy(
             on_invalid=asked.on_invalid, budget=asked.budget, priority=asked.priority, on_engine_failure="fail",

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from batchmill.dialects.native.views import DOOR
@@ -60,8 +61,7 @@ class Orders:
             dataset=DatasetSpec(
                 [str(self._services.files.path(record)) for record in records],
                 format=self._format(work, records),
-                line_bytes_max=config.limits.line_bytes_max,
-                depth_max=config.limits.depth_max,
+                **msgspec.structs.asdict(config.limits),
             ),
             models=models,
             prompt=work.prompt,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
@@ -155,7 +156,7 @@ class Batches:
     def _order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
         asked: CreateBatch = call.body
         config = self._services.config
-        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+        limits = msgspec.structs.asdict(config.limits)
         return JobOrder(
             DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
             self._services.catalogue.specs(call.caller),

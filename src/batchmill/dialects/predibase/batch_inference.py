@@ -165,7 +165,7 @@ class BatchInference:
 
     def _order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
         config = self._services.config
-        limits = {name: getattr(config.limits, name) for name in ("line_bytes_max", "depth_max")}
+        limits = msgspec.structs.asdict(config.limits)
         return JobOrder(
             DatasetSpec([str(self._services.files.path(file))], format="openai", **limits),
             [model],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +18,13 @@ TARGET = f"{__name__}:check"
 
 
 class CheckOrder(Struct, frozen=True):
-    """What to check. `home` is a folder in which a folder may be made."""
+    """What to check. `home` is an empty folder, which whoever asks removes: this process may be killed."""
 
-    path: str
+    dataset: DatasetSpec
     home: str
-    line_bytes_max: int
-    depth_max: int
     rows_max: int | None
+    bytes_left: int | None = None  # see SealOrder
+    no_room: str = ""
 
 
 class Checked(Struct, frozen=True):
@@ -38,11 +37,9 @@ class Checked(Struct, frozen=True):
 def check(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: CheckOrder in, Checked out, both as JSON. Raises: InvalidDataset, InputChanged, StorageFull."""
     asked = msgspec.json.decode(order, type=CheckOrder)
-    dataset = DatasetSpec([asked.path], format="openai", line_bytes_max=asked.line_bytes_max, depth_max=asked.depth_max)
     wanted = SealOrder(
-        dataset, any_model=True, urls=[frozenset(URLS)], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX
-    )
-    # A name that an owner sweeps where a kill has left it.
-    with tempfile.TemporaryDirectory(prefix="preview-dataset-", dir=asked.home) as home:
-        report = seal_patiently(wanted, Path(home), progress)
+        asked.dataset, any_model=True, urls=[frozenset(URLS)], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX,
+        bytes_left=asked.bytes_left, no_room=asked.no_room,
+    )  # fmt: skip
+    report = seal_patiently(wanted, Path(asked.home), progress)
     return msgspec.json.encode(Checked(report.seal.rows, report.problems, report.problems_total, report.rejected))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import filecmp
 import logging
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,7 @@ from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
+from batchmill.jobs import preview
 from batchmill.ports import Clock
 from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
@@ -33,8 +35,10 @@ from batchmill.services.datasets.records import DatasetRecord, DatasetState, Det
 from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.file_records import FileRecord
 from batchmill.services.files import FileService, checked_filename
+from batchmill.services.incoming import to_its_end
 from batchmill.services.links import LinkService
 from batchmill.store.database import Database
+from batchmill.types import DatasetSpec
 
 log = logging.getLogger("batchmill.server")
 
@@ -291,12 +295,14 @@ class DatasetService:
         await self._database.write(records.checked, record.id, details, state, self._clock.now())
 
     async def _looked_at(self, path: Path) -> Checked:
-        limits = self._config.limits
-        order = CheckOrder(
-            str(path), str(self._config.data_dir), limits.line_bytes_max, limits.depth_max, self._config.server.rows_max
-        )
-        answer = await self._children.offload(checking.TARGET, msgspec.json.encode(order), _unseen)
-        return msgspec.json.decode(answer, type=Checked)
+        dataset = DatasetSpec([str(path)], format="openai", **msgspec.structs.asdict(self._config.limits))
+        home = preview.new_home(self._config.data_dir)
+        try:
+            order = CheckOrder(dataset, str(home), self._config.server.rows_max)
+            answer = await self._children.offload(checking.TARGET, msgspec.json.encode(order), _unseen)
+            return msgspec.json.decode(answer, type=Checked)
+        finally:
+            await to_its_end(asyncio.to_thread(shutil.rmtree, home))
 
 
 def _unseen(share: float) -> None:
