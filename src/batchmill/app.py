@@ -55,6 +55,7 @@ from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -79,6 +80,7 @@ class Owner:
         self.jobs: JobService | None = None
         self.database: Database | None = None
         self.vault: Vault | None = None
+        self.room: DiskRoom | None = None
         self.keys: KeyService | None = None
         self.versions: ModelVersions | None = None
         self.remote: RemoteServices | None = None
@@ -96,6 +98,7 @@ class Owner:
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.database = ledger.database
+        self.room = DiskRoom(self.database, self._data_dir, self._told.project_quotas)
         config = self._config
         self.vault = open_vault(self._told, self.database)
         provisions = OwnerProvisions(self.vault, self._told.server.private_hosts)
@@ -107,7 +110,7 @@ class Owner:
             weights={} if config is None else {name: project.weight for name, project in config.projects.items()},
             linger_s=0.0 if config is None else config.server.idle_unload_s,
             provisions=provisions,
-            quotas=self._told.project_quotas,
+            room=self.room,
         )
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
@@ -140,7 +143,7 @@ class Owner:
         )
         await self.llms.load()
         bases = catalogue or late_bases(told, self.versions, remote, self.llms)
-        self.adapters = jobs.adapters = make_adapters(told, self.database, self.vault, bases)
+        self.adapters = jobs.adapters = make_adapters(told, self.database, self.vault, bases, self.room)
         if catalogue is None:
             look_around(self.llms, told, self.versions, remote, self.adapters)
         else:

@@ -197,7 +197,7 @@ class _Server:
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
         quotas = config.project_quotas
-        files = FileService(database, config.data_dir, clock, config.server, quotas)
+        files = FileService(database, config.data_dir, clock, config.server, quotas, self._owner.room)
         webhooks = WebhookService(database, clock, config, vault.box)
         await files.sweep()
         desk = JobDesk(jobs, files, self._catalogue)

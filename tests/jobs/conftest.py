@@ -10,6 +10,8 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Clock
+from batchmill.store.disk_room import DiskRoom
+from batchmill.types import ProjectQuotas
 
 
 @pytest.fixture
@@ -17,12 +19,16 @@ async def opened(folder: Path) -> AsyncIterator[Callable[..., Awaitable[JobServi
     """Opens the service of `folder / "data"`, as an owner does; those that are open at the end are closed."""
     services = []
 
-    async def open_service(*, serving: bool = False, clock: Clock = SystemClock()) -> JobService:
+    async def open_service(
+        *, serving: bool = False, clock: Clock = SystemClock(), quotas: ProjectQuotas = ProjectQuotas()
+    ) -> JobService:
         data_dir = folder / "data"
         data_dir.mkdir(exist_ok=True)
         executor = LocalExecutor(data_dir / "workers")
         executor.sweep()
-        service = JobService(data_dir, open_ledger(data_dir / "batchmill.db"), executor, clock)
+        ledger = open_ledger(data_dir / "batchmill.db")
+        room = DiskRoom(ledger.database, data_dir, quotas)
+        service = JobService(data_dir, ledger, executor, clock, room=room)
         await service.recover(resume_doors=serving)
         services.append(service)
         return service

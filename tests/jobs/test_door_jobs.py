@@ -15,12 +15,24 @@ import msgspec
 import pytest
 
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import Conflict, InvalidInput, InvalidTransition, StorageFull, UnknownName
+from batchmill.errors import Conflict, InvalidInput, InvalidTransition, OverQuota, StorageFull, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
-from batchmill.types import Amendment, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price
+from batchmill.types import (
+    Amendment,
+    DatasetSpec,
+    JobOrder,
+    JobQuery,
+    JobView,
+    ModelSpec,
+    Once,
+    Policy,
+    Price,
+    ProjectQuotas,
+    Quotas,
+)
 
 CODE = """
 import os, time
@@ -499,3 +511,34 @@ async def test_what_was_unpacked_goes_with_the_job(folder, opened):
 
 def service_home(folder):
     return next(folder.rglob("jobs"))
+
+
+async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
+    """A job ends where its project has no room for what its rows come to, and what it wrote goes; jobs that a command
+    orders count nowhere. With nothing left no further job is taken."""
+    quotas = ProjectQuotas(Quotas(disk=100_000))
+    service = await opened(quotas=quotas)
+    room = service.room
+    (folder / "in.csv").write_text("n\n" + "1\n" * 20_000)
+    told = msgspec.structs.replace(order(folder, "double"), dataset=DatasetSpec([str(folder / "in.csv")]))
+    told = msgspec.structs.replace(told, default_model=True)
+    job = (await service.submit(told)).id
+    ended = await end_of(service, job)
+    assert (ended.state, ended.reason) == ("failed", "quota_exceeded") and "quotas.disk" in ended.message
+    assert (await room.look("default"))[0] < 10_000
+    write(folder, "double", rows=100)
+    job = (await service.submit(order(folder, "double"))).id
+    assert (await end_of(service, job)).state == "completed"
+    has, most = await room.look("default")
+    files = service_home(folder) / job
+    parts = [
+        path for path in files.rglob("*") if path.is_file() and path.parent.name in ("dataset", "segments", "plan-0")
+    ]
+    assert has >= sum(path.stat().st_size for path in parts) - 4096
+    await service.close()
+    quotas = ProjectQuotas(Quotas(disk=int(has)))
+    service = await opened(quotas=quotas)
+    with pytest.raises(OverQuota):
+        await service.submit(order(folder, "double"))
+    command = msgspec.structs.replace(told, origin=None, output=str(folder / "out.jsonl"))
+    assert (await end_of(service, (await service.submit(command)).id)).state == "completed"

@@ -181,7 +181,7 @@ async def test_so_many_uploads_wait_at_most(room):
         record = DatasetRecord(
             f"{project}-{number}", project, names.CONNECTION, None, None, DatasetState.ARRIVING, Details("a"), 1.0, 1.0
         )
-        await room.database.write(records.insert, record, 2)
+        await room.database.write(records.insert, record, 2, 100)
 
     for number in range(2):
         await begin("one", number)

@@ -14,7 +14,7 @@ from file_room import JOB
 from llm_room import CONFIG
 from remote_room import connector_fields
 
-from batchmill.config import load
+from batchmill.config import ServerEntry, load
 from batchmill.errors import InvalidConfig, OverQuota
 from batchmill.jobs import job_records, submissions
 from batchmill.models.addresses import read_private
@@ -39,7 +39,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
-from batchmill.types import Caller, DatasetSpec, LlmSettings, ModelSpec, Policy, Quotas, Scope
+from batchmill.types import Caller, DatasetSpec, LlmSettings, ModelSpec, Policy, ProjectQuotas, Quotas, Scope
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -177,3 +177,48 @@ def test_quotas_are_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidConfig, match=told):
             read(text)
+
+
+async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
+    """Of uploads that arrive at once no more than the quota ever lies there; what was dropped or deleted is free again,
+    and an upload whose announced bytes do not fit is refused before any of them comes."""
+    room = Room(tmp_path / "room", "disk")
+    quota, piece = 100_000, b"x" * 1000
+    files = FileService(
+        room.database, tmp_path / "room", HeldClock(), ServerEntry(), ProjectQuotas(Quotas(disk=quota))
+    )  # fmt: skip
+    uploads = UploadService(room.database, files, HeldClock())
+
+    async def send(count: int) -> str | OverQuota:
+        writer = await files.writer("one")
+        try:
+            for _ in range(count):
+                await writer.write(piece)
+                await asyncio.sleep(0)
+            return (await writer.commit(purpose="batch", filename="f")).id
+        finally:
+            await writer.discard()
+
+    sent = await asyncio.gather(*(send(30) for _ in range(8)), return_exceptions=True)
+    stored = [each for each in sent if isinstance(each, str)]
+    assert all(isinstance(each, str | OverQuota) for each in sent)
+    assert (await files.room.look("one"))[0] == 30_000 * len(stored) <= quota
+    for each in stored:
+        await files.delete("one", each)
+    whole = await send(100)
+    with pytest.raises(OverQuota, match="quotas.disk"):
+        await send(1)
+    with pytest.raises(OverQuota):
+        await uploads.create("one", NewUpload("batch", "f", "", 1))
+    await files.delete("one", whole)
+    upload = (await uploads.create("one", NewUpload("batch", "f", "", quota))).id
+    part = await uploads.part_writer("one", upload)
+    for _ in range(100):
+        await part.write(piece)
+    made = await part.commit()
+    await part.discard()
+    await uploads.complete("one", upload, part_ids=[made.id])  # the parts are the file: they need no room of their own
+    assert (await files.room.look("one"))[0] == quota
+    assert (await files.room.look("two"))[0] == 0
+    files.close()
+    await room.close()

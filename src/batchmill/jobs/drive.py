@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Struct
 
 from batchmill import faults
-from batchmill.children.offload import Offload
-from batchmill.errors import BatchmillError, InputChanged, InvalidInput, InvalidTransition, JobPaused, SubmitUnknown
+from batchmill.errors import (
+    BatchmillError,
+    InputChanged,
+    InvalidInput,
+    InvalidTransition,
+    JobPaused,
+    OverQuota,
+    SubmitUnknown,
+)
 from batchmill.jobs import adapters, recovery, retry, routing, shard_notes, winding_up
 from batchmill.jobs.adapters import AdapterWork
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.drive_room import Tools, preparing
 from batchmill.jobs.endings import EarlyEnd, early_end_of
 from batchmill.jobs.job_book import JobBook
 from batchmill.jobs.job_files import JobFiles
@@ -29,31 +33,12 @@ from batchmill.jobs.specs import columns_of, with_used
 from batchmill.jobs.views import add_run
 from batchmill.jobs.ways import Ways, with_code
 from batchmill.models import redaction
-from batchmill.ports import Adapters, Clock
 from batchmill.states import JobState, PauseReason
-from batchmill.store.ballast import Ballast
-from batchmill.types import JobView, ModelSpec, Policy, ProjectQuotas
+from batchmill.types import JobView, ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
 PREPARE, PLAN_RETRY = "batchmill.jobs.preparation:prepare", "batchmill.jobs.retry:plan_offloaded"
 T = TypeVar("T")
-
-
-class Tools(Struct, frozen=True):
-    """What every drive of a data directory works with."""
-
-    data_dir: Path
-    books: Books
-    dispatcher: Dispatcher
-    clock: Clock
-    ballast: Ballast
-    offload: Offload  # in children that are kept for what comes next
-    adapters: Callable[[], Adapters] = adapters.NoAdapters
-    quotas: ProjectQuotas = ProjectQuotas()
-
-    def quota_of(self, spec: JobSpec) -> int | None:
-        """How many unfinished jobs the project of a job that came by a door may have; None: it did not."""
-        return None if spec.origin is None else self.quotas.of(spec.project).unfinished_jobs
 
 
 class Drive:
@@ -176,7 +161,7 @@ class Drive:
         except asyncio.CancelledError:
             self.at_once = True
             raise
-        except InvalidInput as error:
+        except (InvalidInput, OverQuota) as error:
             if await self._book.may_fail(unrun=False):
                 await self._book.fail(error.code, error.message)
             else:  # once rows have run it is a pause: nothing of them is given up
@@ -226,7 +211,8 @@ class Drive:
         self._is_preparing = False
         if self.spec.models != models:  # it goes by other ways, or to other adapters, than it was ordered with
             await asyncio.to_thread(self.files.write_spec, self.spec)
-        await self._book.prepared(prepared, msgspec.json.encode(self.spec))
+        size_bytes = await asyncio.to_thread(self.files.prepared_bytes)
+        await self._book.prepared(prepared, msgspec.json.encode(self.spec), size_bytes)
         if prepared.plan is None:
             await asyncio.to_thread(self.files.clear_refused)
         return prepared.plan is not None
@@ -241,9 +227,7 @@ class Drive:
         while self._early is None:
             self._raise_if_stopped()
             await self._ways.measure(self.spec.models)
-            folders = str(self.files.dataset), str(self.files.plan(0))
-            order = PrepareOrder(self.spec, *folders, self._clock.now(), self._ways.rates)
-            answer = await self._heeding(self._offload(PREPARE, msgspec.json.encode(order), self._show))
+            answer = await self._offload_preparation()
             if answer is None:
                 return None
             prepared = msgspec.json.decode(answer, type=Prepared)
@@ -255,6 +239,28 @@ class Drive:
                 return None
             await self._describe(spec)
         return None
+
+    async def _offload_preparation(self) -> bytes | None:
+        """What the child says that seals and plans; None: it is to end early. Raises: OverQuota, JobPaused."""
+        folders = str(self.files.dataset), str(self.files.plan(0))
+        async with preparing(self._tools.room_of(self.spec), self.spec.project, self.files.dataset) as room:
+            order = PrepareOrder(
+                self.spec, *folders, self._clock.now(), self._ways.rates, room.bytes_left, room.no_room
+            )  # fmt: skip
+
+            def show(share: float) -> None:
+                self._show(share)
+                room.look(lambda: self._child and self._child.cancel())
+
+            try:
+                answer = await self._heeding(self._offload(PREPARE, msgspec.json.encode(order), show))
+            except asyncio.CancelledError:
+                if room.over is None:
+                    raise
+                answer = None
+            if room.over is not None:
+                raise room.over
+            return answer
 
     async def _describe(self, spec: JobSpec) -> None:
         """Go on with this description. An engine that has room for the ranks of its adapters may be another."""

@@ -66,6 +66,8 @@ class Entrance:
 
     async def _enter(self, spec: JobSpec, once: Once | None) -> Submitted:
         """A new job: described, stored, begun. Of one that cannot be stored nothing stays."""
+        if (room := self._tools.room_of(spec)) is not None:
+            await room.check(spec.project)
         files = JobFiles(self._data_dir, spec.id)
         try:
             with full_disk_named(files.home):

@@ -51,7 +51,7 @@ class JobBook:
             self._ballast.release()
             await self.move(state, **fields)
 
-    async def prepared(self, prepared: Prepared, spec: bytes) -> None:
+    async def prepared(self, prepared: Prepared, spec: bytes, size_bytes: int) -> None:
         """The rows are sealed, and planned unless they were refused: then the job has failed."""
         report, plan = prepared.report, prepared.plan
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
@@ -62,7 +62,7 @@ class JobBook:
         await self.move(
             JobState.QUEUED, via=JobState.PLANNING, errors=prepared.rejected, spec=spec,
             rows=plan.rows, rows_rejected=plan.rejected, rows_failed=plan.rejected, rows_folded=plan.followers,
-            **problems,
+            bytes=2 * len(spec) + size_bytes, **problems,
         )  # fmt: skip
 
     async def begin_ending(self, early: EarlyEnd, deadline: float | None) -> None:

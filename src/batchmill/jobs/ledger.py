@@ -235,6 +235,7 @@ class Ledger:
                 input_tokens=jobs.c.input_tokens + usage.input_tokens,
                 cached_tokens=jobs.c.cached_tokens + usage.cached_tokens,
                 output_tokens=jobs.c.output_tokens + usage.output_tokens,
+                bytes=jobs.c.bytes + commit.ref.length,
                 cost=jobs.c.cost if cost is None else sa.func.coalesce(jobs.c.cost, 0.0) + cost,
             )
         )

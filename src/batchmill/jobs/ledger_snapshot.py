@@ -113,9 +113,10 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
 
 def insert_job(db: sa.Connection, spec: JobSpec) -> None:
     """A job of which only its description is known."""
+    told = msgspec.json.encode(spec)
     db.execute(
         jobs.insert().values(
-            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=msgspec.json.encode(spec),
+            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=told, bytes=2 * len(told),
             created=spec.created, output=spec.output, project=spec.project, door=(spec.origin or {}).get("door"),
             priority=spec.policy.priority, deadline=spec.policy.deadline,
         )

@@ -33,6 +33,8 @@ class PrepareOrder(Struct, frozen=True):
     plan: str
     now: float = 0.0  # seconds since the epoch; as the following, for models with routes
     rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
+    bytes_left: int | None = None  # as in SealOrder
+    no_room: str = ""
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
 
 
@@ -50,7 +52,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     asked = msgspec.json.decode(order, type=PrepareOrder)
     spec = asked.spec
-    sealing = seal_order(spec)
+    sealing = msgspec.structs.replace(seal_order(spec), bytes_left=asked.bytes_left, no_room=asked.no_room)
     report = seal_patiently(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}

@@ -14,9 +14,11 @@ import msgspec
 
 from batchmill.children.offload import offload
 from batchmill.jobs import orders, routing
+from batchmill.jobs.drive_room import preparing
 from batchmill.jobs.estimate import EstimateOrder
 from batchmill.jobs.plan import PlanReader, explain
 from batchmill.jobs.preparation import Prepared, PrepareOrder
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import JobOrder
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -27,7 +29,7 @@ PREVIEWS = "preview-"  # folders of the data directory
 
 @asynccontextmanager
 async def _prepared(
-    order: JobOrder, data_dir: Path, progress: Progress
+    order: JobOrder, data_dir: Path, progress: Progress, room: DiskRoom | None
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
     """The order's dataset, sealed and planned in a folder of its own, which goes with the context."""
     spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
@@ -35,8 +37,12 @@ async def _prepared(
     try:
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
-        asked = PrepareOrder(spec, str(home / "dataset"), str(home / "plan"), spec.created, is_preview=True)
-        answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
+        folders = str(home / "dataset"), str(home / "plan")
+        async with preparing(room, spec.project, home / "dataset") as told:
+            asked = PrepareOrder(
+                spec, *folders, spec.created, bytes_left=told.bytes_left, no_room=told.no_room, is_preview=True
+            )  # fmt: skip
+            answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
         prepared = msgspec.json.decode(answer, type=Prepared)
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
@@ -58,15 +64,17 @@ def sweep(data_dir: Path, old_s: float) -> None:
                 shutil.rmtree(home, ignore_errors=True)
 
 
-async def validate(order: JobOrder, data_dir: Path, progress: Progress) -> SealReport:
-    """Check every row."""
-    async with _prepared(order, data_dir, progress) as (_, _, prepared):
+async def validate(order: JobOrder, data_dir: Path, progress: Progress, room: DiskRoom | None = None) -> SealReport:
+    """Check every row. `room`: where what is unpacked meanwhile counts; None: nowhere."""
+    async with _prepared(order, data_dir, progress, room) as (_, _, prepared):
         return prepared.report
 
 
-async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[SealReport, Explanation | None]:
+async def plan(
+    order: JobOrder, data_dir: Path, progress: Progress, room: DiskRoom | None = None
+) -> tuple[SealReport, Explanation | None]:
     """Explain in which order the rows would run. The explanation is None where the dataset was refused."""
-    async with _prepared(order, data_dir, progress) as (spec, home, prepared):
+    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
         reader = PlanReader(home / "plan")
@@ -79,10 +87,14 @@ async def plan(order: JobOrder, data_dir: Path, progress: Progress) -> tuple[Sea
 
 
 async def estimate(
-    order: JobOrder, data_dir: Path, progress: Progress, rows_per_s: float | None
+    order: JobOrder,
+    data_dir: Path,
+    progress: Progress,
+    rows_per_s: float | None,
+    room: DiskRoom | None = None,
 ) -> tuple[SealReport, Estimate | None]:
     """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused."""
-    async with _prepared(order, data_dir, progress) as (spec, home, prepared):
+    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
         asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)

@@ -41,6 +41,7 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import (
     Amendment,
     EngineState,
@@ -72,7 +73,7 @@ class JobService:
         weights: Mapping[str, float] = {},
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
-        quotas: ProjectQuotas = ProjectQuotas(),
+        room: DiskRoom | None = None,
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -80,7 +81,7 @@ class JobService:
             weights: project -> its share of the workers beside others; 1 for those that are not named.
             linger_s: how long workers that no job needs stay, for the next one.
             provisions: what workers are given beside their model.
-            quotas: what projects whose jobs come over an API may have.
+            room: where the bytes of projects are counted; None: nothing bounds them.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
@@ -90,9 +91,10 @@ class JobService:
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
         self.adapters: Adapters = NoAdapters()  # who fetches those that rows name; set before `recover`
+        self.room = room or DiskRoom(ledger.database, data_dir, ProjectQuotas())
         tools = Tools(
             data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
-            lambda: self.adapters, quotas,
+            lambda: self.adapters, lambda: self.room,
         )  # fmt: skip
         self._roster = Roster(tools)
         self._entrance = Entrance(tools, self._roster)

@@ -37,6 +37,7 @@ from batchmill.services.incoming import (
 from batchmill.services.result_files import link, result_id, result_record, unlink_same
 from batchmill.states import JobState
 from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom, Writing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.segments import sync_folder
 from batchmill.types import JobView, ProjectQuotas
@@ -62,8 +63,9 @@ class FileService:
 
     def __init__(
         self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
-        quotas: ProjectQuotas = ProjectQuotas(),
+        quotas: ProjectQuotas = ProjectQuotas(), room: DiskRoom | None = None,
     ) -> None:  # fmt: skip
+        self.room = room or DiskRoom(database, data_dir, quotas)
         self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
         self._jobs_home = data_dir / "jobs"
         self.home = data_dir / "files"
@@ -80,11 +82,16 @@ class FileService:
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
-    async def writer(self, project: str) -> FileWriter:
-        """A new file of a project. It is there once it is committed, and nothing of it before."""
-        return FileWriter(self, project)
+    async def writer(self, project: str, *, is_joined: bool = False) -> FileWriter:
+        """A new file of a project. It is there once it is committed, and nothing of it before.
 
-    def arrive(self, file_id: str, bytes_max: int) -> Incoming:
+        Args: is_joined: its bytes lie here already, and go once it is there.
+
+        Raises: OverQuota where the project has no room left.
+        """
+        return FileWriter(self, project, None if is_joined else await self.room.begin(project))
+
+    def arrive(self, file_id: str, bytes_max: int, writing: Writing | None) -> Incoming:
         """A place for bytes that are nobody's yet; `leave` it in the end."""
         self._arriving.add(file_id)
         return Incoming(
@@ -93,6 +100,7 @@ class FileService:
             bytes_max=bytes_max,
             room_bytes=self.room_bytes,
             piece_bytes=piece_bytes(len(self._arriving)),
+            writing=writing,
         )
 
     def leave(self, file_id: str) -> None:
@@ -286,14 +294,14 @@ class FileService:
 class FileWriter:
     """A file on its way in: `write` its bytes in order, then `commit`; `discard` in any case."""
 
-    def __init__(self, files: FileService, project: str) -> None:
+    def __init__(self, files: FileService, project: str, writing: Writing | None) -> None:
         self.id = new_id("file-")
-        self._files, self._project = files, project
-        self._incoming = files.arrive(self.id, files.limits.file_bytes_max)
+        self._files, self._project, self._writing = files, project, writing
+        self._incoming = files.arrive(self.id, files.limits.file_bytes_max, writing)
         self._storing: asyncio.Task[None] | None = None
 
     async def write(self, data: bytes) -> None:
-        """Raises: TooLarge (`file_too_large`), StorageFull."""
+        """Raises: TooLarge (`file_too_large`), OverQuota, StorageFull."""
         await self._incoming.write(data)
 
     async def append_files(self, paths: Sequence[Path], size_bytes: int, *, with_md5: bool) -> str | None:
@@ -311,6 +319,8 @@ class FileWriter:
         record = msgspec.structs.replace(record, bytes=self._incoming.size_bytes)
         self._storing = asyncio.create_task(self._files.store(record, self._incoming, within))
         await asyncio.shield(self._storing)  # a caller that goes away leaves no record without bytes
+        if self._writing is not None:
+            self._writing.end(is_kept=True)
         self._files.leave(self.id)
         return record
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from batchmill.errors import BatchmillError, StorageFull, TooLarge
+from batchmill.store.disk_room import Writing
 from batchmill.store.segments import sync_folder
 
 PIECE_BYTES = 1024 * 1024  # handed to a thread at once; twice as much is held at most
@@ -70,12 +71,16 @@ def piece_bytes(files: int) -> int:
 class Incoming:
     """One file that arrives. Until `settle` it lies at `path`, a name nobody looks for.
 
-    Raises, from `write` and `settle`: TooLarge beyond `bytes_max`, StorageFull.
+    Raises, from `write` and `settle`: TooLarge beyond `bytes_max`, OverQuota, StorageFull.
     Concurrency: one task calls `write` and `settle`; `discard` may be called by any, at any time.
     """
 
-    def __init__(self, disk: Disk, path: Path, *, bytes_max: int, room_bytes: int, piece_bytes: int) -> None:
-        self.size_bytes = 0
+    def __init__(
+        self, disk: Disk, path: Path, *, bytes_max: int, room_bytes: int, piece_bytes: int,
+        writing: Writing | None = None,
+    ) -> None:  # fmt: skip
+        """Args: `writing`, what is told of the bytes, and may refuse more; None: they count elsewhere."""
+        self.size_bytes, self.writing = 0, writing
         self._piece_bytes = piece_bytes
         self._disk, self._bytes_max = disk, bytes_max
         self._file = _File(path, room_bytes)
@@ -111,6 +116,8 @@ class Incoming:
 
     async def discard(self) -> None:
         """Drop the file unless it is settled. Safe to call twice, and while it is written."""
+        if self.writing is not None:
+            self.writing.end()
         self._pieces.clear()
         dropping = asyncio.ensure_future(self._disk.run(self._file.drop))
         if self._writing is not None:
@@ -122,6 +129,8 @@ class Incoming:
         self.size_bytes += size_bytes
         if self.size_bytes > self._bytes_max:
             raise TooLarge(f"the file is larger than the {self._bytes_max:,} bytes allowed", code="file_too_large")
+        if self.writing is not None:
+            self.writing.grew_to(self.size_bytes)
 
     async def _hand_over(self) -> None:
         await self._written()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from batchmill.jobs import preview
 from batchmill.services.fair_semaphore import FairSemaphore
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import JobOrder
 from batchmill.wire.native import Estimated, Planned
 from batchmill.wire.previews import SealReport
@@ -21,21 +22,21 @@ def _unseen(share: float) -> None:
 class PreviewService:
     """Raises, everywhere: InvalidInput when the order cannot be run as it is; Unavailable when too many wait."""
 
-    def __init__(self, data_dir: Path) -> None:
-        self._data_dir = data_dir
+    def __init__(self, data_dir: Path, room: DiskRoom) -> None:
+        self._data_dir, self._disk = data_dir, room
         self._places = FairSemaphore(AT_ONCE, waiting_max=WAITING_MAX, what="datasets to look at")
 
     async def validate(self, order: JobOrder) -> SealReport:
         """Check every row."""
         async with self._places.place(order.project):
-            return await preview.validate(order, self._data_dir, _unseen)
+            return await preview.validate(order, self._data_dir, _unseen, self._disk)
 
     async def plan(self, order: JobOrder) -> Planned:
         """Explain in which order the rows would run."""
         async with self._places.place(order.project):
-            return Planned(*await preview.plan(order, self._data_dir, _unseen))
+            return Planned(*await preview.plan(order, self._data_dir, _unseen, self._disk))
 
     async def estimate(self, order: JobOrder, rows_per_s: float | None) -> Estimated:
         """Estimate tokens, cost and, at the rate given, time."""
         async with self._places.place(order.project):
-            return Estimated(*await preview.estimate(order, self._data_dir, _unseen, rows_per_s))
+            return Estimated(*await preview.estimate(order, self._data_dir, _unseen, rows_per_s, self._disk))

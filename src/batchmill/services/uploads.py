@@ -30,6 +30,7 @@ from batchmill.services.upload_records import (
     UploadRecord,
 )
 from batchmill.store.database import Database
+from batchmill.store.disk_room import Writing
 from batchmill.store.segments import sync_folder
 
 LIFETIME_S = 3600.0  # of an upload that is never completed
@@ -63,12 +64,13 @@ class UploadService:
         sync_folder(files.home)
 
     async def create(self, project: str, new: NewUpload) -> UploadRecord:
-        """Raises: TooLarge (`file_too_large`), InvalidInput for a name that cannot be shown."""
+        """Raises: TooLarge (`file_too_large`), OverQuota, InvalidInput for a name that cannot be shown."""
         if new.bytes > self._files.limits.file_bytes_max:
             raise TooLarge(
                 f"the file is larger than the {self._files.limits.file_bytes_max:,} bytes allowed",
                 code="file_too_large",
             )
+        await self._files.room.check(project, new.bytes)
         now = self._clock.now()
         record = UploadRecord(
             id=new_id("upload_"), project=project, purpose=new.purpose, filename=checked_filename(new.filename),
@@ -90,7 +92,7 @@ class UploadService:
         """A new part of a pending upload. Raises: TooLarge (`too_many_parts`)."""
         await self._pending(project, upload_id)
         await self._database.read(upload_records.check_room, upload_id, 0)
-        return PartWriter(self._files, self, upload_id, project)
+        return PartWriter(self._files, self, upload_id, project, await self._files.room.begin(project))
 
     async def store_part(self, part: PartRecord, writer: PartWriter) -> None:
         """Bytes, then the record."""
@@ -137,7 +139,7 @@ class UploadService:
         def end(db: sa.Connection, file: FileRecord) -> None:
             gone.extend(upload_records.end(db, record.id, COMPLETED, file.id))
 
-        writer = await self._files.writer(record.project)
+        writer = await self._files.writer(record.project, is_joined=True)
         try:
             paths = [self.home / part.id for part in parts]
             found = await writer.append_files(paths, record.bytes, with_md5=md5 is not None)
@@ -204,10 +206,12 @@ class UploadService:
 class PartWriter:
     """A part on its way in: `write` its bytes, then `commit`; `discard` in any case."""
 
-    def __init__(self, files: FileService, uploads: UploadService, upload_id: str, project: str) -> None:
+    def __init__(
+        self, files: FileService, uploads: UploadService, upload_id: str, project: str, writing: Writing
+    ) -> None:
         self.id, self._project = new_id("part_"), project
         self._files, self._uploads, self._upload_id = files, uploads, upload_id
-        self.incoming = files.arrive(self.id, PART_BYTES_MAX)
+        self.incoming = files.arrive(self.id, PART_BYTES_MAX, writing)
         self._storing: asyncio.Task[None] | None = None
 
     async def write(self, data: bytes) -> None:
@@ -219,6 +223,8 @@ class PartWriter:
         part = self._uploads.part(self.id, self._upload_id, self.incoming.size_bytes, self._project)
         self._storing = asyncio.create_task(self._uploads.store_part(part, self))
         await asyncio.shield(self._storing)
+        if self.incoming.writing is not None:
+            self.incoming.writing.end(is_kept=True)
         self._files.leave(self.id)
         return part
 

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.requests import OBJECT, Common, Search
-from batchmill.server.json_inspection import VALUES_MAX
-from batchmill.server.operations import BODY_BYTES_MAX, Call, Operation
-from batchmill.types import Caller, Scope
+from batchmill.server.operations import Call, Operation
+from batchmill.types import Scope
 
 Handler = Callable[[Call], Awaitable[Response]]
-Admits = Callable[[Caller, dict[str, str]], None]
 MISSING, TAKEN = 404, 409
 
 
 def operation(
     name: str, route: str, summary: str, scope: Scope, handler: Handler, *,
-    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,),
-    body_bytes_max: int | None = BODY_BYTES_MAX, values_max: int = VALUES_MAX, admits: Admits | None = None,
+    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,), **more: Any,
 ) -> Operation:  # fmt: skip
     """One operation; a slash may stand at the end of its path.
 
     Args:
         route: "METHOD PATH".
         body: "required" or "optional" for a JSON object; empty for none.
+        more: other fields of an Operation.
     """
     method, path = route.split()
     return Operation(
         name, method, path, summary, scope, handler,
         query=query, body=OBJECT if body else None, body_is_optional=body == "optional", reply=OBJECT, errors=errors,
-        last_slash_is_optional=path != "/", body_bytes_max=body_bytes_max, values_max=values_max, admits=admits,
+        last_slash_is_optional=path != "/", **more,
     )  # fmt: skip
 
 

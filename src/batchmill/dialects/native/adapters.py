@@ -76,7 +76,7 @@ class Adapters:
         _check(call.caller, name)
         bundle = await asyncio.to_thread(self._adapters.incoming)
         try:
-            await self._adapters.receive(bundle, call.request.stream())
+            await self._adapters.receive(call.caller.project, bundle, call.request.stream())
             record = await self._adapters.take(call.caller, query.base, name, bundle)
         finally:
             await asyncio.to_thread(bundle.unlink)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Looking:
     def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
         self._services, self._shown, self._orders = services, shown, orders
-        self._previews = PreviewService(services.config.data_dir)
+        self._previews = PreviewService(services.config.data_dir, services.files.room)
 
     def operations(self) -> Sequence[Operation]:
         return (

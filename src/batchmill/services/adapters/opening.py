@@ -12,15 +12,18 @@ from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import Caller, ModelSpec
 
 FOLDER = "adapters"  # in the data directory
 
 
-def make_adapters(config: Config, database: Database, vault: Vault, bases: Bases) -> AdapterService:
+def make_adapters(
+    config: Config, database: Database, vault: Vault, bases: Bases, room: DiskRoom | None = None
+) -> AdapterService:
     """Those of a data directory that this process owns; `load` comes next."""
     home = config.data_dir / FOLDER
-    return AdapterService(database, SystemClock(), home=home, bases=bases, config=config, vault=vault)
+    return AdapterService(database, SystemClock(), home=home, bases=bases, config=config, vault=vault, room=room)
 
 
 def late_bases(config: Config, versions: ModelVersions, remote: RemoteModels, llms: LlmService | None = None) -> Bases:

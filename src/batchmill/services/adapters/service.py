@@ -35,6 +35,7 @@ from batchmill.services.incoming import FULL
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import adapter_bundles
 
@@ -62,9 +63,11 @@ class AdapterService:
     """Raises, everywhere: UnknownName (`unknown_adapter`) for an adapter of another project, or of none."""
 
     def __init__(
-        self, database: Database, clock: Clock, *, home: Path, bases: Bases, config: Config, vault: Vault
-    ) -> None:
+        self, database: Database, clock: Clock, *, home: Path, bases: Bases, config: Config, vault: Vault,
+        room: DiskRoom | None = None,
+    ) -> None:  # fmt: skip
         """Args: `home`, the folder of adapters, which nobody else writes to; `load` comes next."""
+        self._room = room or DiskRoom(database, config.data_dir, config.project_quotas)
         self._database, self._clock, self._home, self._bases = database, clock, home, bases
         self._entry, self._quotas = config.deployments, config.project_quotas
         self._book = AdapterBook(())
@@ -186,6 +189,7 @@ class AdapterService:
                 fetched = await asyncio.to_thread(fetching.settle, staged, self._home / record.id)
             faults.point("after_adapter")
             report = await asyncio.to_thread(fetching.described, fetched, model.source, _rank_max(model))
+            await self._see_room(record, report)
         except (BatchmillError, OSError) as error:
             await self._write(replace(record, state=FAILED, message=str(error)))
             raise
@@ -199,11 +203,17 @@ class AdapterService:
         open(handle, "wb").close()
         return Path(path)
 
-    async def receive(self, bundle: Path, pieces: AsyncIterator[bytes]) -> None:
-        """Write an archive that arrives piece by piece. Raises: StorageFull."""
-        with _full_disk_told(), bundle.open("wb") as file:
-            async for piece in pieces:
-                await asyncio.to_thread(file.write, piece)
+    async def receive(self, project: str, bundle: Path, pieces: AsyncIterator[bytes]) -> None:
+        """Write an archive that arrives piece by piece. Raises: StorageFull, OverQuota."""
+        writing, size_bytes = await self._room.begin(project), 0
+        try:
+            with _full_disk_told(), bundle.open("wb") as file:
+                async for piece in pieces:
+                    size_bytes += len(piece)
+                    writing.grew_to(size_bytes)
+                    await asyncio.to_thread(file.write, piece)
+        finally:
+            writing.end()
 
     async def wait(self, record: AdapterRecord) -> AdapterRecord:
         """The record once it is ready, or has failed."""
@@ -312,6 +322,7 @@ class AdapterService:
         return AdapterRecord(new_id(), project, name, 0, base, source, created=now, changed=now, token=token)
 
     async def _begin(self, record: AdapterRecord) -> AdapterRecord:
+        await self._room.check(record.project)
         async with self._changing:
             record = await self._database.write(records.begin, record, self._quotas.of(record.project).adapters)
             self._book.put(record)
@@ -336,12 +347,21 @@ class AdapterService:
             source, rank = ("", RANK_MAX) if model is None else (model.source, _rank_max(model))
             order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
             report = await self._fetches.fetch(record.project, order, record.token)
+            await self._see_room(record, report)
         except BatchmillError as error:
             log.warning("the adapter %s of %s failed: %s", record.own_name, record.project, error.message)
             await self._write(replace(record, state=FAILED, message=error.message))
             return
         faults.point("after_adapter")
         await self._end(record, report)
+
+    async def _see_room(self, record: AdapterRecord, report: FetchReport) -> None:
+        """Raises: OverQuota where the project has no room for what was fetched: it goes."""
+        try:
+            await self._room.check(record.project, report.fetched.bytes)
+        except OverQuota:
+            await asyncio.to_thread(self._discard, Path(report.fetched.folder))
+            raise
 
     def _known_base(self, record: AdapterRecord) -> ModelSpec | None:
         try:

@@ -27,6 +27,7 @@ from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
 from batchmill.jobs import preview
+from batchmill.jobs.drive_room import preparing
 from batchmill.ports import Clock
 from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
@@ -281,7 +282,7 @@ class DatasetService:
         path = self._files.home / (record.file or "")
         try:
             async with self._places.place(record.project):
-                found = await self._looked_at(path)
+                found = await self._looked_at(record.project, path)
             details = replace(
                 details, rows=found.rows, problems=found.problems, problems_total=found.problems_total
             )  # fmt: skip
@@ -294,13 +295,14 @@ class DatasetService:
         faults.point("after_check")
         await self._database.write(records.checked, record.id, details, state, self._clock.now())
 
-    async def _looked_at(self, path: Path) -> Checked:
+    async def _looked_at(self, project: str, path: Path) -> Checked:
         dataset = DatasetSpec([str(path)], format="openai", **msgspec.structs.asdict(self._config.limits))
         home = preview.new_home(self._config.data_dir)
         try:
-            order = CheckOrder(dataset, str(home), self._config.server.rows_max)
-            answer = await self._children.offload(checking.TARGET, msgspec.json.encode(order), _unseen)
-            return msgspec.json.decode(answer, type=Checked)
+            async with preparing(self._files.room, project, home) as room:
+                order = CheckOrder(dataset, str(home), self._config.server.rows_max, room.bytes_left, room.no_room)
+                answer = await self._children.offload(checking.TARGET, msgspec.json.encode(order), _unseen)
+                return msgspec.json.decode(answer, type=Checked)
         finally:
             await to_its_end(asyncio.to_thread(shutil.rmtree, home))
 

@@ -1,0 +1,117 @@
+"""The bytes that projects have on the disk: what the database knows of, and what is being written and not yet there.
+
+Everybody who writes for a project asks the one DiskRoom of the process that owns the data directory, on its event loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from batchmill.errors import OverQuota
+from batchmill.store.database import Database
+from batchmill.store.llm_tables import adapters
+from batchmill.store.quotas import over_quota
+from batchmill.store.service_tables import files, upload_parts
+from batchmill.store.tables import jobs
+from batchmill.types import ProjectQuotas
+from batchmill.types.machines import size_text
+
+# What holds bytes of a project: results of jobs are among the files, once somebody may fetch them.
+HOLDERS = (
+    sa.select(sa.func.coalesce(sa.func.sum(files.c.bytes), 0)).where(files.c.project == sa.bindparam("project")),
+    sa.select(sa.func.coalesce(sa.func.sum(upload_parts.c.bytes), 0)).where(
+        upload_parts.c.project == sa.bindparam("project")
+    ),
+    sa.select(sa.func.coalesce(sa.func.sum(adapters.c.bytes), 0)).where(
+        adapters.c.project == sa.bindparam("project"), adapters.c.state != "removed"
+    ),
+    sa.select(sa.func.coalesce(sa.func.sum(jobs.c.bytes), 0)).where(jobs.c.project == sa.bindparam("project")),
+)
+WAY_OUT = "delete files, uploads or adapters"
+
+
+def used(db: sa.Connection, project: str) -> int:
+    """The bytes of a project that the database knows of."""
+    return sum(db.execute(holder, {"project": project}).scalar_one() for holder in HOLDERS)
+
+
+class DiskRoom:
+    def __init__(self, database: Database, data_dir: Path, quotas: ProjectQuotas) -> None:
+        self.database, self._data_dir, self.quotas = database, data_dir, quotas
+        self._known: dict[str, tuple[int, int]] = {}  # project -> bytes it had when somebody last looked, and may have
+        self._pending: Counter[str] = Counter()  # project -> bytes that are being written
+
+    async def look(self, project: str) -> tuple[int, int]:
+        """The bytes that a project has, those on their way too, and how many it may have."""
+        known = self._known[project] = await self.database.read(self._read, project)
+        return known[0] + self._pending[project], known[1]
+
+    def _read(self, db: sa.Connection, project: str) -> tuple[int, int]:
+        disk = os.statvfs(self._data_dir)
+        return used(db, project), self.quotas.of(project).disk_bytes(disk.f_blocks * disk.f_frsize)
+
+    async def check(self, project: str, adding: int = 1) -> None:
+        """Raises: OverQuota where a project has no room for so many bytes more."""
+        has, most = await self.look(project)
+        if has + adding > most:
+            raise self.refusal(project)
+
+    async def begin(self, project: str) -> Writing:
+        """Something that is about to be written; `end` it in any case. Raises: OverQuota where there is no room."""
+        await self.check(project)
+        return Writing(self, project)
+
+    def refusal(self, project: str) -> OverQuota:
+        """What is said where a project has no room left."""
+        known, most = self._known[project]
+        held = size_text(known + self._pending[project])
+        return over_quota("disk", project, f"has {held} on the disk", size_text(most), WAY_OUT)
+
+    def grow(self, project: str, by: int) -> None:
+        """Raises: OverQuota where it is too much; it counts all the same."""
+        self._pending[project] += by
+        if by > 0 and self.left(project) < 0:
+            raise self.refusal(project)
+
+    def left(self, project: str) -> int:
+        known, most = self._known[project]
+        return most - known - self._pending[project]
+
+    def end(self, project: str, size_bytes: int, is_kept: bool) -> None:
+        known, most = self._known[project]
+        self._pending[project] -= size_bytes
+        if is_kept:  # the next to begin looks for itself
+            self._known[project] = known + size_bytes, most
+
+
+class Writing:
+    """Bytes on their way to the disk."""
+
+    def __init__(self, room: DiskRoom, project: str) -> None:
+        self._room, self._project = room, project
+        self._size, self._has_ended = 0, False
+
+    def grew_to(self, size_bytes: int) -> None:
+        """So many have been written, or are about to be. Raises: OverQuota."""
+        if not self._has_ended and size_bytes != self._size:
+            by, self._size = size_bytes - self._size, size_bytes
+            self._room.grow(self._project, by)
+
+    @property
+    def left(self) -> int:
+        """How many more there may be."""
+        return max(0, self._room.left(self._project))
+
+    @property
+    def refusal(self) -> OverQuota:
+        return self._room.refusal(self._project)
+
+    def end(self, *, is_kept: bool = False) -> None:
+        """They are in the database now (`is_kept`), or gone. Done twice, it is once."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._room.end(self._project, self._size, is_kept)
