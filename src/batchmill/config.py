@@ -17,6 +17,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.adapters         | adapter name -> its directory or id                                       |
 | models.NAME.engine_args      | flags of the engine, as its command line has them                         |
 | models.NAME.paths            | paths that rows and calls may have besides those of every such model      |
+| models.NAME.features         | what callers of a server may have a service do besides answer: background, |
+|                              | stored, hosted_tools, priority_tier, other_models                         |
 | models.NAME.base_url         | the service's address, up to and with its /v1                             |
 | models.NAME.api_key          | "env:NAME", "file:PATH" or "secret:NAME", never the key itself            |
 | models.NAME.python           | the interpreter of the environment the engine lives in                    |
@@ -160,6 +162,7 @@ class ModelEntry(ReplicaEntry, frozen=True):
     adapters: dict[str, str] = {}
     engine_args: dict[str, str | int | float | bool] = {}
     paths: list[str] = []
+    features: list[str] = []
     base_url: str | None = None
     api_key: str | None = None
     python: str | None = None

@@ -1,11 +1,11 @@
-"""How many columns a dataset may have depends on what its results become."""
+"""What of a dataset a job allows: its columns by what they become, its bodies by who sent it."""
 
 import pytest
 
 from batchmill.jobs.preparation import seal_order
 from batchmill.jobs.results import COLUMNS_MAX
 from batchmill.types import DatasetSpec, ModelSpec, Policy
-from batchmill.wire.forms import TableForm
+from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 
 
@@ -26,3 +26,16 @@ def test_only_tables_bound_the_columns(output, columns_max):
         form=TableForm(), policy=Policy(), output=output, identity="", code={}, created=0.0,
     )  # fmt: skip
     assert seal_order(spec).columns_max == columns_max
+
+
+@pytest.mark.parametrize(("origin", "features"), [(None, None), ({"door": "openai"}, ["stored"])])
+def test_only_callers_of_a_server_are_bounded(origin, features):
+    """Rows that came over a server may ask for what its configuration allows; a command of the machine for anything."""
+    model = ModelSpec("m", "http", "remote", features=["stored"], paths=["/v1/own"])
+    spec = JobSpec(
+        id="job_1", dataset=DatasetSpec(["/in.jsonl"]), models=[model], form=OpenAIForm(), policy=Policy(),
+        output=None, identity="", code={}, created=0.0, origin=origin,
+    )  # fmt: skip
+    order = seal_order(spec)
+    assert order.features == [features]
+    assert order.urls[0] is not None and {"/v1/own", "/v1/responses"} <= order.urls[0] and order.pathless == []

@@ -57,9 +57,9 @@ def body(text: str) -> dict[str, object]:
     return {"model": "mini", "messages": [{"role": "user", "content": text}]}
 
 
-async def post(server: RunningServer, path: str, text: str) -> int:
+async def post(server: RunningServer, path: str, text: str, **more: object) -> int:
     """The status of one call, whose request line goes out as it is written here."""
-    data = json.dumps(body(text)).encode()
+    data = json.dumps(body(text) | more).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
@@ -96,5 +96,24 @@ async def test_nothing_but_the_list_arrives(server: RunningServer, service: Open
         assert refused == ["invalid_url"] * (len(OTHERS) + len(ONLY_ROWS))
         assert sorted(call.path for call in service.calls[len(TAKEN) :]) == sorted(TAKEN)
         assert all(call.headers.get("X-A") is None for call in service.calls)
+    finally:
+        await asyncio.to_thread(server.kill)
+
+
+async def test_nobody_asks_for_more_than_an_answer(server: RunningServer, service: OpenAIService) -> None:
+    """What would spend more, reach elsewhere or read the operator's account is refused and not sent."""
+    asking = ({"service_tier": "priority"}, {"tools": [{"type": "web_search"}]}, {"models": ["dearer"]})
+    await asyncio.to_thread(server.start)
+    try:
+        for more in asking:
+            assert await post(server, TAKEN[0], "live", **more) == 400
+        async with httpx.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
+            rows = [
+                {"custom_id": f"{n}", "method": "POST", "url": TAKEN[0], "body": body("row") | more}
+                for n, more in enumerate((*asking, {}))
+            ]
+            refused = [json.loads(line)["error"]["code"] for line in await errors_of(client, rows)]
+        assert refused == ["parameter_not_allowed"] * len(asking)
+        assert [call.text for call in service.calls] == ["row"]
     finally:
         await asyncio.to_thread(server.kill)

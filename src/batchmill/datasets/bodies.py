@@ -13,7 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from batchmill.errors import InvalidRow
+from batchmill.wire import features as body_features
 from batchmill.wire import lorax_fields
+from batchmill.wire.features import Guarded
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
 # They would send a row, or our credentials, somewhere else (CVE-2024-6587).
@@ -27,7 +29,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class _Body(Struct, gc=False):
+class _Body(Guarded, gc=False):
     """What any body may hold."""
 
     model: str | None = None
@@ -76,6 +78,7 @@ class _Embedding(_Body, gc=False):
 
 class _Response(_Generating, gc=False, kw_only=True):
     input: str | list[Any]
+    prompt: Raw | UnsetType = UNSET
     max_output_tokens: Count | None = None
 
 
@@ -107,11 +110,18 @@ _decoders: dict[str, Callable[[bytes | Raw], _Body]] = {
 }
 
 
-def check(url: str, body: bytes | Raw, *, may_stream: bool = False, is_ours: bool = False) -> str | None:
+def check(
+    url: str,
+    body: bytes | Raw,
+    *,
+    may_stream: bool = False,
+    is_ours: bool = False,
+    features: frozenset[str] | None = None,
+) -> str | None:
     """The `model` that the body names. A path we do not know is checked for nothing but the model.
 
     `may_stream`: somebody waits for the answer, and may have it in pieces. `is_ours`: the engine is run here, and would
-    ignore fields that it does not know.
+    ignore fields that it does not know. `features`: what of wire.features it may ask for; None: whatever it likes.
 
     Raises: InvalidRow (`invalid_field`, `number_out_of_range`, `parameter_not_allowed`, `streaming_not_supported`).
     """
@@ -126,6 +136,10 @@ def check(url: str, body: bytes | Raw, *, may_stream: bool = False, is_ours: boo
             )
     if is_ours:
         _refuse_lorax(found)
+    if features is not None:
+        body_features.check(found, body, features)
+        if isinstance(found, _Response):
+            body_features.check_response(found.prompt, found.input, features)
     match found:
         case _Generating(stream=True) if not may_stream:
             raise InvalidRow(

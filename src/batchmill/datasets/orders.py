@@ -27,6 +27,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
     services: list[int] = []  # numbers of the models that are run by others, and may know further fields
     pathless: list[int] = []  # numbers of the models to which a path below /v1 means nothing: any is taken
+    features: list[list[str] | None] = []  # of each model: what its rows may ask of a service; None: anything
     endpoint: str | None = None  # the one `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
     bytes_left: int | None = None  # what of its project's quota is left for what is written; None: no quota

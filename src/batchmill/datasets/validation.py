@@ -119,6 +119,7 @@ class OpenAIRules:
         self._urls = order.urls
         self._services = order.services
         self._pathless = order.pathless
+        self._features = [None if each is None else frozenset(each) for each in order.features]
         self._any_model = order.any_model
         self._wanted = WantedAdapters(order.patterns)
         self._patterns = [pattern for pattern, *_ in order.patterns]
@@ -201,7 +202,8 @@ class OpenAIRules:
             raise InvalidRow(
                 f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}{_WAY_OUT}", code="invalid_url"
             )
-        bodies.check(url, body, is_ours=model not in self._services)
+        features = self._features[model] if self._features else None
+        bodies.check(url, body, is_ours=model not in self._services, features=features)
         return model, target
 
     def resolve(self, name: str | None) -> tuple[int, int]:

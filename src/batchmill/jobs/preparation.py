@@ -18,6 +18,7 @@ from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
 from batchmill.jobs.routing import Choice
 from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, Problem
+from batchmill.wire.features import features_of
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import SealReport
@@ -131,6 +132,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,
         services=[number for number, model in enumerate(spec.models) if model.engine in SERVICES],
+        features=[None if spec.origin is None else sorted(features_of(model)) for model in spec.models],
         pathless=[number for number, known in enumerate(paths) if known is None],
         urls=[
             None if model.takes_columns else frozenset(URLS) if known is None else known

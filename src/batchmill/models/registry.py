@@ -22,6 +22,7 @@ from batchmill.models.connectors import reading
 from batchmill.models.paths import OPENAI_LIKE, check_paths
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec, Price
+from batchmill.wire.features import check_features
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -37,7 +38,7 @@ class Kind(Struct, frozen=True):
 
 ROUTES, BATCH = "routes", "-batch"
 _REPLICAS = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus")
-_PATHS = frozenset({"paths"})
+_OPENINGS = ("features", "paths")  # what callers may have a model do besides
 KINDS = {
     "function": Kind(
         "function",
@@ -46,12 +47,12 @@ KINDS = {
     ),
     "vllm": Kind(
         "llm",
-        frozenset({"workers", "price", "adapters", "engine_args", "paths", "python", "secrets", *_REPLICAS}),
+        frozenset({"workers", "price", "adapters", "engine_args", "python", "secrets", *_OPENINGS, *_REPLICAS}),
         frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"}),
     ),
     "openai": Kind(
         "http",
-        frozenset({"price", "adapters", "base_url", "api_key", "engine_args", "paths"}),
+        frozenset({"price", "adapters", "base_url", "api_key", "engine_args", *_OPENINGS}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
     "connector": Kind(
@@ -63,8 +64,9 @@ KINDS = {
 } | {
     f"{provider}{BATCH}": Kind(
         "provider_batch",
-        frozenset({"price", "base_url", "api_key", "engine_args"})
-        | (_PATHS if provider in OPENAI_LIKE else frozenset()),
+        frozenset({"price", "base_url", "api_key", "engine_args"}).union(
+            _OPENINGS if provider in OPENAI_LIKE else _OPENINGS[:1]
+        ),
         frozenset({"attempts_max", "connect_timeout_s", "attempt_timeout_s"}),
         provider,
     )
@@ -111,6 +113,7 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         adapter_patterns=config.deployments.adapter_patterns if kind.engine == "llm" else [],
         adapter_rank=_adapter_rank(kind, entry, config),
         paths=entry.paths,
+        features=entry.features,
         base_url=entry.base_url,
         api_key=entry.api_key,
         engine_args=dict(entry.engine_args),
@@ -304,7 +307,10 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
 def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
-    own = ("adapters", "engine_args", "paths", "base_url", "api_key", "python", "workers", "price", "routes", "secrets")
+    own = (
+        "adapters", "engine_args", "features", "paths", "base_url", "api_key", "python", "workers", "price", "routes",
+        "secrets",
+    )  # fmt: skip
     for name in (*own, *_REPLICAS):
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
             raise InvalidInput(_stranger(name, entry.engine, kind.settings))
@@ -336,6 +342,7 @@ def _check(spec: ModelSpec) -> None:
             "replicas by its configuration; leave the flag out"
         )
     check_paths(spec.paths, spec.engine)
+    check_features(spec.features)
     for name in spec.adapters:
         if name in (spec.name, spec.source):
             raise InvalidInput(f"the adapter {name!r} has the name of its model: give it another")

@@ -18,6 +18,7 @@ from batchmill.services.catalogue import Catalogue, Served
 from batchmill.services.live_usage import UsageReader
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
+from batchmill.wire.features import features_of
 
 SHOWN_CHARS = 80  # of a path nobody serves, in a message
 
@@ -94,7 +95,7 @@ class LiveCalls:
                 code="unknown_url",
             )
         if not served.model.takes_columns:  # whose fields are its own business
-            bodies.check(url, body, may_stream=True)
+            bodies.check(url, body, may_stream=True, features=features_of(served.model.live()))
         return served, bool(asked.stream)
 
     async def _body(

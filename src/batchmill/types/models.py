@@ -141,6 +141,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     adapter_patterns: list[str] = []  # ids of a model hub that rows may name: they are registered when a job comes
     adapter_rank: int = 0  # the largest rank of adapters that its engine has room for; 0: it takes none
     paths: list[str] = []  # that rows and calls may have besides those of every such model: "/v1/images/generations"
+    features: list[str] = []  # what callers of a server may have it do besides answer; as wire.features names it
     base_url: str | None = None
     api_key: str | None = None  # "env:NAME", "file:PATH" or "secret:NAME"; a secret itself never lies in a spec
     engine_args: dict[str, str | int | float | bool | None] = {}  # flags of the engine, as its command line has them
