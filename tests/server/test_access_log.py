@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from batchmill.server import access_log
+from batchmill.server.access_log import Served
+
 CODE = """
 import asyncio, logging, sys
 from batchmill.server import access_log
@@ -70,3 +73,20 @@ def test_levels(level, count):
     told = lines(level)
     assert len(told) == count
     assert ("what somebody sent" in told[-1]["trace"]) is (level == "debug")
+
+
+def test_strangers_fill_no_disk(capsys, caplog, monkeypatch):
+    """Of requests without a key that were refused there are so many lines a second, and one that counts the others."""
+    now = [100.0]
+    monkeypatch.setattr(access_log.time, "monotonic", lambda: now[0])
+    lines = access_log.Requests()
+    lines._timer = object()  # it is written when the test says so
+    stranger = Served("r", "GET", status=401, code="invalid_api_key")
+    for _ in range(access_log.REFUSED_MAX + 50):
+        lines.add(stranger)
+    lines.add(Served("r", "GET", status=403, code="forbidden", key="k1"))
+    assert len(lines._lines) == access_log.REFUSED_MAX + 1
+    now[0] += 1.0
+    lines.add(stranger)
+    assert len(lines._lines) == access_log.REFUSED_MAX + 2
+    assert "50 more requests" in caplog.text

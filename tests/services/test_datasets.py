@@ -162,15 +162,15 @@ async def test_an_upload_after_its_time(room):
     begun = await room.datasets.begin("one", "a.jsonl")
     await room.clock.sleep(datasets.LIFETIME_S)
     with pytest.raises(Refused, match="expired"):
-        await room.datasets.receive(begun.id, begun.signature, pieces(LINE))
+        await room.datasets.receive(begun.id, begun.signature, pieces(LINE), lambda _: None)
 
 
 async def test_an_upload_that_is_too_large(room):
     """At the limit it is taken, one byte more is not, and may be sent again smaller."""
     begun = await room.datasets.begin("one", "a.jsonl")
     with pytest.raises(TooLarge):
-        await room.datasets.receive(begun.id, begun.signature, pieces(b"x" * 1000, b"x"))
-    file = await room.datasets.receive(begun.id, begun.signature, pieces(b"x" * 1000))
+        await room.datasets.receive(begun.id, begun.signature, pieces(b"x" * 1000, b"x"), lambda _: None)
+    file = await room.datasets.receive(begun.id, begun.signature, pieces(b"x" * 1000), lambda _: None)
     assert (file.bytes, len(room.left())) == (1000, 1)
 
 

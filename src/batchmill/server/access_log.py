@@ -18,6 +18,7 @@ from batchmill.models import redaction
 
 TOGETHER_S = 0.1  # a line is written so late at most
 LINES_MAX = 1000  # that are kept for so long
+REFUSED_MAX = 100  # lines a second of requests that were refused to nobody known; of the others it says how many
 LEVELS = ("debug", "info", "warning", "error")
 access = logging.getLogger("batchmill.access")
 _encode = msgspec.json.Encoder().encode
@@ -73,13 +74,29 @@ class Requests(logging.Handler):
         self._lines: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._second, self._date = 0, ""
+        self._refused_second, self._refused = 0, 0
 
     def add(self, served: Served) -> None:
+        if served.key is None and served.code is not None and self._is_one_too_many():
+            return
         self._lines.append(self._line(served))
         if len(self._lines) >= LINES_MAX:
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TOGETHER_S, self.flush)
+
+    def _is_one_too_many(self) -> bool:
+        """Whoever has no key fills no disk with lines."""
+        second = int(time.monotonic())
+        if second != self._refused_second:
+            left_out = max(0, self._refused - REFUSED_MAX)
+            self._refused_second, self._refused = second, 0
+            if left_out:
+                logging.getLogger("batchmill.server").warning(
+                    "%d more requests without a key were refused in a second than have a line each", left_out
+                )
+        self._refused += 1
+        return self._refused > REFUSED_MAX
 
     def _line(self, served: Served) -> bytes:
         now = time.time()
