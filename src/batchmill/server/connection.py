@@ -194,8 +194,8 @@ class Connection(HttpToolsProtocol):
 
     def has_unread(self) -> bool:
         """A body that is still coming, unless its client has shown a key and it is short."""
-        if self._in_head or self._is_over or self.cycle is None or not self.cycle.more_body:
-            return False
+        if self._in_head or self._is_over or self.pipeline or self.cycle is None or not self.cycle.more_body:
+            return False  # or the body is that of a request which waits for this one's reply
         if not self.is_known:
             return True
         claimed = next((value for name, value in self.cycle.scope["headers"] if name == b"content-length"), b"")
