@@ -19,7 +19,7 @@ from batchmill.dialects.ml_commons.requests import PREFIX, body_of, is_plain, re
 from batchmill.dialects.ml_commons.routes import MISSING, TAKEN, operation
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.server.bodies import parse_json, parse_object
-from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX, VALUES_MAX, inspect
+from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.piece_reply import unless_gone, whole_answer
 from batchmill.services.catalogue import Served
@@ -40,6 +40,7 @@ FORM = "ml_commons"
 ONE = f"{PREFIX}/models/{{model_id}}"
 BATCH_ROUTE = f"POST {ONE}/_batch_predict"
 BATCH_FIELDS = ("parameters", "action_type", "dlq")
+PREDICT_VALUES_MAX = 200_000  # of a body whose parameters the model's worker reads
 CLIENT_LEFT = 499
 SHOWN_CHARS = 80
 OTHER_ACTIONS = (BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT, "EXECUTE")
@@ -67,13 +68,13 @@ class Predict:
         return [
             operation(
                 "predictModel", f"POST {ONE}/_predict", "Call a model", Scope.SUBMIT, self.predict,
-                body="required", errors=errors, body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
+                body="required", errors=errors, body_bytes_max=None, values_max=PREDICT_VALUES_MAX,
                 admits=self.admits,
             ),
             operation(
                 "predictWithAlgorithm", f"POST {PREFIX}/_predict/{{algorithm}}/{{model_id}}",
                 "Call a model with documents", Scope.SUBMIT, self.predict, body="required", errors=errors,
-                body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX, admits=self.admits,
+                body_bytes_max=None, values_max=PREDICT_VALUES_MAX, admits=self.admits,
             ),
             operation(
                 "batchPredictModel", BATCH_ROUTE, "Hand a batch to the model's provider, or run the rows of a dataset",

@@ -9,6 +9,7 @@ import base64
 import binascii
 import sys
 from array import array
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Raw, Struct
@@ -40,6 +41,12 @@ def with_encoding(reply: bytes, encoding: str) -> bytes:
     except (msgspec.MsgspecError, KeyError, ValueError, OverflowError, RecursionError):
         return reply
     return join_object({**members, "data": items}) if any(changed) else reply
+
+
+def recode(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """`with_encoding`, of an order that is the encoding, a line end and the reply."""
+    encoding, _, reply = order.partition(b"\n")
+    return with_encoding(reply, encoding.decode())
 
 
 def _recoded(item: dict[str, Raw], encoding: str) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from starlette.responses import Response
 
-from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
+from batchmill.dialects.openai.embeddings import encoding_of, recode
 from batchmill.dialects.openai.errors import as_ours
 from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
+from batchmill.server.long_replies import rewritten
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.places import Places
@@ -79,12 +80,12 @@ class Inference:
         head, pieces = await self._live.predict(call.caller, url, body)
         if head.content_type.startswith(EVENTS):
             return EventReply(head, pieces, self._hide)
-        return self._whole(head, url, body, await whole_answer(pieces))
+        return await self._whole(call, head, url, body, await whole_answer(pieces))
 
     @staticmethod
-    def _whole(head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
+    async def _whole(call: Call, head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
         if head.status >= 400:
             return json_reply(as_ours(head.status, answer), head.status)
         if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
-            answer = with_encoding(answer, encoding)
+            answer = await rewritten(call, recode, encoding.encode() + b"\n" + answer)
         return Response(answer, head.status, {"content-type": head.content_type})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from batchmill.wire.json_bytes import encode
 
 INPUTS_MAX = 10_000
 T = TypeVar("T", bound=Struct)
+Progress = Callable[[float], None]
 
 
 class Classify(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +69,8 @@ def classify_body(asked: Classify) -> dict[str, object]:
     return {"input": asked.input}
 
 
-def classified(answer: bytes) -> bytes:
+def classified(answer: bytes, progress: Progress) -> bytes:
+    """The reply to a call, of the engine's answer; `embedded` too."""
     return encode(_read(answer, Classified))
 
 
@@ -78,7 +81,7 @@ def embed_body(asked: Embed) -> dict[str, object]:
     return {"input": asked.inputs}
 
 
-def embedded(answer: bytes) -> bytes:
+def embedded(answer: bytes, progress: Progress) -> bytes:
     return encode(Embedded(_read(answer, _Vectors).data[0].embedding))
 
 

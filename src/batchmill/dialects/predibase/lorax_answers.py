@@ -6,7 +6,7 @@ Source: LoRAX's router (`lib.rs`, `infer.rs`) and predibase 2025.10.3, `resource
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -188,6 +188,28 @@ def prefill_of(choice: Choice) -> list[PrefillToken]:
         return []
     told = zip(ids, choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=False)
     return [PrefillToken(id, text, logprob) for id, text, logprob in told]
+
+
+class _Told(Struct, frozen=True):
+    asked: Generate
+    answer: bytes
+    looked: bytes = b""
+
+
+def pack(asked: Generate, answer: bytes, looked: bytes = b"") -> bytes:
+    """A call and what the engine answered: `looked`, to `alternatives_body`, is empty where that was not asked."""
+    return msgspec.msgpack.encode(_Told(asked, answer, looked))
+
+
+def write(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """The reply to a call, packed. Raises: as `generated`."""
+    given = msgspec.msgpack.decode(order, type=_Told)
+    asked, answer, tokens = given.asked, read_answer(given.answer), None
+    told = asked.parameters or Parameters()
+    if given.looked and told.return_k_alternatives is not None:
+        best, looked = best_first(answer.choices)[0], read_answer(given.looked)
+        tokens = with_alternatives(best, tokens_of(best), looked.choices[0], told.return_k_alternatives)
+    return msgspec.json.encode([generated(asked, told, answer, tokens)])
 
 
 def generated(asked: Generate, told: Parameters, answer: Answer, tokens: list[Token] | None = None) -> Generated:

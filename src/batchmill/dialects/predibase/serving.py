@@ -16,13 +16,13 @@ from starlette.responses import Response
 from batchmill.dialects.predibase import classify, lorax, lorax_answers, serving_errors
 from batchmill.dialects.predibase.classify import Classified, Classify, Embed, Embedded
 from batchmill.dialects.predibase.lorax import Generate, Parameters
-from batchmill.dialects.predibase.lorax_answers import Answer, Token
 from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
 from batchmill.dialects.predibase.openai_fields import read_body
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
-from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.long_replies import rewritten
+from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Served
@@ -104,9 +104,10 @@ class Serving:
         if asked.stream:
             pieces = await self._completion(call, served, asked, told)
             return TokenReply(events_of(asked, told, pieces), self._say)
-        answer = lorax_answers.read_answer(await whole_answer(await self._completion(call, served, asked, told)))
-        tokens = await self._alternatives(call, served, told, answer)
-        return json_reply([lorax_answers.generated(asked, told, answer, tokens)])
+        answer = await whole_answer(await self._completion(call, served, asked, told))
+        order = lorax_answers.pack(asked, answer, await self._alternatives(call, served, told, answer))
+        written = await rewritten(call, lorax_answers.write, order)
+        return Response(written, media_type="application/json")
 
     async def _completion(self, call: Call, served: Served, asked: Generate, told: Parameters) -> AsyncGenerator[bytes]:
         """The engine's answer. Where all of its window may be used and nobody knows how long that is, it says so."""
@@ -120,28 +121,28 @@ class Serving:
         window = self._learn(served, int(match[1]))
         return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
 
-    async def _alternatives(self, call: Call, served: Served, told: Parameters, answer: Answer) -> list[Token] | None:
-        """The tokens of the answer with what else each might have been: vLLM tells that by number of a prompt alone."""
+    async def _alternatives(self, call: Call, served: Served, told: Parameters, written: bytes) -> bytes:
+        """The answer to what else each token might have been: vLLM tells that by number of a prompt alone."""
         count = told.return_k_alternatives
-        if count is None or not answer.choices:
-            return None
+        answer = None if count is None else lorax_answers.read_answer(written)
+        if count is None or answer is None or not answer.choices:
+            return b""
         best = lorax_answers.best_first(answer.choices)[0]
         body = lorax_answers.alternatives_body(best, count, self._window(served))
-        looked = lorax_answers.read_answer(await whole_answer(await self._ask(call, served, COMPLETIONS, body)))
-        return lorax_answers.with_alternatives(best, lorax_answers.tokens_of(best), looked.choices[0], count)
+        return await whole_answer(await self._ask(call, served, COMPLETIONS, body))
 
     async def _classify(self, call: Call) -> Response:
         asked: Classify = call.body
         body = classify.classify_body(asked)
         served = await self._served(call, asked.model, None)
         answer = await whole_answer(await self._ask(call, served, CLASSIFY, body))
-        return Response(classify.classified(answer), media_type="application/json")
+        return Response(await rewritten(call, classify.classified, answer), media_type="application/json")
 
     async def _embed(self, call: Call) -> Response:
         body = classify.embed_body(call.body)
         served = await self._served(call, None, None)
         answer = await whole_answer(await self._ask(call, served, EMBEDDINGS, body))
-        return Response(classify.embedded(answer), media_type="application/json")
+        return Response(await rewritten(call, classify.embedded, answer), media_type="application/json")
 
     async def _openai(self, url: str, call: Call) -> Response:
         asked = read_body(call.raw)

@@ -1,0 +1,45 @@
+"""Replies that are rewritten: short ones in place, long ones elsewhere."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from fakes.held_clock import HeldClock
+
+from batchmill.children.programs import Programs
+from batchmill.dialects.openai import embeddings
+from batchmill.dialects.openai.embeddings import recode
+from batchmill.dialects.predibase import classify, lorax_answers
+from batchmill.dialects.predibase.lorax import Generate, Parameters
+from batchmill.server import long_replies
+from batchmill.server.long_replies import rewritten
+from batchmill.types import Caller, Scope
+from batchmill.wire.json_bytes import encode
+
+VECTORS = encode({"data": [{"embedding": [0.5, 1.0]}]})
+COMPLETION = encode({"choices": [{"text": "b", "finish_reason": "stop", "token_ids": [1]}]})
+CASES = [
+    (recode, b"base64\n" + VECTORS),
+    (classify.embedded, VECTORS),
+    (lorax_answers.write, lorax_answers.pack(Generate("a", Parameters(details=True)), COMPLETION)),
+]
+
+
+@pytest.fixture
+async def call():
+    programs = Programs(HeldClock())
+    yield SimpleNamespace(programs=programs, caller=Caller("p", Scope.SUBMIT))
+    await programs.close()
+
+
+async def test_long_replies_are_rewritten_in_a_child(call, monkeypatch):
+    """A long reply comes to what a short one does, and not a byte of it is read on the loop."""
+    expected = [await rewritten(call, rewrite, order) for rewrite, order in CASES]
+    assert json.loads(expected[0])["data"][0]["embedding"] == "AAAAPwAAgD8="
+    monkeypatch.setattr(long_replies, "INLINE_BYTES_MAX", 10)
+    monkeypatch.setattr(embeddings, "with_encoding", None)
+    monkeypatch.setattr(classify, "_read", None)
+    monkeypatch.setattr(lorax_answers, "read_answer", None)
+    assert [await rewritten(call, rewrite, order) for rewrite, order in CASES] == expected
