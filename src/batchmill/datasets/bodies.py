@@ -7,7 +7,7 @@ Source: OpenAI's API reference and vLLM's request models.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -67,36 +67,37 @@ class _Chat(_Generating, gc=False, kw_only=True):
 
 
 class _Completion(_Generating, gc=False, kw_only=True):
-    prompt: str | list[Any]
+    prompt: Raw
     max_tokens: CountOrNone | None = None  # 0 is how log-probabilities of a prompt are asked for
 
 
 class _Embedding(_Body, gc=False):
-    input: str | list[Any] | None = None
+    input: Raw | UnsetType = UNSET
     messages: list[_Message] | None = None  # vLLM embeds conversations too
 
 
 class _Response(_Generating, gc=False, kw_only=True):
-    input: str | list[Any]
+    input: Raw
     prompt: Raw | UnsetType = UNSET
     max_output_tokens: Count | None = None
 
 
 class _Rerank(_Body, gc=False, kw_only=True):
-    query: Any
-    documents: Any
+    query: Raw
+    documents: Raw
     top_n: CountOrNone | None = None
 
 
 class _Score(_Body, gc=False):
-    text_1: Any = None
-    text_2: Any = None
-    queries: Any = None
-    documents: Any = None
-    data_1: Any = None
-    data_2: Any = None
+    text_1: Raw | UnsetType = UNSET
+    text_2: Raw | UnsetType = UNSET
+    queries: Raw | UnsetType = UNSET
+    documents: Raw | UnsetType = UNSET
+    data_1: Raw | UnsetType = UNSET
+    data_2: Raw | UnsetType = UNSET
 
 
+_TEXTS = ("prompt", "input")
 _BODIES: dict[str, type[_Body]] = {
     CHAT: _Chat,
     COMPLETIONS: _Completion,
@@ -136,6 +137,9 @@ def check(
             )
     if is_ours:
         _refuse_lorax(found)
+    for name in _TEXTS:
+        if not (name == "prompt" and isinstance(found, _Response)):  # there it is an object
+            _check_text(url, name, getattr(found, name, UNSET), may_be_null=isinstance(found, _Embedding))
     if features is not None:
         body_features.check(found, body, features)
         if isinstance(found, _Response):
@@ -145,7 +149,7 @@ def check(
             raise InvalidRow(
                 "body.stream is true; a batch has no streaming: leave it out", code="streaming_not_supported"
             )
-        case _Embedding(input=None, messages=None):
+        case _Embedding(messages=None) if not _is_there(found.input):
             raise InvalidRow(f"body lacks `input`, which {url} needs", code="invalid_field")
         case _Score() if not _has_pair(found):
             raise InvalidRow(f"body lacks `text_1` and `text_2`, which {url} needs", code="invalid_field")
@@ -164,7 +168,23 @@ _decode_any = msgspec.json.Decoder(_Body).decode
 
 def _has_pair(body: _Score) -> bool:
     pairs = ((body.text_1, body.text_2), (body.queries, body.documents), (body.data_1, body.data_2))
-    return any(left is not None and right is not None for left, right in pairs)
+    return any(_is_there(left) and _is_there(right) for left, right in pairs)
+
+
+def _is_there(value: Raw | UnsetType) -> bool:
+    return not isinstance(value, UnsetType) and bytes(value) != b"null"
+
+
+def _check_text(url: str, name: str, value: Raw | UnsetType, *, may_be_null: bool) -> None:
+    """Text or a list, of which nothing is read: it may be long. Raises: InvalidRow (`invalid_field`)."""
+    if isinstance(value, UnsetType):
+        return
+    first = memoryview(value)[:1].tobytes()
+    if first in (b'"', b"[") or (may_be_null and first == b"n"):
+        return
+    kind = {b"{": "object", b"n": "null", b"t": "bool", b"f": "bool"}.get(first, "number")
+    wanted = "str | array | null" if may_be_null else "str | array"
+    raise InvalidRow(f"body.{name}: expected `{wanted}`, got `{kind}`", code="invalid_field")
 
 
 def _explained(url: str, error: Exception) -> InvalidRow:

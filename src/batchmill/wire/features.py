@@ -61,6 +61,7 @@ _PLAIN = {
     "web_search_options": TOOLS, "plugins": TOOLS, "mcp_servers": TOOLS, "data_sources": TOOLS,
     "models": MODELS, "fallbacks": MODELS,
 }  # fmt: skip
+_MAY_REFER = re.compile(rb'"id"|\\u')  # an item that is a reference has a member "id", perhaps written with escapes
 _NAMES = tuple(Guarded.__struct_fields__)
 _any = msgspec.json.Decoder().decode
 
@@ -105,12 +106,13 @@ def check(found: Guarded, body: bytes | Raw, features: frozenset[str]) -> None:
     _refuse_repeats(body)
 
 
-def check_response(prompt: Raw | UnsetType, items: Any, features: frozenset[str]) -> None:
+def check_response(prompt: Raw | UnsetType, input_: Raw, features: frozenset[str]) -> None:
     """As `check`, of what only a body of the Responses API has: prompts and items that the account holds."""
     if STORED in features:
         return
     if prompt is not UNSET and bytes(prompt) not in NOTHING:
         raise _refusal("body.prompt", STORED)
+    items = _any(input_) if _MAY_REFER.search(input_) else None
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict) and (item.get("type") == "item_reference" or {"id"} == set(item) - {"type"}):
             raise _refusal("an item of body.input that is a reference", STORED)
