@@ -120,6 +120,9 @@ LIMITS_MAX = {
     "attempt_timeout_s": 7 * 86_400.0,
     "memory_bytes": 2**50,
     "adapters_max": 10_000,
+    "schema_bytes_max": 64 * 1024**2,
+    "schema_nodes_max": 10_000_000,
+    "schema_repetitions_max": 10**9,
 }
 SERVER_MAX = {
     "port": 65_535,

@@ -1,8 +1,5 @@
 """Which body fields an engine server knows."""
 
-import msgspec
-import pytest
-
 from batchmill.wire.fields import KNOWN_FIELDS, NO_EFFECT, fields_of_openapi, refusal, unknown_fields
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, LIVE_URLS, RERANK, RESPONSES, SCORE
 
@@ -17,9 +14,9 @@ def test_every_url_has_its_fields():
 
 def test_unknown_fields_are_named_in_order():
     """The fields that would be ignored are found, known ones and those without effect pass."""
-    body = b'{"model":"m","messages":[],"temprature":0,"top_k":3,"user":"u","zzz":{"a":1}}'
-    assert unknown_fields(CHAT, body) == ["temprature", "zzz"]
-    assert unknown_fields("/v1/other", body) == []
+    names = ["model", "messages", "temprature", "top_k", "user", "zzz"]
+    assert unknown_fields(CHAT, names) == ["temprature", "zzz"]
+    assert unknown_fields("/v1/other", names) == []
 
 
 def test_a_refusal_names_the_field_the_url_and_the_nearest():
@@ -34,13 +31,6 @@ def test_a_refusal_of_many_fields_is_short():
     """Eight fields are named, the rest are counted."""
     assert "and 2 more" in refusal(CHAT, [f"f{i}" for i in range(10)])
     assert "more" not in refusal(CHAT, [f"f{i}" for i in range(8)])
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a":1'])
-def test_a_body_that_is_no_object_is_the_callers_problem(body):
-    """What cannot be read raises msgspec's error and is not called a body without unknown fields."""
-    with pytest.raises(msgspec.MsgspecError):
-        unknown_fields(CHAT, body)
 
 
 def test_a_servers_own_description_is_read_through_references_and_alternatives():

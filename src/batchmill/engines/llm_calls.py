@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.engines.adapter_names import Adapter, AdapterNames
+from batchmill.engines.llm_bounds.fields import Bounds
 from batchmill.errors import InvalidInput, InvalidRow, UnknownName
 from batchmill.models.paths import paths_of
 from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
@@ -58,6 +59,7 @@ class Calls:
         self._paths = paths_of(model) or frozenset()
         self._live_paths = self._paths | {CLASSIFY}
         self.limits = model.limits
+        self._bounds = Bounds(model.limits)
         self._has_priority = has_priority(model.engine_args)
         self.names = AdapterNames()
         self.known = known
@@ -77,8 +79,9 @@ class Calls:
         if "priority" in members:
             text = "`priority` is not the caller's to set: a live request goes ahead of every row; leave it out"
             raise InvalidInput(text, code="parameter_not_allowed")
-        if unknown := [name for name in members if name not in self.known.get(url, members)]:
+        if unknown := unknown_fields(url, members, self.known):
             raise InvalidInput(refusal(url, unknown, self.known), code="unknown_parameter")
+        self._bounds.check(url, members)
         adapter = self._live_adapter(request, model)
         members["model"] = msgspec.Raw(msgspec.json.encode(self.names.of(adapter) if adapter else model))
         if self._has_priority and "priority" in self.known.get(url, members):
@@ -127,8 +130,10 @@ class Calls:
             known = ", ".join(sorted(self._paths))
             raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
         asked = lorax_fields.in_engine_words(request.body)
-        if unknown := unknown_fields(request.url, asked, self.known):
+        members = split_object(asked)
+        if unknown := unknown_fields(request.url, members, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")
+        self._bounds.check(request.url, members)
         head = _head.decode(asked)
         if head.stream:
             raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="invalid_parameter")

@@ -54,6 +54,10 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     attempt_timeout_s: float = 600.0  # one call, from the first byte sent to the last received
     memory_bytes: int | None = None  # address space of one worker
     adapters_max: int | None = None  # adapters that an engine of an LLM holds at once
+    # What shapes an answer of an LLM served here (a JSON schema, a pattern, a grammar, tools), for one request:
+    schema_bytes_max: int = 256 * 1024  # all of it together
+    schema_nodes_max: int = 10_000  # objects, lists and values in it
+    schema_repetitions_max: int = 100_000  # what a count such as `maxItems` may say
 
 
 class Needs(Struct, frozen=True, forbid_unknown_fields=True):

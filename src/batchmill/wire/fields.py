@@ -7,11 +7,10 @@ pooling/scoring).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
-from batchmill.wire.json_bytes import split_object
 
 # Of OpenAI's fields, those that cannot change an answer: accepted everywhere, and without effect in a managed engine.
 NO_EFFECT = frozenset(
@@ -64,10 +63,10 @@ KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
 }
 
 
-def unknown_fields(url: str, body: bytes, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> list[str]:
+def unknown_fields(url: str, members: Iterable[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> list[str]:
     """The members of a request body that the engine would ignore; none for a URL that is not known."""
     fields = known.get(url)
-    return [] if fields is None else [name for name in split_object(body) if name not in fields]
+    return [] if fields is None else [name for name in members if name not in fields]
 
 
 def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> str:
