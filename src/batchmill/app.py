@@ -111,6 +111,7 @@ class Owner:
             linger_s=0.0 if config is None else config.server.idle_unload_s,
             provisions=provisions,
             room=self.room,
+            quarantine=self._told.quarantine,
         )
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))

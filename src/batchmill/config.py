@@ -64,6 +64,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
+| quarantine.deaths_per_hour   | engine deaths of a project in an hour, beyond which it runs last and alone |
+| quarantine.expires_s         | a request that an engine died of is refused for so long                    |
+| quarantine.entries_max       | so many such requests are known                                           |
 | deployments.hub_models       | patterns of ids of a model hub that may be deployed over the API          |
 | deployments.base_models.NAME | what callers may deploy as NAME: a model directory or id                  |
 | deployments.adapter_patterns | patterns of ids of a model hub that rows may name as adapters             |
@@ -138,6 +141,7 @@ SERVER_MAX = {
     "requests_per_minute": 10**9,
     "idle_unload_s": 365 * 86_400.0,
 }
+QUARANTINE_MAX = {"deaths_per_hour": 10_000, "expires_s": 365 * 86_400.0, "entries_max": 1_000_000}
 WEIGHT_MAX = 1_000_000.0
 BATCH_TASKS_MAX = 10_000  # as ML Commons has it
 POLL_S_MAX = 86_400.0
@@ -246,6 +250,14 @@ class MlCommonsEntry(Struct, frozen=True):
     status_regex: StatusRegex = StatusRegex()
 
 
+class QuarantineEntry(Struct, frozen=True):
+    """`[quarantine]`: requests that engines of language models died of."""
+
+    deaths_per_hour: int = 3
+    expires_s: float = 86_400.0
+    entries_max: int = 10_000
+
+
 class DeploymentsEntry(Struct, frozen=True):
     """`[deployments]`: what callers may have batchmill serve."""
 
@@ -272,6 +284,7 @@ class _File(Struct, frozen=True):
     deployments: DeploymentsEntry = DeploymentsEntry()
     secrets: SecretsEntry = SecretsEntry()
     machine: MachineEntry = MachineEntry()
+    quarantine: QuarantineEntry = QuarantineEntry()
 
 
 class Config(Struct, frozen=True):
@@ -289,6 +302,7 @@ class Config(Struct, frozen=True):
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
     machine: MachineEntry = MachineEntry()
+    quarantine: QuarantineEntry = QuarantineEntry()
     key_file: Path | None = None  # None: `secrets.key` in the data directory
 
     @property
@@ -478,6 +492,10 @@ def _check_serving(read: _File) -> None:
             f"server.body_memory_bytes_max is {server.body_memory_bytes_max:,}: half of it is what a project may have, "
             f"which must hold one request of server.body_bytes_max, {server.body_bytes_max:,} bytes"
         )
+    for name, most in QUARANTINE_MAX.items():
+        value = getattr(read.quarantine, name)
+        if not 0 < value <= most:
+            raise InvalidConfig(f"quarantine.{name} must be more than 0 and at most {most:,.0f}, not {value}")
     for name, project in read.projects.items():
         if not PROJECT_NAME.fullmatch(name):
             raise InvalidConfig(f"projects.{name}: a project's name is made of letters, digits and . _ -, 64 at most")

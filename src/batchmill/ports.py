@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
+from batchmill.types.poison import Poison
 
 if TYPE_CHECKING:
     from batchmill.wire.messages import Answer, Start, ToOwner
@@ -53,6 +54,14 @@ class LeaseFeed(Feed, Protocol):
         """As `take`, but only rows that an engine has begun already (something is noted of them) or is to end."""
 
 
+@runtime_checkable
+class ProjectFeed(Feed, Protocol):
+    """A feed of an engine that at times has rows of some projects wait for those of others."""
+
+    def hold_back(self, projects: frozenset[str]) -> None:
+        """Give no rows of these projects until this is called again without them."""
+
+
 class LeaseHandle(Protocol):
     """What rows carry as `row.lease`: the shard they belong to, for an engine whose work outlives its process.
 
@@ -63,6 +72,7 @@ class LeaseHandle(Protocol):
     rows: int  # that were granted under it: an engine that has taken so many has all of them
     notes: Mapping[str, bytes]  # what was noted for this shard, by earlier workers too
     adapters: AdapterSet  # those that rows of its job may use
+    project: str  # of its job
 
     async def note(self, key: str, data: bytes) -> None:
         """Return once the note is durable, and what was put before counts; empty `data` takes it back.
@@ -122,6 +132,17 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
+
+
+@runtime_checkable
+class MortalEngine(Engine, Protocol):
+    """An engine whose server may die of a request."""
+
+    def tell_deaths(self, tell: Callable[[Struct], None]) -> None:
+        """Have `tell` hear of deaths and their causes: `EngineDied`, `Suspected`, `Charged` of `wire.messages`."""
+
+    def learn(self, poison: Poison) -> None:
+        """This is known of such requests now."""
 
 
 class Answering(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
 from itertools import count
 
 from msgspec import Struct
@@ -26,14 +27,20 @@ class AdapterQueue:
         self._groups: dict[Adapter | None, _Group] = {}
         self._numbers = count()
         self._size = 0
+        self._projects: Counter[str] = Counter()  # whose calls wait
 
     def __len__(self) -> int:
         return self._size
 
-    def push(self, call: Call) -> None:
-        """A call that has come, or comes back to its old place."""
+    def number(self, call: Call) -> None:
+        """Give a call that has come its turn, whether it waits here or elsewhere."""
         if call.turn < 0:
             call.turn = next(self._numbers)
+
+    def push(self, call: Call) -> None:
+        """A call that has come, or comes back to its old place."""
+        self.number(call)
+        self._projects[call.project] += 1
         group = self._groups.setdefault(call.adapter, _Group())
         heapq.heappush(group.calls, (call.turn, call))
         self._size += 1
@@ -47,7 +54,7 @@ class AdapterQueue:
         turn, call = heapq.heappop(group.calls)
         call.found_it = turn > group.late_to
         self._drop_empty(call.adapter)
-        self._size -= 1
+        self._left([call])
         return call
 
     def mark_late(self, adapters: Iterable[Adapter], room: int) -> int:
@@ -65,8 +72,34 @@ class AdapterQueue:
     def take_all(self, adapter: Adapter) -> list[Call]:
         """Every call of an adapter, in order: none of them can be made."""
         group = self._groups.pop(adapter, _Group())
-        self._size -= len(group.calls)
-        return [call for _, call in sorted(group.calls, key=lambda one: one[0])]
+        calls = [call for _, call in sorted(group.calls, key=lambda one: one[0])]
+        self._left(calls)
+        return calls
+
+    def take_of(self, projects: Set[str]) -> list[Call]:
+        """Every call of some projects, in order."""
+        taken = []
+        for adapter, group in list(self._groups.items()):
+            found = [one for one in group.calls if one[1].project in projects]
+            if found:
+                group.calls = [one for one in group.calls if one[1].project not in projects]
+                heapq.heapify(group.calls)
+                self._drop_empty(adapter)
+                taken += found
+        calls = [call for _, call in sorted(taken, key=lambda one: one[0])]
+        self._left(calls)
+        return calls
+
+    def projects(self) -> set[str]:
+        """Whose calls wait."""
+        return set(self._projects)
+
+    def _left(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self._size -= 1
+            self._projects[call.project] -= 1
+            if not self._projects[call.project]:
+                del self._projects[call.project]
 
     def adapters(self) -> list[Adapter]:
         """Those that rows wait for, in the order of their first rows."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
+
+from msgspec import Struct
 
 from batchmill.engines import guard
 from batchmill.engines.adapter_counts import AdapterCounts
@@ -17,6 +19,8 @@ from batchmill.engines.flight import Flight
 from batchmill.engines.llm_calls import Calls
 from batchmill.engines.llm_flow import Flow
 from batchmill.engines.llm_live import LiveWay
+from batchmill.engines.llm_poison.deaths import Deaths
+from batchmill.engines.llm_poison.isolation import Isolation
 from batchmill.engines.vllm_launch import Machine, adapter_room, find_python, secret_variables
 from batchmill.engines.vllm_server import VllmServer
 from batchmill.engines.yielding import Yielding
@@ -28,6 +32,7 @@ from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
 
 RESTARTS_MAX = 5  # without a finished row between them
 RESTARTS_WINDOW_S = 600.0
+GIVEN_UP_MAX = 30  # rows that the server died of, without an answer between them: then it is not the rows
 RESTART_DELAY_MAX_S = 30.0
 
 
@@ -60,7 +65,18 @@ class LlmEngine:
             clock=self._clock,
             timeout_s=model.limits.attempt_timeout_s,
         )
-        self._live = LiveWay(self, calls=self._calls, shelf=self._shelf, yielding=self._yielding, clock=self._clock)
+        self._deaths, self._isolation = Deaths(self._clock), Isolation(self, self._clock)
+        self.learn = self._deaths.learn
+        self._live = LiveWay(
+            self,
+            calls=self._calls,
+            shelf=self._shelf,
+            yielding=self._yielding,
+            deaths=self._deaths,
+            isolation=self._isolation,
+            clock=self._clock,
+        )
+        self._given_up = 0  # rows in a row, without an answer between them
         self._restarts: list[float] = []  # when, on the monotonic clock
         self._server: VllmServer | None = None
         self._flow: Flow | None = None  # while rows run
@@ -95,6 +111,8 @@ class LlmEngine:
             shelf=self._shelf,
             flight=self._flight,
             yielding=self._yielding,
+            deaths=self._deaths,
+            isolation=self._isolation,
             clock=self._clock,
         )
         try:
@@ -102,6 +120,12 @@ class LlmEngine:
         finally:
             self._flow = None
             self._tell_waiting()
+
+    def tell_deaths(self, tell: Callable[[Struct], None]) -> None:
+        self._deaths.tell = tell
+
+    def has_others(self, project: str) -> bool:
+        return self._flow is not None and self._flow.has_others(project)
 
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         return self._live.predict(request)
@@ -132,6 +156,7 @@ class LlmEngine:
         """Start the server again where no rows run, which would see to it."""
         try:
             await self.server.stop()
+            self._deaths.died(self.server, self.server.process.complaint())
             await self.relaunch()
         except BatchmillError as error:
             self._note = error.message
@@ -187,6 +212,17 @@ class LlmEngine:
 
     def progressed(self) -> None:
         self._restarts.clear()
+        self._given_up = 0
+
+    def gave_up(self) -> None:
+        self._restarts.clear()
+        self._given_up += 1
+        if self._given_up > GIVEN_UP_MAX:
+            raise JobPaused(
+                f"vLLM died of {self._given_up} rows one after another and answered nothing in between; its log: "
+                f"{self.server.process.log_path}",
+                reason=PauseReason.ENGINE_FAILED,
+            )
 
     async def _launch(self) -> None:
         env = {**self._env, **secret_variables(self._model)}

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from batchmill.engines.adapter_names import Adapter, AdapterNames
 from batchmill.engines.llm_bounds.fields import Bounds
+from batchmill.engines.llm_poison.deaths import Tracked
 from batchmill.errors import InvalidInput, InvalidRow, UnknownName
 from batchmill.models.paths import paths_of
 from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
@@ -27,9 +28,11 @@ SHOWN_CHARS = 100  # of a path, in a message
 class Call:
     """One row on its way through the engine, over all of its attempts."""
 
-    __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "row", "turn", "url")
+    __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "is_prime", "row", "tracked", "turn", "url")
 
-    def __init__(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, row: Row, url: str, body: bytes, adapter: Adapter | None = None, tracked: Tracked | None = None
+    ) -> None:
         self.row = row
         self.url = url
         self.body = body
@@ -38,6 +41,12 @@ class Call:
         self.found_it = True  # its adapter was there when it could go
         self.attempts = 0  # failed calls that the server outlived
         self.deaths = 0  # of the server, while this row was in flight
+        self.tracked = tracked or Tracked("", "", url, body, adapter)
+        self.is_prime = False  # it is to be tried with nothing at all beside it
+
+    @property
+    def project(self) -> str:
+        return self.tracked.project
 
 
 class _Head(Struct, gc=False):
@@ -55,7 +64,7 @@ class Calls:
         self._bases = {name for name, adapter in model.targets().items() if adapter is None}
         self._adapters = model.adapter_set()
         self._has_room = bool(model.adapters or model.adapter_rank)
-        self._model = model.name
+        self._model, self._source = model.name, model.source
         self._paths = paths_of(model) or frozenset()
         self._live_paths = self._paths | {CLASSIFY}
         self.limits = model.limits
@@ -138,16 +147,22 @@ class Calls:
         if head.stream:
             raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="invalid_parameter")
         if not head.model:
-            return Call(row, request.url, with_model(asked, self._model))
+            return self._call(row, request.url, with_model(asked, self._model))
         adapters: AdapterSet | None = getattr(row.lease, "adapters", None)
         found = self._adapter(self._adapters if adapters is None else adapters, head.model)
         if found is None:
-            return Call(row, request.url, asked)
+            return self._call(row, request.url, asked)
         if isinstance(found, RowError):
             return found
         name = self.names.of(found)
         body = asked if name == head.model else with_model(asked, name)
-        return Call(row, request.url, body, found)
+        return self._call(row, request.url, body, found)
+
+    def _call(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> Call:
+        return Call(row, url, body, adapter, self.tracked(getattr(row.lease, "project", ""), url, body, adapter))
+
+    def tracked(self, project: str, url: str, body: bytes, adapter: Adapter | None) -> Tracked:
+        return Tracked(project, self._source, url, body, adapter)
 
 
 def has_priority(engine_args: Mapping[str, object]) -> bool:

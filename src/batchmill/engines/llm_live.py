@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Protocol
 
 import msgspec
@@ -12,14 +14,18 @@ from msgspec import Struct
 from batchmill.engines.adapter_names import Adapter
 from batchmill.engines.adapter_shelf import Shelf
 from batchmill.engines.llm_calls import Calls
+from batchmill.engines.llm_flow import QUARANTINED, REFUSAL
+from batchmill.engines.llm_poison.deaths import Deaths, Tracked
+from batchmill.engines.llm_poison.isolation import Isolation, busy
 from batchmill.engines.replies import read_reply
 from batchmill.engines.vllm_server import CallLost, VllmServer
 from batchmill.engines.yielding import Yielding
-from batchmill.errors import Unavailable, UnknownName
+from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
 
 RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
+END_S = 5.0  # a server that lost a call may take so long to have ended
 POLL_S = 0.05  # between looks at a server that takes no connection
 DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
 
@@ -45,6 +51,7 @@ class _Asked(Struct, eq=False):
     request: LiveRequest
     body: bytes
     adapter: Adapter | None
+    tracked: Tracked
     server: VllmServer | None = None  # that was asked last
     usage: Usage | None = None  # as far as its answer tells: of a stream the pieces of it
 
@@ -52,7 +59,18 @@ class _Asked(Struct, eq=False):
 class LiveWay:
     """Hands live requests to the server, and tells `yielding` how long they take."""
 
-    def __init__(self, host: Host, *, calls: Calls, shelf: Shelf, yielding: Yielding, clock: Clock) -> None:
+    def __init__(
+        self,
+        host: Host,
+        *,
+        calls: Calls,
+        shelf: Shelf,
+        yielding: Yielding,
+        deaths: Deaths,
+        isolation: Isolation,
+        clock: Clock,
+    ) -> None:
+        self._deaths, self._isolation = deaths, isolation
         self._host = host
         self._calls = calls
         self._shelf = shelf
@@ -64,14 +82,29 @@ class LiveWay:
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         """As `ports.Engine.predict`."""
         body, adapter = self._calls.live(request)
+        tracked = self._calls.tracked(request.project, request.url, body, adapter)
+        if self._deaths.is_refused(tracked):
+            raise InvalidInput(REFUSAL, code=QUARANTINED)
         self._yielding.began(self._clock.monotonic())
         try:
-            async with aclosing(self._answer(_Asked(request, body, adapter))) as pieces:
+            async with (
+                self._turn(request, tracked),
+                aclosing(self._answer(_Asked(request, body, adapter, tracked))) as pieces,
+            ):
                 async for piece in pieces:
                     yield piece
         finally:
             self._yielding.ended(self._clock.monotonic())
             self._host.wake_rows()
+
+    def _turn(self, request: LiveRequest, tracked: Tracked) -> AbstractAsyncContextManager[None]:
+        """Beside others, or alone where an engine has died of it or of too much of its project's."""
+        if not self._deaths.is_suspect(tracked):
+            return self._isolation.beside(tracked, request.project)
+        is_last = self._deaths.is_over_budget(request.project)
+        if is_last and self._deaths.rests(request.project):
+            raise busy()
+        return self._isolation.alone(tracked, request.project, is_last=is_last)
 
     async def _answer(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
         """The reply; asked for again where no server heard of it, and once where a connection broke by itself."""
@@ -93,12 +126,25 @@ class LiveWay:
                     await self._clock.sleep(POLL_S)
                     continue
                 is_up = await asked.server.is_healthy()
-                if is_up and is_first and not has_begun:
-                    is_first = False
-                    continue
+                if is_up:
+                    self._deaths.gone(asked.server, asked.tracked)
+                    if is_first and not has_begun:
+                        is_first = False
+                        continue
+                else:
+                    await self._lost(asked, asked.server)
                 # A request that may have ended the server is not sent to the next one: its caller may do so.
                 died = "" if is_up else "; it died and is started again"
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
+
+    async def _lost(self, asked: _Asked, server: VllmServer) -> None:
+        """Its server died under it, or is about to: nobody but the caller sends it again, and then it runs alone."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.process.wait(), END_S)
+        self._deaths.remember(asked.tracked)
+        if not server.process.is_alive:
+            self._deaths.died(server, server.process.complaint())
+            self._isolation.died()
 
     async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
         """The reply, with the adapter loaded for as long as it takes, and called by its own name."""
@@ -117,9 +163,27 @@ class LiveWay:
                 self._counts.ended(adapter.name, self._clock.monotonic())
 
     async def _reply(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
-        began, count, first = self._clock.monotonic(), 0, b""
-        request, server = asked.request, asked.server
+        server = asked.server
         assert server is not None, "a server is chosen before it is asked"
+        self._deaths.began(server, asked.tracked)
+        is_lost = is_whole = False
+        try:
+            async with aclosing(self._pieces(asked, server)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            is_whole = True
+        except CallLost:
+            is_lost = True
+            raise
+        finally:
+            if is_whole:
+                self._deaths.answered(server, asked.tracked)
+            elif not is_lost:
+                self._deaths.gone(server, asked.tracked)
+
+    async def _pieces(self, asked: _Asked, server: VllmServer) -> AsyncGenerator[LiveHead | bytes]:
+        began, count, first = self._clock.monotonic(), 0, b""
+        request = asked.request
         async with aclosing(server.predict(request.url, asked.body, self._limits.attempt_timeout_s)) as pieces:
             head = await anext(pieces)
             assert isinstance(head, LiveHead), "a reply begins with its head"

@@ -41,6 +41,7 @@ class _JobLane(Lane, eq=False):
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
     pending: int = 0  # rows granted and not yet taken
     asked: bool = False  # one more grant is on its way, as far as we know
+    project: str = ""
     take_max: int = 0  # rows that TAKE_S is enough for, as far as we know
 
 
@@ -64,6 +65,7 @@ class GrantFeed:
         self._least = ROWS_MOST  # the fewest rows that the engine has ever asked for
         self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
+        self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
         self._careful: Row | None = None  # the one row in flight of a careful lease
 
     def grant(self, held: Held, grant: Grant) -> None:
@@ -81,7 +83,9 @@ class GrantFeed:
         if grant.n:
             lane.queue.append(_Queued(held, grant, positions, numbers))
             lane.pending += grant.n
-            self._turns.enter(lane)
+            lane.project = held.project
+            if lane.project not in self._held_back:
+                self._turns.enter(lane)
         self._wake()
         self._ask(lane)
 
@@ -95,6 +99,22 @@ class GrantFeed:
         """No grant will come after those that are queued."""
         self._ended = True
         self._wake()
+
+    def hold_back(self, projects: frozenset[str]) -> None:
+        """See `ports.ProjectFeed`."""
+        if projects == self._held_back:
+            return
+        self._held_back = projects
+        for lane in self._lanes.values():
+            if lane.project in projects:
+                self._turns.leave(lane)
+            elif lane.queue:
+                self._turns.enter(lane)
+        self._wake()
+
+    def _is_empty(self) -> bool:
+        """No row waits, held back or not."""
+        return not len(self._turns) and not (self._held_back and any(lane.queue for lane in self._lanes.values()))
 
     def drop(self, job_id: str) -> None:
         """Forget the job and its rows that no engine has taken yet."""
@@ -134,7 +154,7 @@ class GrantFeed:
                 if len(self._turns):
                     self._wake()
                 return rows
-            if self._ended and not len(self._turns):
+            if self._ended and self._is_empty():
                 self._wake()
                 return []
             waiter = asyncio.get_running_loop().create_future()

@@ -32,6 +32,7 @@ class OpenJob(Struct, eq=False):
     revoked: bool = False
     adapters: AdapterSet = AdapterSet()
     ending: str = ""  # how its leases are to be let go, once it is revoked
+    project: str = ""
 
 
 class Unsent(Struct, eq=False):
@@ -84,6 +85,10 @@ class Held(Struct, eq=False):
     @property
     def adapters(self) -> AdapterSet:
         return self.job.adapters
+
+    @property
+    def project(self) -> str:
+        return self.job.project
 
     @property
     def notes(self) -> Mapping[str, bytes]:

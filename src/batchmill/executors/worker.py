@@ -29,7 +29,7 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.held import OVER, PAUSE, REFUSED, Held, NoteDesk, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import provisions, redaction
-from batchmill.ports import Engine
+from batchmill.ports import Engine, MortalEngine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
@@ -42,6 +42,7 @@ from batchmill.wire.messages import (
     Failed,
     Grant,
     Heartbeat,
+    Learn,
     Left,
     Noted,
     Open,
@@ -78,6 +79,9 @@ class Worker:
         self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
+        if isinstance(self._engine, MortalEngine):
+            self._engine.tell_deaths(self._send)
+            self._engine.learn(start.poison)
         self._feed = GrantFeed(
             want=lambda job: self._send(Want(job)),
             changed=self._input_changed,
@@ -173,6 +177,9 @@ class Worker:
                 self._notes.hear(message)
             case Provide(provision):
                 provisions.take(provision)
+            case Learn(poison):
+                if isinstance(self._engine, MortalEngine):
+                    self._engine.learn(poison)
             case Predict():
                 self._answering.begin(message)
             case Taken(id_, size):
@@ -189,8 +196,9 @@ class Worker:
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
         self._jobs[message.job] = OpenJob(
-            message.job, message.form, SealedRows(Path(message.dataset)), segment, adapters=message.adapters
-        )
+            message.job, message.form, SealedRows(Path(message.dataset)), segment, adapters=message.adapters,
+            project=message.project,
+        )  # fmt: skip
 
     def _grant(self, grant: Grant) -> None:
         lease = grant.lease

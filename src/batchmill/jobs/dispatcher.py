@@ -22,6 +22,7 @@ from batchmill.jobs.live import LivePath
 from batchmill.jobs.pool import Death, Pool
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load
 from batchmill.jobs.shard_notes import ShardNote
 from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
@@ -29,7 +30,8 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
-from batchmill.wire.messages import Ack, Failed, Note, Noted, Open, Revoke, Weigh
+from batchmill.types.poison import Poison
+from batchmill.wire.messages import Ack, Charged, Failed, Learn, Note, Noted, Open, Revoke, Suspected, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
@@ -71,7 +73,10 @@ class Dispatcher:
         weights: Mapping[str, float] | None = None,
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
+        quarantine: Quarantine | None = None,
     ) -> None:
+        self.quarantine = quarantine or Quarantine(clock)
+        self.quarantine.changed = self._learn
         self._books, self._clock, self._weights = books, clock, weights or {}
         self.tallies = Tallies()
         pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions)
@@ -329,7 +334,7 @@ class Dispatcher:
             worker.opened.add(spec.id)
             places = str(run.files.dataset), str(run.files.segments)
             worker.handle.send(
-                Open(spec.id, spec.identity, spec.form, *places, adapters=spec.models[model].adapter_set())
+                Open(spec.id, spec.identity, spec.form, *places, spec.models[model].adapter_set(), spec.project)
             )
 
     # -- claims -------------------------------------------------------------------------------------------------------
@@ -457,6 +462,25 @@ class Dispatcher:
             if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
                 run.pause(error)
 
+    # -- what engines die of -----------------------------------------------------------------------------------------
+
+    def poison(self, model: ModelSpec) -> Poison:
+        return self.quarantine.poison(model.source)
+
+    def suspected(self, pool: Pool, message: Suspected | Charged) -> None:
+        source = pool.model.source
+        match message:
+            case Suspected(suspect):
+                self.quarantine.suspect(source, suspect)
+            case Charged(charge, is_taken_back):
+                self.quarantine.charge(source, charge, is_taken_back=is_taken_back)
+
+    def _learn(self, source: str) -> None:
+        """Every worker of a base model knows what one has learnt, or somebody has cleared."""
+        told = Learn(self.quarantine.poison(source))
+        for worker in self._pools.workers_of(source):
+            worker.handle.send(told)
+
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         """What a dead worker finished is adopted; the rest of its shards goes to others."""
 
@@ -484,6 +508,7 @@ class Dispatcher:
         self._dispatching.cancel()
         await self._pools.close(at_once=at_once)
         await self.live.close()
+        await self.quarantine.close()
 
 
 def _has_room(worker: PoolWorker, job_id: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from batchmill.ports import Clock
@@ -19,10 +20,17 @@ class EngineLog:
         self._events: dict[str, deque[EngineEvent]] = {}
         self._failures: dict[str, str] = {}  # pool key -> why it failed and has not been started since
 
-    def add(self, key: str, kind: str, message: str = "", replica: int | None = None) -> None:
-        """Of the pool as a whole where there is no `replica`."""
+    def add(
+        self,
+        key: str,
+        kind: str,
+        message: str = "",
+        replica: int | None = None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> None:
+        """Of the pool as a whole where there is no `replica`. `in_flight`: of each project, when a server died."""
         events = self._events.pop(key, None) or deque(maxlen=EVENTS_MAX)
-        events.append(EngineEvent(self._clock.now(), kind, message, replica))
+        events.append(EngineEvent(self._clock.now(), kind, message, replica, by_project=dict(in_flight or {})))
         self._events[key] = events  # the one of which most was heard lately stands last
         if kind == "starting":
             self._failures.pop(key, None)

@@ -25,11 +25,15 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Provision
+from batchmill.types.engines import DIED
+from batchmill.types.poison import Poison
 from batchmill.wire.messages import (
     Answered,
     Answers,
+    Charged,
     Chunk,
     Drain,
+    EngineDied,
     Failed,
     Head,
     Heartbeat,
@@ -39,6 +43,7 @@ from batchmill.wire.messages import (
     Record,
     Released,
     Start,
+    Suspected,
     Want,
 )
 
@@ -70,6 +75,8 @@ class PoolListener(Protocol):
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
     def load(self, key: str) -> Load: ...
+    def poison(self, model: ModelSpec) -> Poison: ...
+    def suspected(self, pool: Pool, message: Suspected | Charged) -> None: ...
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
 
 
@@ -231,8 +238,9 @@ class Pool:
             log.add(self.key, "starting" if is_first else "restarted", replica=replica.number)
             is_first = False
             try:
+                poison = self._listener.poison(self.model) if self.model.engine == "llm" else Poison()
                 handle = await self._tools.executor.start(
-                    Start(name, self.model, str(home), replica.number, provision, room.gpus)
+                    Start(name, self.model, str(home), replica.number, provision, room.gpus, poison)
                 )
             except OSError as error:
                 self._fail(_not_started(error))
@@ -371,6 +379,10 @@ class Pool:
                 worker.stats = stats
             case Note():
                 await self._listener.note(worker, message)
+            case EngineDied(_, how, in_flight):
+                self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
+            case Suspected() | Charged():
+                self._listener.suspected(self, message)
             case Left(lease):
                 self._listener.left(worker, lease)
             case Released(job):

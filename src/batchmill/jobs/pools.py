@@ -135,6 +135,12 @@ class Pools:
         for pool in (*self._pools.values(), *self.dying):
             yield from pool.workers.values()
 
+    def workers_of(self, source: str) -> Iterator[PoolWorker]:
+        """Those that run language models of one base."""
+        for pool in self._pools.values():
+            if pool.model.engine == "llm" and pool.model.source == source:
+                yield from pool.workers.values()
+
     def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
         """Whether a worker has yet to let go of a job; `handed_over`: of rows that a provider was given."""
         pools = [pool for pool in (*self._pools.values(), *self.dying) if pool.is_running(job_id)]

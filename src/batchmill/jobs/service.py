@@ -11,6 +11,7 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.children.offload import Children
+from batchmill.config import QuarantineEntry
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import (
     endings,
@@ -35,6 +36,7 @@ from batchmill.jobs.entrance import Entrance
 from batchmill.jobs.job_files import JobFiles, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.roster import Roster
 from batchmill.jobs.waits import ModelAtWork
 from batchmill.models.provisions import NothingProvided
@@ -74,6 +76,7 @@ class JobService:
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
         room: DiskRoom | None = None,
+        quarantine: QuarantineEntry = QuarantineEntry(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -82,12 +85,14 @@ class JobService:
             linger_s: how long workers that no job needs stay, for the next one.
             provisions: what workers are given beside their model.
             room: where the bytes of projects are counted; None: nothing bounds them.
+            quarantine: how long requests that engines died of are refused, and how many deaths a project may cause.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
         self._dispatcher = Dispatcher(
-            data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s, provisions=provisions
-        )
+            data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s, provisions=provisions,
+            quarantine=Quarantine(clock, ledger.database, quarantine),
+        )  # fmt: skip
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
         self.adapters: Adapters = NoAdapters()  # who fetches those that rows name; set before `recover`
@@ -124,6 +129,7 @@ class JobService:
         looked at. With `resume_doors`, in a server: the jobs that came by its doors go on by themselves, also those
         that wait for room on the disk.
         """
+        await self._dispatcher.quarantine.load()
         ending: list[Drive] = []
         doors: list[str] = []
         unfinished = await self._read(job_records.unfinished)

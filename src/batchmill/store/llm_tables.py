@@ -36,3 +36,14 @@ llm_deployments = Table(
     Column("changed", Float, nullable=False),
     Index("llm_deployments_by_name", "project", "name", unique=True),
 )
+
+quarantine = Table(  # requests that engines died of
+    "quarantine",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("model", String(1024), nullable=False),  # the base model, as its engine loads it
+    Column("project", String(64), nullable=False),  # whose request it was
+    Column("url", String(256), nullable=False),
+    Column("deaths", Integer, nullable=False),  # with it alone in flight
+    Column("at", Float, nullable=False),  # the last of them
+)

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+DIED = "died"  # the kind of an event: a server ended under its worker, and is started again
+
 
 class EngineState(StrEnum):
     """Of all replicas of a model together."""
@@ -22,9 +24,11 @@ class EngineEvent(Struct, frozen=True):
     """Something that became of the replicas of a model."""
 
     at: float  # seconds since the epoch
-    kind: str  # waiting, starting, ready, failed, restarted, scaled, stopping, stopped
+    kind: str  # waiting, starting, ready, died, failed, restarted, scaled, stopping, stopped
     message: str = ""  # for people; of a failure the engine's last lines
     replica: int | None = None
+    in_flight: int | None = None  # of a death: how many requests of the project that asks were in flight
+    by_project: dict[str, int] = {}  # the same of every project; told to nobody
 
 
 class EngineView(Struct, frozen=True):

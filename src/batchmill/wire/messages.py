@@ -20,6 +20,7 @@ from batchmill.types import (
     ModelSpec,
     Provision,
 )
+from batchmill.types.poison import Charge, Poison, Suspect
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.raised import Raised
 
@@ -37,6 +38,7 @@ class Start(Struct, frozen=True, tag="start"):
     replica: int = 0  # which of the model's workers this is: engines that share devices tell them apart by it
     provision: Provision = Provision()
     gpus: list[str] | None = None  # the devices that are this worker's own; None: nobody deals them
+    poison: Poison = Poison()
 
 
 class Open(Struct, frozen=True, tag="open"):
@@ -48,6 +50,7 @@ class Open(Struct, frozen=True, tag="open"):
     dataset: str  # folder of the sealed dataset
     segments: str  # folder to write outcomes to
     adapters: AdapterSet = AdapterSet()
+    project: str = ""
 
 
 class Grant(Struct, frozen=True, tag="grant"):
@@ -110,6 +113,12 @@ class Provide(Struct, frozen=True, tag="provide"):
     """Owner: secrets have changed; use these from now on."""
 
     provision: Provision
+
+
+class Learn(Struct, frozen=True, tag="learn"):
+    """Owner: what is known of requests that engines of this model died of has changed."""
+
+    poison: Poison
 
 
 class Predict(Struct, frozen=True, tag="predict"):
@@ -196,6 +205,27 @@ class Failed(Struct, frozen=True, tag="failed"):
     job: str | None = None
 
 
+class EngineDied(Struct, frozen=True, tag="engine_died"):
+    """Worker: the server of its engine died, and is started again."""
+
+    at: float  # seconds since the epoch
+    how: str
+    in_flight: dict[str, int]  # project -> its requests that were in flight
+
+
+class Suspected(Struct, frozen=True, tag="suspected"):
+    """Worker: it died with this request alone in flight."""
+
+    suspect: Suspect
+
+
+class Charged(Struct, frozen=True, tag="charged"):
+    """Worker: a death is this project's; or it turned out not to be."""
+
+    charge: Charge
+    is_taken_back: bool = False
+
+
 class Head(Struct, frozen=True, tag="head"):
     """Worker: the answer to a live request begins."""
 
@@ -233,8 +263,26 @@ class Answers(Struct, frozen=True, tag="answers"):
     stats: CallStats | None = None
 
 
-ToWorker = Start | Open | Grant | Ack | Weigh | Revoke | Noted | Provide | Predict | Asks | Abandon | Taken | Drain
-ToOwner = Ready | Want | Record | Note | Left | Released | Heartbeat | Failed | Head | Chunk | Answered | Answers
+ToWorker = (
+    Start | Open | Grant | Ack | Weigh | Revoke | Noted | Provide | Learn | Predict | Asks | Abandon | Taken | Drain
+)
+ToOwner = (
+    Ready
+    | Want
+    | Record
+    | Note
+    | Left
+    | Released
+    | Heartbeat
+    | Failed
+    | EngineDied
+    | Suspected
+    | Charged
+    | Head
+    | Chunk
+    | Answered
+    | Answers
+)
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.types import EngineState, EngineView
+from batchmill.types.engines import DIED
 
 STARTS_WITHIN_S = 30.0  # an engine that was asked for has begun to start; otherwise it waits for a first call
 ASKED = "asked_at"
@@ -23,6 +24,7 @@ NAMES = {
     "starting": "Initializing",
     "ready": READY,
     "failed": "Crashed",
+    DIED: "Crashed",
     "restarted": "Restarting",
     "scaled": "Scaling",
     "stopping": "Stopping",
@@ -48,6 +50,7 @@ class ComputeEvent(Struct, frozen=True, rename="camel", omit_defaults=True):
     timestamp: str
     message: str = ""
     replica: int | None = None
+    in_flight: int | None = None  # of a server that died: requests of the caller's project
 
 
 class ComputeEvents(Struct, frozen=True, rename="camel"):
@@ -80,7 +83,13 @@ def compute_events(deployment: LlmDeployment, view: EngineView, *, now: float, d
     """
     since = float(deployment.details.get(ASKED, deployment.created))
     found = [
-        ComputeEvent(NAMES.get(event.kind, event.kind.capitalize()), _time(event.at), event.message, event.replica)
+        ComputeEvent(
+            NAMES.get(event.kind, event.kind.capitalize()),
+            _time(event.at),
+            event.message,
+            event.replica,
+            event.in_flight,
+        )
         for event in view.events
         if event.at >= since and not (deployment.is_updating and event.kind == "ready")
     ]

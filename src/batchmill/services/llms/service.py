@@ -28,7 +28,8 @@ from batchmill.services.remote.changes import Changes
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
-from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling, Scope
+from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, ModelSpec, Scaling, Scope
+from batchmill.types.engines import DIED
 
 __all__ = ["LlmDeployment", "LlmService"]
 
@@ -149,7 +150,7 @@ class LlmService:
         def told(text: str) -> str:
             return veiled(text, lambda name: self.around.sees(caller, name))
 
-        events = [replace(each, message=told(each.message)) for each in view.events]
+        events = [_seen(caller, each, told(each.message)) for each in view.events]
         return replace(view, message=told(view.message), events=events)
 
     def base_models(self, caller: Caller) -> list[ModelSpec]:
@@ -490,3 +491,9 @@ def _refuse_plain(settings: LlmSettings) -> None:
 
 def _unknown(name: str) -> UnknownName:
     return UnknownName(f"there is no deployment {name[:SHOWN_CHARS]!r} that you may use", code="llm_not_found")
+
+
+def _seen(caller: Caller, event: EngineEvent, message: str) -> EngineEvent:
+    """An event as a project may know of it: how many requests of its own were in flight, of others nothing."""
+    own = event.by_project.get(caller.project, 0) if event.kind == DIED else None
+    return replace(event, message=message, in_flight=own, by_project={})
