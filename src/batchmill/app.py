@@ -20,6 +20,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.machine import Machine
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
+from batchmill.models.worker_environment import of_worker
 from batchmill.ports import Jobs
 from batchmill.services.adapters.door import AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
@@ -56,7 +57,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
+from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, RemoteJob, Submitted, Wait
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 log = logging.getLogger("batchmill.owner")
@@ -94,14 +95,15 @@ class Owner:
         preview.sweep(self._data_dir, LEFTOVER_S)
         for leftover in self._data_dir.glob("jobs/*/partial-*.jsonl"):
             leftover.unlink()
-        executor = LocalExecutor(self._data_dir / "workers")
+        executor = LocalExecutor(self._data_dir / "workers", self._worker_environ if self._config is not None else None)
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.database = ledger.database
         self.room = DiskRoom(self.database, self._data_dir, self._told.project_quotas)
         config = self._config
         self.vault = open_vault(self._told, self.database)
-        provisions = OwnerProvisions(self.vault, self._told.server.private_hosts)
+        environ = os.environ if config is not None else None  # workers of a command have it themselves
+        provisions = OwnerProvisions(self.vault, self._told.server.private_hosts, environ)
         self.jobs = JobService(
             self._data_dir,
             ledger,
@@ -133,6 +135,9 @@ class Owner:
         }
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()
+
+    def _worker_environ(self, model: ModelSpec) -> dict[str, str]:
+        return of_worker(model, os.environ, self._told.server.worker_environment)
 
     async def _open_llms(self, jobs: JobService, gpus: int | None) -> None:
         """Language models that were deployed, and adapters: each has to know of the other."""

@@ -53,6 +53,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
 | server.private_hosts         | names, addresses and networks outside the public internet that webhooks,  |
 |                              | and connectors made over the API, may reach                               |
+| server.worker_environment    | variables of the server's environment that its workers get besides those  |
+|                              | that their engine heeds: names, or beginnings like "ACME_*"               |
 | server.otlp_endpoint         | where traces are sent (OTEL_EXPORTER_OTLP_ENDPOINT); none: nowhere         |
 | secrets.key_file             | what secrets in the database are encrypted with                           |
 |                              | (BATCHMILL_SECRETS_KEY_FILE); none: secrets.key in data_dir                |
@@ -146,6 +148,7 @@ WEIGHT_MAX = 1_000_000.0
 BATCH_TASKS_MAX = 10_000  # as ML Commons has it
 POLL_S_MAX = 86_400.0
 PROJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+VARIABLES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
 _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
@@ -200,6 +203,7 @@ class ServerEntry(Struct, frozen=True):
     allowed_hosts: list[str] = []
     private_hosts: list[str] = []
     otlp_endpoint: str | None = None
+    worker_environment: list[str] = []
 
 
 class ProjectEntry(Struct, frozen=True):
@@ -496,6 +500,11 @@ def _check_serving(read: _File) -> None:
         value = getattr(read.quarantine, name)
         if not 0 < value <= most:
             raise InvalidConfig(f"quarantine.{name} must be more than 0 and at most {most:,.0f}, not {value}")
+    for name in server.worker_environment:
+        if not VARIABLES.fullmatch(name):
+            raise InvalidConfig(
+                f"server.worker_environment: {name[:SHOWN_CHARS]!r} is no variable's name, nor a beginning like ACME_*"
+            )
     for name, project in read.projects.items():
         if not PROJECT_NAME.fullmatch(name):
             raise InvalidConfig(f"projects.{name}: a project's name is made of letters, digits and . _ -, 64 at most")

@@ -295,7 +295,7 @@ def model_of_everything() -> ModelSpec:
 def test_every_secret_that_a_model_names() -> None:
     """References are found wherever a spec may hold one; of the routes beside a chosen one, none."""
     model = model_of_everything()
-    found = ["secret:openai", "secret:header", "secret:connector/c1/key", "secret:token"]
+    found = ["secret:openai", "secret:header", "secret:connector/c1/key", "env:REGION", "env:KEY", "secret:token"]
     assert references(model) == found
     chosen = model.routes[0]
     chosen = ModelSpec("m", "http", "remote", api_key=chosen.api_key, routes=model.routes[1:])
@@ -314,6 +314,28 @@ async def test_a_worker_is_given_its_own_secrets_only(room: Room) -> None:
     assert given.secrets == {"secret:openai": LONG, "secret:header": "value-of-header"}
     assert given.private_hosts == ["10.0.0.0/8"]
     assert (await provisions.of(ModelSpec("f", "function", "app.py:f"))).secrets == {}
+
+
+async def test_a_servers_worker_is_given_its_own_variables_only(room: Room) -> None:
+    """Of the variables that a server finds, a worker is given those that its model names, or means where it names no
+    key; one that is missing is left for the worker to tell of."""
+    environ = {"OWN": "x", "OPENAI_API_KEY": "y", "AZURE_OPENAI_API_KEY": "z", "OTHERS": "w"}
+    provisions = OwnerProvisions(room.vault, [], environ)
+    cases = [
+        (ModelSpec("m", "http", "r", base_url="https://api.openai.com/v1"), {"env:OPENAI_API_KEY": "y"}),
+        (ModelSpec("m", "http", "r", base_url="https://example.com/v1"), {}),
+        (ModelSpec("m", "http", "r", base_url="https://example.com", api_key="env:OWN"), {"env:OWN": "x"}),
+        (
+            ModelSpec("m", "http", "r", base_url="https://example.com", engine_args={"header.A": "env:OWN"}),
+            {"env:OWN": "x"},
+        ),
+        (ModelSpec("m", "llm", "r", secrets={"HF_TOKEN": "env:OWN", "B": "env:MISSING"}), {"env:OWN": "x"}),
+        (ModelSpec("m", "provider_batch", "r", provider="openai"), {"env:OPENAI_API_KEY": "y"}),
+        (ModelSpec("m", "provider_batch", "r", provider="azure", base_url="https://a.example"), {}),
+        (ModelSpec("m", "function", "app.py:f"), {}),
+    ]
+    for model, given in cases:
+        assert (await provisions.of(model)).secrets == given, model
 
 
 async def test_an_unreadable_secret_fails_its_model(room: Room, tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from story.client_envs import client_python
 from story.deployed_functions import run_script
 
 CONFIG = """
+[server]
+worker_environment = ["FAKE_*"]
+
 [models.mistral-7b-instruct-v0-2]
 engine = "vllm"
 source = "{model}"

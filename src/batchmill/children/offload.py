@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import BinaryIO
 
 import msgspec
 
 from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
 from batchmill.errors import BatchmillError
+from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.raised import Raised
 
 PROGRESS_S = 0.2
@@ -65,11 +66,12 @@ class Child:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
-        """Args: `environ`, instead of this process's own."""
+        """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
+        told = of_helpers(os.environ) if environ is None else dict(environ)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=environ,
+            start_new_session=True, env=told,
         )  # fmt: skip
         return cls(process)
 
@@ -248,10 +250,13 @@ class Warm:
 
 
 class Children:
-    """Children that are kept for the next piece of work. Owned by who closes it."""
+    """Children that are kept for the next piece of work. Owned by who closes it.
 
-    def __init__(self, *, idle_s: float = IDLE_S) -> None:
-        self._warm = Warm(idle_s=idle_s)
+    Args: more: names of variables that their work needs besides those that any child gets: `models.worker_environment`.
+    """
+
+    def __init__(self, *, idle_s: float = IDLE_S, more: Iterable[str] = ()) -> None:
+        self._warm = Warm(idle_s=idle_s, environ=of_helpers(os.environ, more))
         self._room = asyncio.Semaphore(CHILDREN_MAX)
 
     async def offload(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:

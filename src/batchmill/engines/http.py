@@ -22,10 +22,10 @@ from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
 from batchmill.engines.retry import Fault, Kind, Retries, is_result, judge
 from batchmill.errors import ModelFailed
 from batchmill.models import provisions, secrets
+from batchmill.models.providers import key_meant
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, RowError
 
-OPENAI_HOST = "api.openai.com"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
@@ -113,9 +113,7 @@ class HttpEngine:
             "Accept-Encoding": "gzip, deflate" if self._composer.is_tls else "identity",
             "User-Agent": f"batchmill/{batchmill.__version__}",
         }
-        reference = self._model.api_key
-        if reference is None and self._composer.host == OPENAI_HOST:
-            reference = "env:OPENAI_API_KEY"
+        reference = self._model.api_key or key_meant(self._model)
         if reference is not None:
             headers["Authorization"] = f"Bearer {secrets.resolve(reference).reveal()}"
         for name, value in self._headers.items():

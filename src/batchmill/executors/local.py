@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from msgspec import Struct
 
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.models import devices
+from batchmill.types import ModelSpec
 from batchmill.wire import messages
 from batchmill.wire.messages import Start, ToOwner
 
@@ -56,10 +57,16 @@ class LocalWorker:
 
 
 class LocalExecutor:
-    """Starts workers on this machine. `folder` keeps their logs and the process ids that the next owner sweeps."""
+    """Starts workers on this machine.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: keeps their logs and the process ids that the next owner sweeps.
+        environment: what a worker of a model finds in its environment; None: all that this process has, for a command,
+            whose workers do what its user asked for.
+    """
+
+    def __init__(self, folder: Path, environment: Callable[[ModelSpec], dict[str, str]] | None = None) -> None:
+        self._folder, self._environment = folder, environment
 
     async def start(self, start: Start) -> LocalWorker:
         """A new worker process that has been sent `start`."""
@@ -72,7 +79,7 @@ class LocalExecutor:
                 # -P: the folder we stand in is the user's, and a queue.py there is not the library's
                 sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                env=_environment(start.gpus),
+                env=self._environ_of(start),
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
             )  # fmt: skip
         theirs.close()
@@ -84,6 +91,12 @@ class LocalExecutor:
         worker.send(start)
         return worker
 
+    def _environ_of(self, start: Start) -> dict[str, str]:
+        """A worker sees the devices that are its own, where somebody deals them."""
+        found = dict(os.environ) if self._environment is None else self._environment(start.model)
+        own = None if start.gpus is None else ",".join(start.gpus)
+        return found if own is None else {**found, devices.DEALT: own, devices.VISIBLE: own}
+
     def sweep(self) -> None:
         """End the workers that an owner left which was killed: they hold nothing that is not in their segments."""
         if not self._folder.is_dir():
@@ -94,14 +107,6 @@ class LocalExecutor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             pid_file.unlink(missing_ok=True)
-
-
-def _environment(gpus: list[str] | None) -> dict[str, str]:
-    """A worker sees the devices that are its own, where somebody deals them."""
-    if gpus is None:
-        return dict(os.environ)
-    own = ",".join(gpus)
-    return {**os.environ, devices.DEALT: own, devices.VISIBLE: own}
 
 
 def _started(pid: int) -> str:

@@ -6,7 +6,11 @@ between accounts can be set as engine arguments.
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from msgspec import Struct
+
+from batchmill.types import ModelSpec
 
 DAY_S = 86_400.0
 MB, MIB = 1_000_000, 1024 * 1024
@@ -35,3 +39,15 @@ PROVIDERS = {
         Provider("bedrock", 50_000, 1024 * MIB, sends_paths=False),
     )
 }
+OPENAI_HOST = "api.openai.com"
+
+
+def key_meant(model: ModelSpec) -> str | None:
+    """Where the key of a model lies that names none. It goes to the provider itself and nowhere else."""
+    known = PROVIDERS.get(model.provider or "")
+    if model.engine == "http":
+        host = None if model.base_url is None else urlsplit(model.base_url).hostname
+        return PROVIDERS["openai"].key if host in (None, OPENAI_HOST) else None
+    if model.engine != "provider_batch" or known is None or model.connector is not None:
+        return None
+    return known.key if model.base_url in (None, known.base_url) else None

@@ -22,14 +22,15 @@ _held = _Held()
 def take(provision: Provision) -> None:
     """Use this from now on instead of what was given before."""
     for reference, secret in provision.secrets.items():
-        redaction.learn_named(reference.removeprefix("secret:"), secret)
+        if reference.startswith("secret:"):  # a variable's value is learnt where it is used as a secret
+            redaction.learn_named(reference.removeprefix("secret:"), secret)
     _held.private = read_private(provision.private_hosts)
     _held.provision = provision
     _held.version += 1
 
 
 def secret(reference: str) -> str | None:
-    """What "secret:NAME" stands for; None where the owner gave no such secret."""
+    """What "secret:NAME" or "env:NAME" stands for; None where the owner gave no such secret."""
     return _held.provision.secrets.get(reference)
 
 

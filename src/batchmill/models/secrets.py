@@ -33,7 +33,8 @@ class Secret:
 def resolve(reference: str, *, key: str = "") -> Secret:
     """The secret that "env:NAME", "file:PATH" or "secret:NAME" refers to.
 
-    The last are those that the owner keeps; a worker has been given what its model names (`provisions`).
+    The last are those that the owner keeps; a worker has been given what its model names (`provisions`), and one of a
+    server the variables too, which are not in its own environment.
 
     Args:
         key: what a connector calls it: a region is used like a secret, and taken out of no text.
@@ -42,7 +43,8 @@ def resolve(reference: str, *, key: str = "") -> Secret:
     """
     kind, _, name = reference.partition(":")
     if kind == "env" and name:
-        value, place = os.environ.get(name), f"the environment variable {name}"
+        given = provisions.secret(reference)
+        value, place = os.environ.get(name) if given is None else given, f"the environment variable {name}"
     elif kind == "file" and name:
         value, place = _read(Path(name).expanduser()), f"the file {name}"
     elif kind == "secret" and name:

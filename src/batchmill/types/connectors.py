@@ -57,7 +57,7 @@ class Connector(Struct, frozen=True, forbid_unknown_fields=True):
 class Provision(Struct, frozen=True):
     """What an owner gives a worker beside its model; it is written nowhere."""
 
-    secrets: dict[str, str] = {}  # "secret:NAME" -> the secret itself
+    secrets: dict[str, str] = {}  # "secret:NAME", "env:NAME" -> the secret itself
     private_hosts: list[str] = []  # what calls of connectors that are not trusted may reach: see models.addresses
 
 

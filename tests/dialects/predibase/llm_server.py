@@ -25,6 +25,9 @@ def config_of(fake: FakeVllm, more: str = "") -> str:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": WINDOW}))
     return f"""
+[server]
+worker_environment = ["FAKE_*"]
+
 [models.tiny]
 engine = "vllm"
 source = "{model}"

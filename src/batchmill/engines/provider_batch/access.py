@@ -12,6 +12,7 @@ from batchmill.engines.provider_batch.settings import provider_of
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import provisions, redaction, secrets
 from batchmill.models.connectors.rendering import Renderer
+from batchmill.models.providers import key_meant
 from batchmill.types import ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT, Connector
 
@@ -55,10 +56,7 @@ class Access:
         return found != before
 
     def _of_key(self) -> dict[str, str]:
-        model, known = self._model, provider_of(self._model)
-        reference = model.api_key
-        if reference is None and (model.base_url is None or model.base_url == known.base_url):
-            reference = known.key  # the default key is the provider's own: it goes nowhere else unless it is named
+        reference = self._model.api_key or key_meant(self._model)
         if reference is None:
             return {}
         return {self._header: self._prefix + self._reveal(reference)}

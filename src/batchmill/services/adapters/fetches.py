@@ -11,6 +11,7 @@ from batchmill.children.offload import Children
 from batchmill.errors import Unavailable
 from batchmill.models import secrets
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
+from batchmill.models.worker_environment import FETCHERS
 from batchmill.ports import Clock
 from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.secrets.vault import Vault
@@ -26,7 +27,7 @@ SECRET = "secret:"
 class Fetches:
     def __init__(self, clock: Clock, vault: Vault) -> None:
         self._clock, self._vault = clock, vault
-        self._children = Children()
+        self._children = Children(more=FETCHERS)
         self._places = FairSemaphore(FETCHES_MAX)
 
     async def fetch(self, project: str, order: FetchOrder, token: str | None) -> FetchReport:

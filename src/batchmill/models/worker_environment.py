@@ -1,0 +1,90 @@
+"""Which variables of the owner's environment its children get: those that what runs there heeds, and no others' keys.
+
+A list of what is kept, never of what is left out: nobody knows what the secrets of a machine are called. `NAME_*` is
+every name that begins so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from batchmill.models.function_environment import KEPT
+from batchmill.types import ModelSpec
+
+# What any process needs of its machine.
+MACHINE = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "PYTHON*", "VIRTUAL_ENV"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "BATCHMILL_FAULT"),
+    }
+)
+HUB_CACHE = frozenset(
+    {
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE"),
+        *("TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+    }
+)
+PROXIES = frozenset(
+    {
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+        *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    }
+)
+DEVICES = frozenset(
+    {
+        *("CUDA_*", "NVIDIA_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*", "BATCHMILL_GPUS", "BATCHMILL_REPLICA"),
+        *("OMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "GOMP_*", "TORCH*", "PYTORCH_*"),
+    }
+)
+VLLM = frozenset(
+    {
+        *("VLLM_*", "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "NCCL_*", "GLOO_*"),
+        *("RAY_*", "TRITON_*", "FLASHINFER_*", "CUDNN_*", "CUBLAS_*", "MIOPEN_*", "TPU_*", "XLA_*", "CC", "CXX"),
+        "BATCHMILL_VLLM_PYTHON",
+    }
+)
+AWS_CHAIN = frozenset({"AWS_*"}) | PROXIES  # where nobody says which keys: what AWS's own tools look at
+AWS_PLACE = frozenset({"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE", "AWS_ENDPOINT_URL*"})
+# Children that fetch adapters: from model hubs and object stores, with what those look for.
+FETCHERS = PROXIES | {"HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "AWS_*", "GOOGLE_*", "AZURE_*"}
+AWS_PROVIDERS, OBJECT_STORE = frozenset({"sagemaker", "bedrock"}), "s3://"
+
+
+def chosen(ours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Those variables of `ours` that one of the names means."""
+    told = list(names)
+    whole = {name for name in told if not name.endswith("*")}
+    begins = tuple(name[:-1] for name in told if name.endswith("*"))
+    return {name: value for name, value in ours.items() if name in whole or name.startswith(begins)}
+
+
+def of_helpers(ours: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """For a child that runs nothing but batchmill: what reads, checks, parses and writes files."""
+    return chosen(ours, (*MACHINE, *HUB_CACHE, *more))
+
+
+def of_worker(model: ModelSpec, ours: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """For a worker of this model.
+
+    Args: more: names that whoever runs the machine adds.
+    """
+    return chosen(ours, (*MACHINE, *_of_engine(model), *more))
+
+
+def _of_engine(model: ModelSpec) -> frozenset[str]:
+    if model.engine == "llm":
+        is_stored = any(place.startswith(OBJECT_STORE) for place in (model.source, *model.adapters.values()))
+        return VLLM | DEVICES | PROXIES | (AWS_CHAIN if is_stored else frozenset())
+    if model.is_function:
+        return KEPT | DEVICES | HUB_CACHE
+    if model.engine == "provider_batch" and model.provider in AWS_PROVIDERS:
+        return AWS_PLACE if _names_its_keys(model) else AWS_CHAIN
+    return frozenset()
+
+
+def _names_its_keys(model: ModelSpec) -> bool:
+    """Of an AWS service: its keys are given by reference, or have to be."""
+    if model.connector is not None:
+        return "access_key" in model.connector.credential or not model.connector.is_trusted
+    return bool(model.engine_args.get("access_key"))
