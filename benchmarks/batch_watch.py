@@ -1,0 +1,104 @@
+"""A batch of the other project on an engine that dies: how long it stands still after each death."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import harness
+import live_server
+from two_projects import Server
+
+LOOK_S = 0.5
+FIRST_ROWS_S = 240.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchWatch:
+    """Starts the batch, and looks at it twice a second in a thread."""
+
+    def __init__(self, server: Server, source: Path, model: str, address: str) -> None:
+        self._server, self._address, self._stop = server, address, threading.Event()
+        self._seen: list[tuple[float, int]] = []  # when, and how many rows were done
+        self._failed = 0
+        self._last: dict = {}
+        self._id = self._start(live_server.named_rows(source, model))
+        self._threads = [threading.Thread(target=self._look, daemon=True)]
+        self._threads[0].start()
+
+    def _ask(self, method: str, path: str, body: bytes, media: str = "application/json") -> dict:
+        connection = http.client.HTTPConnection(
+            self._server.host, self._server.port, timeout=60, source_address=(self._address, 0)
+        )
+        headers = {"Authorization": f"Bearer {self._server.other}", **({"Content-Type": media} if body else {})}
+        try:
+            connection.request(method, path, body or None, headers)
+            reply = connection.getresponse()
+            data = reply.read()
+        finally:
+            connection.close()
+        if reply.status != 200:
+            raise harness.CommandFailed(f"{method} {path}: {reply.status} {data[:500]!r}")
+        return json.loads(data)
+
+    def _start(self, source: Path) -> str:
+        boundary = "boundary-of-a-benchmark"
+        part = f'--{boundary}\r\nContent-Disposition: form-data; name="{{}}"{{}}\r\n\r\n'
+        head = part.format("purpose", "") + "batch\r\n" + part.format("file", '; filename="in.jsonl"')
+        data = head.encode() + source.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
+        file_id = self._ask("POST", "/v1/files", data, f"multipart/form-data; boundary={boundary}")["id"]
+        asked = {"input_file_id": file_id, "endpoint": live_server.CHAT, "completion_window": "24h"}
+        return self._ask("POST", "/v1/batches", json.dumps(asked).encode())["id"]
+
+    def _look(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            with contextlib.suppress(OSError, http.client.HTTPException, harness.CommandFailed):
+                batch = self._ask("GET", f"/v1/batches/{self._id}", b"")
+                self._last = batch
+                self._failed = batch["request_counts"]["failed"]
+                self._seen.append((time.monotonic(), batch["request_counts"]["completed"]))
+                if batch["status"] in ENDED:
+                    return
+
+    def wait_for_rows(self) -> None:
+        """Until the engine has started and rows are done."""
+        try:
+            harness.wait_until(
+                lambda: bool(self._seen and self._seen[-1][1]), FIRST_ROWS_S, "the first rows of the batch"
+            )
+        except harness.CommandFailed as error:
+            raise harness.CommandFailed(f"{error}:\n{self._last}\n{self._server.log.read_text()[-2000:]}") from None
+
+    def kill_engines(self, times: int, every_s: float) -> None:
+        """SIGKILL for the engine, so many times with so long between, in a thread."""
+
+        def kill() -> None:
+            for _ in range(times):
+                for pid in list(self._server.watch.cores):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if self._stop.wait(every_s):
+                    return
+
+        self._threads.append(threading.Thread(target=kill, daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> tuple[list[float], int]:
+        """Seconds from each death to the next row that was done, and the rows that failed."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        return [self._stood_still(death) for death in self._server.watch.deaths], self._failed
+
+    def _stood_still(self, death: float) -> float:
+        before = max((done for at, done in self._seen if at <= death), default=0)
+        later = [at for at, done in self._seen if at > death and done > before]
+        if later:
+            return min(later) - death
+        return max(0.0, self._seen[-1][0] - death)  # until it was looked at last
