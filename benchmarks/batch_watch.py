@@ -16,7 +16,9 @@ import live_server
 from two_projects import Server
 
 LOOK_S = 0.5
-FIRST_ROWS_S = 240.0
+COUNTED_S = 3.0
+FIRST_ROWS_S = 300.0
+SETTLE_S, RESUME_MAX_S = 10.0, 120.0  # before a kill of the engine, and after it
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -28,6 +30,7 @@ class BatchWatch:
         self._seen: list[tuple[float, int]] = []  # when, and how many rows were done
         self._failed = 0
         self._last: dict = {}
+        self._closed = 0.0  # when it was looked at last
         self._id = self._start(live_server.named_rows(source, model))
         self._threads = [threading.Thread(target=self._look, daemon=True)]
         self._threads[0].start()
@@ -75,30 +78,39 @@ class BatchWatch:
         except harness.CommandFailed as error:
             raise harness.CommandFailed(f"{error}:\n{self._last}\n{self._server.log.read_text()[-2000:]}") from None
 
-    def kill_engines(self, times: int, every_s: float) -> None:
-        """SIGKILL for the engine, so many times with so long between, in a thread."""
+    def kill_engines(self, times: int) -> None:
+        """SIGKILL for the engine, so many times, each once the batch has gone on after the one before; in a thread."""
 
         def kill() -> None:
             for _ in range(times):
+                if self._stop.wait(SETTLE_S):
+                    return
+                before, deadline = self._done(), time.monotonic() + RESUME_MAX_S
                 for pid in list(self._server.watch.cores):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                if self._stop.wait(every_s):
-                    return
+                while self._done() <= before and time.monotonic() < deadline:
+                    if self._stop.wait(LOOK_S):
+                        return
 
         self._threads.append(threading.Thread(target=kill, daemon=True))
         self._threads[-1].start()
 
+    def _done(self) -> int:
+        return self._seen[-1][1] if self._seen else 0
+
     def close(self) -> tuple[list[float], int]:
-        """Seconds from each death to the next row that was done, and the rows that failed."""
+        """Seconds from each death to the next row that was done, or to the end of looking; and the rows that failed."""
+        self._closed = time.monotonic()
         self._stop.set()
         for thread in self._threads:
             thread.join()
         return [self._stood_still(death) for death in self._server.watch.deaths], self._failed
 
     def _stood_still(self, death: float) -> float:
-        before = max((done for at, done in self._seen if at <= death), default=0)
-        later = [at for at, done in self._seen if at > death and done > before]
+        """What an engine had answered before it died is still counted for a while."""
+        before = max((done for at, done in self._seen if at <= death + COUNTED_S), default=0)
+        later = [at for at, done in self._seen if at > death + COUNTED_S and done > before]
         if later:
             return min(later) - death
-        return max(0.0, self._seen[-1][0] - death)  # until it was looked at last
+        return 0.0 if self._last.get("status") in ENDED else self._closed - death

@@ -35,7 +35,7 @@ from two_projects import DRAIN_S, END_MAX_S, Server, serving
 RATIO_AIM, MEMORY_AIM_MIB, RESUME_AIM_S, END_AIM_S = 5.0, 600.0, 30.0, DRAIN_S + 5.0
 WARM_S, BEGIN_S, TALLY_S = 2.0, 90.0, 15.0
 ROWS, ROWS_IN, ROWS_OUT = 3_000, 60, 48  # of the other project's batch, and tokens of each
-KILLS, KILL_EVERY_S = 2, 45.0
+KILLS = 2
 SOURCE = "127.0.0.2"  # where the other project calls from
 ALL = (
     "slow_bodies", "slow_bodies_spread", "slow_bodies_key", "slow_heads", "no_body_held", "bodies_held",
@@ -149,7 +149,7 @@ def measure(name: str, idle_s: float, attack_s: float) -> Result:
         result = Result(name, all_steadily(callers, idle_s), {})
         with attacking(name, server, "tiny" if with_engine else "", result.tally):
             if batch is not None:
-                batch.kill_engines(KILLS if name == "engine_killed" else 0, KILL_EVERY_S)
+                batch.kill_engines(KILLS if name == "engine_killed" else 0)
             result.attacked = all_steadily(callers, attack_s)
             if batch is not None:
                 result.standstills, result.rows_lost = batch.close()
@@ -166,14 +166,15 @@ HEADINGS = ("attack", "idle p99", "attacked", "ratio", "lost", "owner", "largest
 def line_of(result: Result) -> tuple[str, ...]:
     """One line of the table, of the caller that fared worst."""
     worst = max(result.idle, key=lambda name: result.attacked[name].p99() / result.idle[name].p99())
+    is_answered = bool(result.attacked[worst].took)
     end = f"> {END_MAX_S:.0f} s" if result.ended_after_s is None else f"{result.ended_after_s:.1f} s"
     end += f", {result.left} left" if result.left else ""
     misses = result.misses()
     return (
         result.name,
         f"{result.idle[worst].p99():,.1f} ms",
-        f"{result.attacked[worst].p99():,.0f} ms {worst}",
-        f"{result.ratio():,.1f} x",
+        f"{result.attacked[worst].p99():,.0f} ms {worst}" if is_answered else f"no {worst}",
+        f"{result.ratio():,.1f} x" if is_answered else "-",
         f"{len(result.lost()):,} of {sum(len(each.took) + len(each.lost) for each in result.attacked.values()):,}",
         f"{result.owner:,.0f} MiB" + (", killed" if result.was_killed else ""),
         f"{result.worker:,.0f} MiB",

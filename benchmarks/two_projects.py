@@ -125,7 +125,8 @@ class Server:
         deadline = time.monotonic() + LEFT_S
         while self.ended_after_s is not None and time.monotonic() < deadline and self._any_left():
             time.sleep(LOOK_S)
-        self.left = self.watch.kill_all() - (self.ended_after_s is None)
+        left = self.watch.kill_all()
+        self.left = left if self.ended_after_s is not None else 0  # otherwise nobody had ended them
 
     def _any_left(self) -> bool:
         return any(started_at(pid) == began for pid, began in self.watch.seen.items())
