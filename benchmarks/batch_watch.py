@@ -26,7 +26,8 @@ class BatchWatch:
     """Starts the batch, and looks at it twice a second in a thread."""
 
     def __init__(self, server: Server, source: Path, model: str, address: str) -> None:
-        self._server, self._address, self._stop = server, address, threading.Event()
+        self._server, self._address = server, address
+        self._stop, self._stops_killing = threading.Event(), threading.Event()
         self._seen: list[tuple[float, int]] = []  # when, and how many rows were done
         self._failed = 0
         self._last: dict = {}
@@ -83,14 +84,14 @@ class BatchWatch:
 
         def kill() -> None:
             for _ in range(times):
-                if self._stop.wait(SETTLE_S):
+                if self._stops_killing.wait(SETTLE_S):
                     return
                 before, deadline = self._done(), time.monotonic() + RESUME_MAX_S
                 for pid in list(self._server.watch.cores):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 while self._done() <= before and time.monotonic() < deadline:
-                    if self._stop.wait(LOOK_S):
+                    if self._stops_killing.wait(LOOK_S):
                         return
 
         self._threads.append(threading.Thread(target=kill, daemon=True))
@@ -100,17 +101,29 @@ class BatchWatch:
         return self._seen[-1][1] if self._seen else 0
 
     def close(self) -> tuple[list[float], int]:
-        """Seconds from each death to the next row that was done, or to the end of looking; and the rows that failed."""
+        """Seconds from each death to the next row that was done, waited for; and the rows that failed."""
+        self._stops_killing.set()
+        with contextlib.suppress(harness.CommandFailed):
+            harness.wait_until(self._has_gone_on, RESUME_MAX_S, "the batch to go on")
         self._closed = time.monotonic()
         self._stop.set()
         for thread in self._threads:
             thread.join()
         return [self._stood_still(death) for death in self._server.watch.deaths], self._failed
 
+    def _has_gone_on(self) -> bool:
+        """After the last death."""
+        if self._last.get("status") in ENDED or not self._server.watch.deaths or not self._threads[0].is_alive():
+            return True
+        return self._went_on_at(self._server.watch.deaths[-1]) is not None
+
     def _stood_still(self, death: float) -> float:
+        went_on_at = self._went_on_at(death)
+        if went_on_at is not None:
+            return went_on_at - death
+        return 0.0 if self._last.get("status") in ENDED else self._closed - death
+
+    def _went_on_at(self, death: float) -> float | None:
         """What an engine had answered before it died is still counted for a while."""
         before = max((done for at, done in self._seen if at <= death + COUNTED_S), default=0)
-        later = [at for at, done in self._seen if at > death + COUNTED_S and done > before]
-        if later:
-            return min(later) - death
-        return 0.0 if self._last.get("status") in ENDED else self._closed - death
+        return min((at for at, done in self._seen if at > death + COUNTED_S and done > before), default=None)
