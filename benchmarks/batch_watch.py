@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -100,8 +101,9 @@ class BatchWatch:
     def _done(self) -> int:
         return self._seen[-1][1] if self._seen else 0
 
-    def close(self) -> tuple[list[float], int]:
-        """Seconds from each death to the next row that was done, waited for; and the rows that failed."""
+    def close(self) -> tuple[list[float], float, int]:
+        """Seconds from each death to the next row that was done, waited for; the longest time without one; and the rows
+        that failed."""
         self._stops_killing.set()
         with contextlib.suppress(harness.CommandFailed):
             harness.wait_until(self._has_gone_on, RESUME_MAX_S, "the batch to go on")
@@ -109,7 +111,15 @@ class BatchWatch:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        return [self._stood_still(death) for death in self._server.watch.deaths], self._failed
+        deaths = [self._stood_still(death) for death in self._server.watch.deaths]
+        return deaths, self._longest_gap(), self._failed
+
+    def _longest_gap(self) -> float:
+        """From the first row on."""
+        moved = [at for (at, done), (_, before) in zip(self._seen[1:], self._seen, strict=False) if done > before]
+        if moved and self._last.get("status") not in ENDED:
+            moved.append(self._closed)
+        return max((later - earlier for earlier, later in itertools.pairwise(moved)), default=0.0)
 
     def _has_gone_on(self) -> bool:
         """After the last death."""

@@ -65,6 +65,8 @@ class Result:
     ended_after_s: float | None = None
     left: int = 0
     standstills: list[float] = field(default_factory=list)  # seconds of the batch after each death of its engine
+    longest_gap: float | None = None  # seconds in which no row of the batch was done
+    engine: float = 0.0  # MiB, of an engine
     rows_lost: int = 0
     tally: dict[str, int] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ class Result:
             "p99": not self.ratio() < RATIO_AIM,
             "memory": self.was_killed or max(self.owner, self.worker) >= MEMORY_AIM_MIB,
             "end": self.ended_after_s is None or self.ended_after_s > END_AIM_S or self.left > 0,
-            "batch": any(seconds > RESUME_AIM_S for seconds in self.standstills),
+            "batch": max([*self.standstills, self.longest_gap or 0.0]) > RESUME_AIM_S,
         }
         return [name for name, is_missed in found.items() if is_missed]
 
@@ -152,15 +154,24 @@ def measure(name: str, idle_s: float, attack_s: float) -> Result:
                 batch.kill_engines(KILLS if name == "engine_killed" else 0)
             result.attacked = all_steadily(callers, attack_s)
             if batch is not None:
-                result.standstills, result.rows_lost = batch.close()
+                result.standstills, result.longest_gap, result.rows_lost = batch.close()
             server.end()
         result.owner, result.worker = server.watch.owner / 2**20, server.watch.worker / 2**20
+        result.engine = server.watch.engine / 2**20
         result.worker_name, result.was_killed = server.watch.worker_name, server.watch.was_killed
         result.ended_after_s, result.left = server.ended_after_s, server.left
     return result
 
 
 HEADINGS = ("attack", "idle p99", "attacked", "ratio", "lost", "owner", "largest other", "batch stood", "end", "")
+
+
+def stood_of(result: Result) -> str:
+    """How long the batch did nothing after each death of its engine, and at most."""
+    if result.longest_gap is None:
+        return "-"
+    deaths = ", ".join(f"{seconds:.0f} s" for seconds in result.standstills)
+    return f"{result.longest_gap:.0f} s; deaths: {deaths or 'none'}"
 
 
 def line_of(result: Result) -> tuple[str, ...]:
@@ -178,7 +189,7 @@ def line_of(result: Result) -> tuple[str, ...]:
         f"{len(result.lost()):,} of {sum(len(each.took) + len(each.lost) for each in result.attacked.values()):,}",
         f"{result.owner:,.0f} MiB" + (", killed" if result.was_killed else ""),
         f"{result.worker:,.0f} MiB",
-        ", ".join(f"{seconds:.0f} s" for seconds in result.standstills) or "-",
+        stood_of(result),
         end,
         "reached" if not misses else "MISSED: " + ", ".join(misses),
     )

@@ -25,6 +25,7 @@ FUNCTION = "def double(x: int):\n    return 2 * x\n"
 DRAIN_S = 30.0  # what the server gives requests (10) and rows (20) that are under way when it is told to end
 END_MAX_S = 75.0  # then it is killed
 MEMORY_MAX = 4 << 30  # of one process: beyond it everything is killed, for the machine's sake
+ENGINE_MEMORY_MAX = 4 << 30  # of a process of an engine, which takes less than 2 GiB where it is well
 LOOK_S = 0.2
 LEFT_S = 5.0  # how long a process may outlive the server
 ENGINE, CORE = "vllm", "EngineCore"
@@ -44,6 +45,7 @@ class Watch:
         self._root, self._stop = root, threading.Event()
         self.owner = self.worker = 0  # the most bytes resident, of the owner and of the largest process below it
         self.worker_name = ""
+        self.engine = 0  # likewise, of engines
         self.was_killed = False
         self.seen: dict[int, str] = {}  # pid -> when it started
         self.cores: set[int] = set()  # processes of engines that run now
@@ -75,7 +77,9 @@ class Watch:
                 self.seen[pid] = began
             if not in_engine:
                 self._weigh(pid, name)
-            elif CORE in name:
+                continue
+            self._bound_engine(pid)
+            if CORE in name:
                 cores.add(pid)
         self.deaths += [time.monotonic()] * len(self.cores - cores)
         self.cores = cores
@@ -89,6 +93,14 @@ class Watch:
         if peak > MEMORY_MAX and not self.was_killed:
             self.was_killed = True
             self.kill_all()
+
+    def _bound_engine(self, pid: int) -> None:
+        """What the kernel would do on a smaller machine."""
+        peak = harness.read_status(pid) or 0
+        self.engine = max(self.engine, peak)
+        if peak > ENGINE_MEMORY_MAX:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> int:
         """End what is left of the server; returns how many processes that were."""

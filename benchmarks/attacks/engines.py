@@ -17,8 +17,11 @@ BENIGN_ROWS, TOKENS = 3_000, 48
 
 
 def poison(model: str, content: str) -> dict:
-    """A chat request whose schema asks for a list of a thousand million items."""
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000_000}
+    """A chat request whose schema asks for a list of a thousand million items.
+
+    Without `items` it is not xgrammar that compiles it but vLLM's second choice, which makes room for all of them.
+    """
+    schema = {"type": "array", "minItems": 1_000_000_000}
     wanted = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema, "strict": True}}
     return {
         "model": model,
