@@ -228,6 +228,8 @@ def main() -> None:
         print(f"{name}: {time.monotonic() - began:.0f} s; the attackers got {result.tally}", flush=True)
         if lost := Counter(result.lost()):
             print(f"  lost: {dict(lost.most_common(8))}", flush=True)
+        if result.engine:
+            print(f"  the largest process of an engine: {result.engine:,.0f} MiB", flush=True)
         print("  " + "  ".join(line_of(result)), flush=True)
     show(results)
 
