@@ -10,7 +10,7 @@ CONNECTIONS = 5_010
 BYTE_EVERY_S = 5.0
 OPENING_AT_ONCE = 200
 TRIES_MAX = 30  # of each connection: one that was answered or ended is made anew
-AGAIN_PER_S = 200.0  # of all of them
+AGAIN_PER_S = 50.0  # of all of them: more is a flood, and a flood is the business of the network before the server
 
 
 class Drip(asyncio.Protocol):
