@@ -116,10 +116,6 @@ class Connection(HttpToolsProtocol):
             told = InvalidInput("this is no HTTP request that can be read", code="invalid_http")
             self._refuse(cause.error if isinstance(cause, _Unreadable) else told)
             return
-        self._look_at_sizes()
-
-    def _look_at_sizes(self) -> None:
-        """After a read: what it began may go on, and for how long."""
         if self._has_begun and not self._is_timed:
             self._is_timed = True
             self._within(min(HEAD_PATIENCE_S, self.head_s))

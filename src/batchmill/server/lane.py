@@ -61,7 +61,7 @@ class Asked(Struct, eq=False):
 
 class Lane:
     def __init__(self, root: HttpRoot) -> None:
-        self._root, self._clock = root, root.clock
+        self._root, self._clock, self._places = root, root.clock, root.admission.places
         self._ways: dict[bytes, Way | None] = {}
         self._hosts: set[bytes] = set()
         self._heads: dict[tuple[tuple[bytes, bytes], ...], tuple[bytes, bytes]] = {}
@@ -145,7 +145,7 @@ class Lane:
             return None
         claims = way.operation.claims
         caller = self._caller(asked) if claims is None or claims(way.parameters) else None
-        if caller is None or not root.admission.places.has_room(caller.project):
+        if caller is None or not self._places.try_take(caller.project):
             return None
         given = asked.named.get(b"x-request-id", b"")
         name = given.decode() if given and REQUEST_ID.fullmatch(given) else new_request_id()
@@ -154,20 +154,20 @@ class Lane:
         flight = Flight(self, way.route, served, done, caller.project)
         if len(body) > SMALL_BYTES:
             if not root.admission.memory.has_room(caller.project, len(body)):
+                self._places.leave(caller.project)
                 return None
             flight.held = len(body)
+            root.admission.memory.take(caller.project, flight.held)
         try:
             flight.cancel = way.express.begin(way.parameters, asked.headers, body, caller, flight)
         except Exception as error:  # the edge, as in HttpRoot
             flight.refuse(hidden(error, name))
         if flight.cancel is None and not flight.response_complete:
             flight.is_ours = False
+            self.left(flight)
             return None
         if way.operation.scope is not None:
             root.gate.spend(caller)
-        root.admission.places.take(caller.project)
-        if flight.held:
-            root.admission.memory.take(caller.project, flight.held)
         flight.go()
         return flight
 
@@ -176,7 +176,7 @@ class Lane:
         self._root.ended(served)
 
     def left(self, flight: Flight) -> None:
-        self._root.admission.places.leave(flight.project)
+        self._places.leave(flight.project)
         if flight.held:
             self._root.admission.memory.give(flight.project, flight.held)
 

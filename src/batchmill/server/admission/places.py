@@ -22,25 +22,29 @@ class RequestPlaces:
         self._held: dict[str, int] = {}
         self.total = 0
 
-    def has_room(self, name: str) -> bool:
+    def try_take(self, name: str) -> bool:
+        """Whether there was a place; whoever took one calls `leave` once."""
         held = self._held.get(name, 0)
         if held < self._floor:
-            return self.total < self._max + self._reserve
-        if self.total >= self._max:
-            return False
-        names = len(self._held)
-        return names == 1 or self.total < self._max * 3 // 4 or held < self._max // names
+            has_room = self.total < self._max + self._reserve
+        elif self.total >= self._max:
+            has_room = False
+        else:
+            names = len(self._held)
+            has_room = names == 1 or self.total < self._max * 3 // 4 or held < self._max // names
+        if has_room:
+            self._held[name] = held + 1
+            self.total += 1
+        return has_room
 
     def take(self, name: str) -> None:
-        """Raises: Unavailable; whoever took a place calls `leave` once."""
-        if not self.has_room(name):
+        """Raises: Unavailable."""
+        if not self.try_take(name):
             raise Unavailable(
                 f"too many requests are under way: {self._held.get(name, 0):,} of yours, {self.total:,} in all; "
                 f"at most {self._max:,} are, shared between all who ask; try again",
                 code="too_many_requests",
             )
-        self._held[name] = self._held.get(name, 0) + 1
-        self.total += 1
 
     def leave(self, name: str) -> None:
         held = self._held[name] - 1
