@@ -107,7 +107,7 @@ REQUESTS = [
     ),
     ("24", "POST", "/connectors/_create", b"", 400, PARSE, "Create Connector request has empty body"),
     ("update", "PUT", "/connectors/x", b" ", 400, PARSE, "Failed to update connector: Request body is empty"),
-    ("batch", "POST", "/models/x/_batch_predict", b"", 400, PARSE, "request body is required"),
+    ("batch", "POST", "/models/x/_batch_predict", b"", 404, STATUS, "Failed to find model with the provided model id"),
     ("json", "POST", "/models/_register", b"{", 400, PARSE, "the body is not JSON"),
     ("list", "POST", "/models/_register", b"[]", 400, PARSE, "must be a JSON object"),
     ("46", "POST", "/models/x/_batch_predict", b"{}", 404, STATUS, "Failed to find model with the provided model id"),
@@ -234,6 +234,16 @@ async def test_a_field_nobody_knows(there):
     assert status == 400 and "'parameter'" in reason
 
 
+async def test_an_action_nobody_knows(there):
+    """49, 50: a call without a body, or with an action that there is not, is refused in the API's words."""
+    model = await there.model()
+    for path in ("_predict", "_batch_predict"):
+        assert await there.reason("POST", f"/models/{model}/{path}") == (400, PARSE, "request body is required")
+    for action, words in (("fly", "Wrong Action Type of fly"), ("execute", "Wrong action type in the rest")):
+        status, kind, reason = await there.reason("POST", f"/models/{model}/_predict", {"action_type": action})
+        assert (status, kind) == (400, ARGUMENT) and words in reason
+
+
 @pytest.mark.parametrize("status", [400, 403, 404, 422, 429, 500, 503])
 async def test_the_services_status_is_handed_on(there, status):
     """65: a batch that the provider refuses has the provider's own status and words."""
@@ -287,7 +297,6 @@ async def test_a_model_may_have_a_connector_of_its_own(there):
     ("method", "path", "words"),
     [
         ("POST", "/connectors/_create", "Create Connector request has empty body"),
-        ("POST", "/models/x/_predict", "request body is required"),
         ("PUT", "/models/x", "Failed to update model: Request body is empty"),
     ],
 )
