@@ -129,6 +129,7 @@ class _Server:
         self._late: LateReplies | None = None
         self._tasks: RemoteTasks | None = None
         self._datasets: DatasetService | None = None
+        self._files: FileService | None = None
 
     async def open(self) -> Running:
         config, clock = self._config, self._clock
@@ -197,7 +198,7 @@ class _Server:
         functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
         versions.warm = functions.replace
         quotas = config.project_quotas
-        files = FileService(database, config.data_dir, clock, config.server, quotas, self._owner.room)
+        files = self._files = FileService(database, config.data_dir, clock, config.server, quotas, self._owner.room)
         webhooks = WebhookService(database, clock, config, vault.box)
         await files.sweep()
         desk = JobDesk(jobs, files, self._catalogue)
@@ -270,6 +271,8 @@ class _Server:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
         await self._owner.close(at_once=at_once, drain_s=self._rows_drain_s)
+        if self._files is not None:
+            self._files.close()
 
 
 async def _refuse_open_door(config: Config, clock: Clock) -> None:

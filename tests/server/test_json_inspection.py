@@ -23,6 +23,14 @@ def test_values_are_counted_outside_of_strings():
     assert int(count(b"1", lambda _: None)) == 1
 
 
+def test_counting_goes_on_over_pieces(monkeypatch):
+    """Wherever a long body is cut for counting, no string is taken for values."""
+    body = b'{"a": ["x,[{,\\",", 1, {"b": 2}], "' + b"[,\\\\" * 20 + b'": "", "": [[], []]}'
+    for size in range(1, len(body) + 1):
+        monkeypatch.setattr(json_inspection, "PIECE_BYTES", size)
+        assert int(count(body, lambda _: None)) == 12
+
+
 async def test_a_body_of_too_many_values_is_not_read(monkeypatch):
     """A long body has so many values, and not one more; its bytes and its texts count for nothing."""
     monkeypatch.setattr(json_inspection, "INLINE_BYTES_MAX", 100)

@@ -6,6 +6,7 @@ A body that holds too much is refused. What might is counted in a child process;
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 from batchmill.children.bounds import MIB, Bounds
@@ -18,6 +19,7 @@ VALUES_MAX = 50_000  # of a body whose every value the handler reads
 HANDED_ON_VALUES_MAX = 1_000_000  # of one that goes on as bytes, of which a few members are read
 PIECE_BYTES = MIB  # looked at before others have their turn
 BOUNDS = Bounds(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
+_WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # up to a string that has no end
 _MARKS = (b",", b"[", b"{")
 
 Progress = Callable[[float], None]
@@ -47,5 +49,17 @@ async def _is_short(raw: bytes, values_max: int) -> bool:
 
 
 def count(order: bytes, progress: Progress) -> bytes:
-    """In the child: about how many values the JSON holds."""
-    return b"%d" % (1 + len(outside_strings(order, keep=b"".join(_MARKS))))
+    """In the child: how many values the JSON holds; beyond those that any body may have it counts no further."""
+    values, at, size = 1, 0, PIECE_BYTES
+    while at < len(order) and values <= HANDED_ON_VALUES_MAX:
+        piece = order[at : at + size]
+        end = len(piece) if at + size >= len(order) else _end_outside(piece)
+        values += len(outside_strings(piece[:end], keep=b"".join(_MARKS)))
+        at, size = at + end, PIECE_BYTES if end else 2 * size  # a string that is longer than a piece
+    return b"%d" % values
+
+
+def _end_outside(piece: bytes) -> int:
+    """Where the last string of a piece begins that does not end in it; its length where there is none."""
+    found = _WHOLE.match(piece)
+    return found.end() if found else 0

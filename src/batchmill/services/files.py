@@ -286,7 +286,7 @@ class FileService:
             await self.disk.run(unlink_all, [self.home / name for name in some if name not in known])
 
     def close(self) -> None:
-        """Let what is being written and read end."""
+        """Write and read no more; what is on its way ends by itself."""
         self.disk.close()
         self._reading.close()
 

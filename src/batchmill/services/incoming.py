@@ -49,8 +49,8 @@ class Disk:
             raise StorageFull("there is no room left on the server's disk; nothing of the file was kept") from error
 
     def close(self) -> None:
-        """Let what runs end."""
-        self._threads.shutdown(wait=True)
+        """Take no more; what runs ends by itself, and a disk that never answers keeps nobody."""
+        self._threads.shutdown(wait=False)
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
