@@ -5,6 +5,7 @@ import struct
 
 import pytest
 
+from batchmill.dialects.open_inference.grpc import bodies
 from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, read_reply, response_of
 from batchmill.dialects.open_inference.grpc.messages import message
 from batchmill.errors import InvalidInput, LedgerBroken, TooLarge
@@ -161,6 +162,14 @@ def test_few_bytes_that_would_be_many_are_refused():
     many = request(("x", "INT64", [8], "int64_contents", [0] * 8), ("y", "BYTES", [1], "bytes_contents", [b""]))
     with pytest.raises(TooLarge, match="'y'"):
         body_of(many, 64)
+
+
+def test_a_tensor_of_many_elements_comes_as_bytes(monkeypatch):
+    """A list of elements has a length of its own, at which it passes; beyond it the message says what to send."""
+    monkeypatch.setattr(bodies, "ELEMENTS_MAX", 2)
+    assert len(split(request(("x", "INT64", [2], "int64_contents", [0] * 2)), MAX)[1]) == 16
+    with pytest.raises(TooLarge, match="3 elements in int64_contents, and there may be 2: send"):
+        body_of(request(("x", "INT64", [3], "int64_contents", [0] * 3)), MAX)
 
 
 def test_a_reply_in_json_becomes_bytes_or_elements():

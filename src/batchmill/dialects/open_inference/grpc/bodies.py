@@ -37,6 +37,7 @@ CONTENTS: dict[str, tuple[str, str]] = {
     "FP64": ("fp64_contents", "d"),
     "BYTES": ("bytes_contents", ""),
 }
+ELEMENTS_MAX = 1_000_000  # of a tensor that comes as a list, each of which is read on the loop
 # What only travels between a request and its body, whatever a client says of it.
 OWN = frozenset({"binary_data", "binary_data_size", "binary_data_output", WANTS_LAST})
 
@@ -128,6 +129,11 @@ def _elements(tensor: Any, bytes_max: int) -> bytes | list[int]:
     if not name:
         return b""  # the parser knows whether there is such a datatype, and how many bytes are missing
     values = getattr(tensor.contents, name)
+    if len(values) > ELEMENTS_MAX:
+        raise TooLarge(
+            f"input '{tensor.name}': {len(values):,} elements in {name}, and there may be {ELEMENTS_MAX:,}: send the "
+            "tensor's bytes in raw_input_contents"
+        )
     size = struct.calcsize(kind) * len(values) if kind else sum(4 + len(each) for each in values)
     if size > bytes_max:
         raise TooLarge(
