@@ -19,6 +19,7 @@ from contract.engine_suite import OpenFeed, answer_to, run_all
 from fakes.faulty_service import FAULTS, FaultyService
 from fakes.held_clock import HeldClock
 
+from batchmill.children import programs
 from batchmill.children.bounds import Bounds
 from batchmill.children.programs import Programs
 from batchmill.engines.connector import ConnectorEngine
@@ -652,6 +653,17 @@ async def test_a_filter_that_never_ends_is_stopped(service, monkeypatch):
     assert by_number[0].error.code == "too_complex"
     assert by_number[1].error is None
     assert len(service.calls) == 6  # the row's call was paid for once
+
+
+async def test_many_rows_with_such_a_filter_cost_little(service, monkeypatch):
+    """Rows of one job share a filter without an end: a few of them pay for its bound, and the others fail at once."""
+    monkeypatch.setattr(bounded, "BOUNDS", Bounds(cpu_s=0.05))
+    service.answers = [web.json_response({"a": json.loads("[" * 40 + "1" + "]" * 40)}) for _ in range(20)]
+    rows = [row(number, input="x", response_filter=UNIONS) for number in range(20)]
+    errors = [each.error for each in await run(spec(service.url), *rows)]
+    assert {each.code for each in errors} == {"too_complex"}
+    stopped = [each for each in errors if "took more than" in each.message]
+    assert programs.STRIKES_MAX <= len(stopped) < programs.STRIKES_MAX + programs.PLACES
 
 
 async def test_filters_of_the_configuration_stay_in_place(service, monkeypatch):

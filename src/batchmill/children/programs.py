@@ -77,6 +77,11 @@ class Programs:
         self._refuse_struck(key, work)
         account = self._account(who)
         await self._place(account, work, patience_s)
+        try:
+            self._refuse_struck(key, work)  # others like it may have been stopped meanwhile
+        except TooComplex:
+            self._leave(account, 0.0, wasted=False)
+            raise
         began = self._clock.monotonic()
         wasted = False
         try:
