@@ -113,8 +113,8 @@ class Owner:
             linger_s=0.0 if config is None else config.server.idle_unload_s,
             provisions=provisions,
             room=self.room,
-            quarantine=self._told.quarantine,
         )
+        self.jobs.dispatcher.quarantine.settings = self._told.quarantine
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
         self.vault.on_change.append(lambda _: self.jobs.dispatcher.provide())
@@ -147,6 +147,7 @@ class Owner:
         self.llms = make_llms(
             told, self.database, self.vault, SystemClock(), engines=jobs.dispatcher, calls=jobs.live, gpus=gpus
         )
+        self.llms.quarantine = jobs.dispatcher.quarantine
         await self.llms.load()
         bases = catalogue or late_bases(told, self.versions, remote, self.llms)
         self.adapters = jobs.adapters = make_adapters(told, self.database, self.vault, bases, self.room)

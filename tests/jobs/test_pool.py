@@ -18,6 +18,7 @@ from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.machine import Machine
 from batchmill.jobs.pool import Death, Pool, PoolTools
 from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load
 from batchmill.jobs.rooms import Rooms
 from batchmill.jobs.service import JobService
@@ -60,7 +61,7 @@ class Owner:
 
 def tools(executor, owner, clock=None, machine: Machine | None = None) -> PoolTools:
     clock = clock or SystemClock()
-    return PoolTools(executor, owner, clock, Rooms(machine or Machine()), EngineLog(clock))
+    return PoolTools(executor, owner, clock, Rooms(machine or Machine()), EngineLog(clock), Quarantine(clock))
 
 
 @pytest.fixture

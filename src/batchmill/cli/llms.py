@@ -222,6 +222,8 @@ def events(session: Session, name: str, project: str | None) -> int:
                 session.emit("event", event=each)
                 continue
             replica = "" if each.replica is None else f" (replica {each.replica})"
+            if (own := sum(each.by_project.values()) if each.in_flight is None else each.in_flight) or each.by_project:
+                replica += f", {own} requests in flight"
             told = f": {each.message}" if each.message else ""
             session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{told}", MESSAGE_CHARS, lines=True))
 

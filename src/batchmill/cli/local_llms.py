@@ -12,7 +12,7 @@ from batchmill.errors import InvalidInput
 from batchmill.models.secrets import KINDS
 from batchmill.services.llms.door import LlmClient
 from batchmill.types import EngineEvent
-from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
+from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest, QuarantinedRequests
 
 PROJECT = "default"
 T = TypeVar("T", NewLlm, LlmChange)
@@ -23,6 +23,7 @@ class LocalLlms:
 
     def __init__(self, llms: LlmClient, project: str | None) -> None:
         self._llms, self._project = llms, project or PROJECT
+        self._named = project
 
     async def create(self, asked: NewLlm) -> LlmInfo:
         return await self._llms.create(self._project, _referring(asked))
@@ -47,6 +48,11 @@ class LocalLlms:
 
     async def events(self, name: str) -> list[EngineEvent]:
         return await self._llms.events(self._project, name)
+
+    async def quarantined(self, digest: str | None = None, *, clear: bool = False) -> list[QuarantinedRequest]:
+        """Of all projects, unless one is named."""
+        found = await self._llms.quarantined(self._named, digest, clear=clear)
+        return QuarantinedRequests.of(found).requests
 
 
 def _referring(asked: T) -> T:

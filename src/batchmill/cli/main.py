@@ -35,6 +35,7 @@ COMMANDS = {
     "connectors": ("batchmill.cli.connectors:connectors", "Describe remote APIs, and make models of them."),
     "adapters": ("batchmill.cli.adapters:adapters", "Register LoRA adapters of language models."),
     "llms": ("batchmill.cli.llms:llms", "Deploy language models; look after their engines."),
+    "quarantine": ("batchmill.cli.quarantine:quarantine", "Requests that engines died of: list them, let them go."),
     "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
     "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),

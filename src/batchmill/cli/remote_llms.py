@@ -12,7 +12,7 @@ from batchmill.client.asynchronous import AsyncClient
 from batchmill.errors import InvalidInput
 from batchmill.models import secrets
 from batchmill.types import EngineEvent
-from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
+from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
 
 T = TypeVar("T", NewLlm, LlmChange)
 
@@ -46,6 +46,9 @@ class RemoteLlms:
 
     async def events(self, name: str) -> list[EngineEvent]:
         return await self._client.llm_events(name)
+
+    async def quarantined(self, digest: str | None = None, *, clear: bool = False) -> list[QuarantinedRequest]:
+        return await (self._client.clear_quarantine(digest) if clear else self._client.quarantine())
 
 
 def _revealed(asked: T) -> T:

@@ -37,7 +37,7 @@ from batchmill.wire.native import (
     VersionInfo,
 )
 from batchmill.wire.native_adapters import AdapterInfo
-from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
+from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -119,6 +119,9 @@ class Llms(Protocol):
     async def stop(self, name: str) -> LlmInfo: ...
 
     async def events(self, name: str) -> list[EngineEvent]: ...
+
+    async def quarantined(self, digest: str | None = None, *, clear: bool = False) -> list[QuarantinedRequest]:
+        """Requests that engines died of; `clear`: let them go, or the one of this digest."""
 
 
 class App(Protocol):

@@ -30,7 +30,7 @@ from batchmill.wire.native import (
     Planned,
 )
 from batchmill.wire.native_adapters import AdapterInfo
-from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm
+from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
@@ -196,6 +196,14 @@ class AsyncClient:
     async def stop_llm(self, name: str) -> LlmInfo:
         """Let it answer nothing until it is started."""
         return await self.call(llm_calls.stop(name))
+
+    async def quarantine(self) -> list[QuarantinedRequest]:
+        """Requests of this project that engines of the server died of."""
+        return (await self.call(llm_calls.quarantine())).requests
+
+    async def clear_quarantine(self, digest: str | None = None) -> list[QuarantinedRequest]:
+        """Let one of them go, or all. Returns which."""
+        return (await self.call(llm_calls.clear_quarantine(digest))).requests
 
     async def upload(
         self,

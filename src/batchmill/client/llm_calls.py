@@ -13,11 +13,12 @@ from msgspec.structs import fields
 from batchmill.client.messages import Ask, Request
 from batchmill.errors import InvalidInput
 from batchmill.wire.native import PREFIX
-from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmInfo, LlmList, NewLlm
+from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmInfo, LlmList, NewLlm, QuarantinedRequests
 
 T = TypeVar("T", bound=Struct)
 
 LLMS = f"{PREFIX}/llms"
+QUARANTINE = f"{PREFIX}/quarantine"
 JSON = {"content-type": "application/json"}
 
 
@@ -72,3 +73,12 @@ def start(name: str) -> Ask[LlmInfo]:
 
 def stop(name: str) -> Ask[LlmInfo]:
     return Ask(Request("POST", _one(name, "stop")), LlmInfo)
+
+
+def quarantine() -> Ask[QuarantinedRequests]:
+    return Ask(Request("GET", QUARANTINE), QuarantinedRequests)
+
+
+def clear_quarantine(digest: str | None = None) -> Ask[QuarantinedRequests]:
+    path = QUARANTINE if digest is None else f"{QUARANTINE}/{quote(digest, safe='')}"
+    return Ask(Request("DELETE", path, is_repeatable=False), QuarantinedRequests)

@@ -65,14 +65,14 @@ class LlmEngine:
             clock=self._clock,
             timeout_s=model.limits.attempt_timeout_s,
         )
-        self._deaths, self._isolation = Deaths(self._clock), Isolation(self, self._clock)
+        self._deaths = Deaths(self._clock)
+        self._isolation = Isolation(self, self._deaths, self._clock)
         self.learn = self._deaths.learn
         self._live = LiveWay(
             self,
             calls=self._calls,
             shelf=self._shelf,
             yielding=self._yielding,
-            deaths=self._deaths,
             isolation=self._isolation,
             clock=self._clock,
         )
@@ -111,9 +111,7 @@ class LlmEngine:
             shelf=self._shelf,
             flight=self._flight,
             yielding=self._yielding,
-            deaths=self._deaths,
             isolation=self._isolation,
-            clock=self._clock,
         )
         try:
             await self._flow.run()

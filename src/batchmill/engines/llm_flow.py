@@ -13,14 +13,13 @@ from batchmill.engines.adapter_queue import AdapterQueue
 from batchmill.engines.adapter_shelf import Place, Shelf
 from batchmill.engines.flight import Flight
 from batchmill.engines.llm_calls import Call, Calls, stable_code
-from batchmill.engines.llm_poison.deaths import Deaths
 from batchmill.engines.llm_poison.isolation import Isolation
 from batchmill.engines.llm_poison.trials import Trials
 from batchmill.engines.replies import Reply, read_reply
 from batchmill.engines.retry import is_result
 from batchmill.engines.vllm_server import CallLost, ReplyTooLarge, VllmServer
 from batchmill.engines.yielding import Yielding
-from batchmill.ports import Clock, Feed, ProjectFeed, Sink
+from batchmill.ports import Feed, ProjectFeed, Sink
 from batchmill.types import Outcome, Row, RowError
 from batchmill.types.poison import ALONE_DEATHS_MAX
 
@@ -83,11 +82,9 @@ class Flow:
         shelf: Shelf,
         flight: Flight,
         yielding: Yielding,
-        deaths: Deaths,
         isolation: Isolation,
-        clock: Clock,
     ) -> None:
-        self._deaths, self._isolation = deaths, isolation
+        self._deaths, self._isolation, clock = isolation.deaths, isolation, isolation.clock
         self._host = host
         self._feed = feed
         self._sink = sink

@@ -15,7 +15,7 @@ from batchmill.engines.adapter_names import Adapter
 from batchmill.engines.adapter_shelf import Shelf
 from batchmill.engines.llm_calls import Calls
 from batchmill.engines.llm_flow import QUARANTINED, REFUSAL
-from batchmill.engines.llm_poison.deaths import Deaths, Tracked
+from batchmill.engines.llm_poison.deaths import Tracked
 from batchmill.engines.llm_poison.isolation import Isolation, busy
 from batchmill.engines.replies import read_reply
 from batchmill.engines.vllm_server import CallLost, VllmServer
@@ -66,11 +66,10 @@ class LiveWay:
         calls: Calls,
         shelf: Shelf,
         yielding: Yielding,
-        deaths: Deaths,
         isolation: Isolation,
         clock: Clock,
     ) -> None:
-        self._deaths, self._isolation = deaths, isolation
+        self._deaths, self._isolation = isolation.deaths, isolation
         self._host = host
         self._calls = calls
         self._shelf = shelf

@@ -30,8 +30,7 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
-from batchmill.types.poison import Poison
-from batchmill.wire.messages import Ack, Charged, Failed, Learn, Note, Noted, Open, Revoke, Suspected, Weigh
+from batchmill.wire.messages import Ack, Failed, Note, Noted, Open, Revoke, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
@@ -75,11 +74,12 @@ class Dispatcher:
         provisions: Provisions = NothingProvided(),
         quarantine: Quarantine | None = None,
     ) -> None:
-        self.quarantine = quarantine or Quarantine(clock)
-        self.quarantine.changed = self._learn
+        self.quarantine = quarantine = quarantine or Quarantine(clock)
         self._books, self._clock, self._weights = books, clock, weights or {}
         self.tallies = Tallies()
-        pools = Pools(data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions)
+        pools = Pools(
+            data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions, quarantine=quarantine
+        )
         self._pools, self.provide, self.share = pools, pools.provide, pools.share
         self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
         self.tallies.adapters = pools.adapters
@@ -461,25 +461,6 @@ class Dispatcher:
             is_of_a_shard = failure.job is not None and error.reason in OF_A_SHARD
             if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
                 run.pause(error)
-
-    # -- what engines die of -----------------------------------------------------------------------------------------
-
-    def poison(self, model: ModelSpec) -> Poison:
-        return self.quarantine.poison(model.source)
-
-    def suspected(self, pool: Pool, message: Suspected | Charged) -> None:
-        source = pool.model.source
-        match message:
-            case Suspected(suspect):
-                self.quarantine.suspect(source, suspect)
-            case Charged(charge, is_taken_back):
-                self.quarantine.charge(source, charge, is_taken_back=is_taken_back)
-
-    def _learn(self, source: str) -> None:
-        """Every worker of a base model knows what one has learnt, or somebody has cleared."""
-        told = Learn(self.quarantine.poison(source))
-        for worker in self._pools.workers_of(source):
-            worker.handle.send(told)
 
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         """What a dead worker finished is adopted; the rest of its shards goes to others."""

@@ -18,6 +18,7 @@ from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.engine_log import EngineLog, last_lines
 from batchmill.jobs.machine import Asked, Place, Room, must_be_there
 from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load, Standing
 from batchmill.jobs.rooms import Rooms
 from batchmill.models import redaction
@@ -26,7 +27,6 @@ from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Provision
 from batchmill.types.engines import DIED
-from batchmill.types.poison import Poison
 from batchmill.wire.messages import (
     Answered,
     Answers,
@@ -75,8 +75,6 @@ class PoolListener(Protocol):
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
     def load(self, key: str) -> Load: ...
-    def poison(self, model: ModelSpec) -> Poison: ...
-    def suspected(self, pool: Pool, message: Suspected | Charged) -> None: ...
     async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
 
 
@@ -88,6 +86,7 @@ class PoolTools(Struct, frozen=True):
     clock: Clock
     rooms: Rooms
     log: EngineLog
+    quarantine: Quarantine
     provisions: Provisions = NothingProvided()
 
 
@@ -183,8 +182,7 @@ class Pool:
         return self._tools.rooms.machine.holds(self._place(replica))
 
     @property
-    def replicas(self) -> int:
-        """How many run or start."""
+    def replicas(self) -> int:  # that run or start
         return sum(not each.is_waiting for each in self._replicas.values())
 
     @property
@@ -238,10 +236,9 @@ class Pool:
             log.add(self.key, "starting" if is_first else "restarted", replica=replica.number)
             is_first = False
             try:
-                poison = self._listener.poison(self.model) if self.model.engine == "llm" else Poison()
-                handle = await self._tools.executor.start(
-                    Start(name, self.model, str(home), replica.number, provision, room.gpus, poison)
-                )
+                poison = self._tools.quarantine.poison(self.model.source)
+                start = Start(name, self.model, str(home), replica.number, provision, room.gpus, poison)
+                handle = await self._tools.executor.start(start)
             except OSError as error:
                 self._fail(_not_started(error))
                 return
@@ -382,7 +379,7 @@ class Pool:
             case EngineDied(_, how, in_flight):
                 self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
             case Suspected() | Charged():
-                self._listener.suspected(self, message)
+                self._tools.quarantine.hear(self.model.source, message)
             case Left(lease):
                 self._listener.left(worker, lease)
             case Released(job):
@@ -443,8 +440,7 @@ class Pool:
         return self.waiting + sum(len(worker.calls) for worker in self.workers.values())
 
     @property
-    def waiting(self) -> int:
-        """Live requests that no worker is ready for."""
+    def waiting(self) -> int:  # live requests that no worker is ready for
         return len(self._waiters)
 
     async def change(self) -> None:

@@ -20,12 +20,14 @@ from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.machine import Leaver, Machine
 from batchmill.jobs.pool import Pool, PoolListener, PoolTools, rest_s
 from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import COOLDOWN_DEFAULT_S, follow, needed
 from batchmill.jobs.rooms import Rooms
 from batchmill.models import functions
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.types import EngineState, EngineView, ModelSpec
+from batchmill.wire.messages import Learn
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
 IDLE_FUNCTIONS_MAX = 16  # as many of deployed functions, which hold no device and no model's weights
@@ -61,6 +63,7 @@ class Pools:
     Args:
         linger_s: a pool that nobody uses is kept so long.
         provisions: what its workers are given beside the model.
+        quarantine: what engines died of.
     """
 
     def __init__(
@@ -72,11 +75,14 @@ class Pools:
         listener: PoolListener,
         linger_s: float,
         provisions: Provisions = NothingProvided(),
+        quarantine: Quarantine | None = None,
     ) -> None:
+        quarantine = quarantine or Quarantine(clock)
+        quarantine.changed = self._learn
         self._data_dir, self._clock, self._listener, self._linger_s = data_dir, clock, listener, linger_s
         self._rooms, self._log = Rooms(Machine()), EngineLog(clock)
         self._rooms.make_room, self._rooms.use_of = self._make_room, self._use_of
-        self._tools = PoolTools(executor, listener, clock, self._rooms, self._log, provisions)
+        self._tools = PoolTools(executor, listener, clock, self._rooms, self._log, quarantine, provisions)
         self._scaling: asyncio.Task[None] | None = None
         self._rests: dict[
             str, tuple[Pool, int, float]
@@ -135,11 +141,12 @@ class Pools:
         for pool in (*self._pools.values(), *self.dying):
             yield from pool.workers.values()
 
-    def workers_of(self, source: str) -> Iterator[PoolWorker]:
-        """Those that run language models of one base."""
+    def _learn(self, source: str, told: Learn) -> None:
+        """Every worker of a base model knows what one has learnt, or somebody has cleared."""
         for pool in self._pools.values():
             if pool.model.engine == "llm" and pool.model.source == source:
-                yield from pool.workers.values()
+                for worker in pool.workers.values():
+                    worker.handle.send(told)
 
     def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
         """Whether a worker has yet to let go of a job; `handed_over`: of rows that a provider was given."""

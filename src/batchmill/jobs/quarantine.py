@@ -15,6 +15,7 @@ from batchmill.ports import Clock
 from batchmill.store.database import Database
 from batchmill.store.llm_tables import quarantine
 from batchmill.types.poison import BUDGET_WINDOW_S, Charge, Poison, Suspect
+from batchmill.wire.messages import Charged, Learn, Suspected
 
 log = logging.getLogger("batchmill.quarantine")
 
@@ -30,11 +31,11 @@ class Quarantine:
     def __init__(
         self, clock: Clock, database: Database | None = None, settings: QuarantineEntry = QuarantineEntry()
     ) -> None:
-        self._clock, self._database, self._settings = clock, database, settings
+        self._clock, self._database, self.settings = clock, database, settings
         self._suspects: dict[str, Suspect] = {}  # digest -> of any model, the oldest first
         self._charges: dict[str, list[Charge]] = {}  # model -> of the last hour
         self._writing: set[asyncio.Task[None]] = set()
-        self.changed: Callable[[str], None] = lambda model: None  # told which base model
+        self.changed: Callable[[str, Learn], None] = lambda model, told: None  # what engines of a base model are told
 
     async def load(self) -> None:
         """Read what there is."""
@@ -49,8 +50,19 @@ class Quarantine:
         return Poison(
             [each for each in self._suspects.values() if each.model == model],
             list(self._charges.get(model, ())),
-            self._settings.deaths_per_hour,
+            self.settings.deaths_per_hour,
         )
+
+    def hear(self, model: str, message: Suspected | Charged) -> None:
+        """What a worker of a base model says."""
+        match message:
+            case Suspected(suspect):
+                self.suspect(model, suspect)
+            case Charged(charge, is_taken_back):
+                self.charge(model, charge, is_taken_back=is_taken_back)
+
+    def _tell(self, model: str) -> None:
+        self.changed(model, Learn(self.poison(model)))
 
     def suspect(self, model: str, suspect: Suspect) -> None:
         """An engine died with a request alone in flight; without deaths: it outlived that request since."""
@@ -59,19 +71,19 @@ class Quarantine:
         gone = [] if suspect.deaths else [suspect.digest]
         if suspect.deaths:
             self._suspects[suspect.digest] = suspect
-        while len(self._suspects) > self._settings.entries_max:
+        while len(self._suspects) > self.settings.entries_max:
             oldest = next(iter(self._suspects))
             del self._suspects[oldest]
             gone.append(oldest)
         self._write([suspect] if suspect.deaths else [], gone)
-        self.changed(model)
+        self._tell(model)
 
     def charge(self, model: str, charge: Charge, *, is_taken_back: bool = False) -> None:
         """A death is a project's, or was not."""
         since = self._clock.now() - BUDGET_WINDOW_S
         kept = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
         self._charges[model] = [*kept, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
-        self.changed(model)
+        self._tell(model)
 
     def list(self, project: str | None) -> list[Suspect]:
         """Those of a project, or of all; the oldest first."""
@@ -85,7 +97,7 @@ class Quarantine:
             del self._suspects[each.digest]
         self._write([], [each.digest for each in found])
         for model in {each.model for each in found}:
-            self.changed(model)
+            self._tell(model)
         return found
 
     async def close(self) -> None:
@@ -94,7 +106,7 @@ class Quarantine:
             await asyncio.wait(self._writing)
 
     def _forget_old(self) -> None:
-        since = self._clock.now() - self._settings.expires_s
+        since = self._clock.now() - self.settings.expires_s
         old = [each.digest for each in self._suspects.values() if each.at < since]
         for digest in old:
             del self._suspects[digest]

@@ -11,7 +11,6 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.children.offload import Children
-from batchmill.config import QuarantineEntry
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import (
     endings,
@@ -76,7 +75,6 @@ class JobService:
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
         room: DiskRoom | None = None,
-        quarantine: QuarantineEntry = QuarantineEntry(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -85,13 +83,12 @@ class JobService:
             linger_s: how long workers that no job needs stay, for the next one.
             provisions: what workers are given beside their model.
             room: where the bytes of projects are counted; None: nothing bounds them.
-            quarantine: how long requests that engines died of are refused, and how many deaths a project may cause.
         """
         self._data_dir, self._clock = data_dir, clock
         self._books = Books(ledger)
         self._dispatcher = Dispatcher(
             data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s, provisions=provisions,
-            quarantine=Quarantine(clock, ledger.database, quarantine),
+            quarantine=Quarantine(clock, ledger.database),
         )  # fmt: skip
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()

@@ -17,6 +17,7 @@ from batchmill.config import Config
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig
 from batchmill.jobs.control import ControlClient, OwnerGone
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.ports import Provisions
 from batchmill.services.adapters.door import AdapterClient, AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
@@ -129,6 +130,8 @@ async def _alone(config: Config, database: Database) -> AsyncIterator[tuple[LlmS
     await versions.load()
     await remote.load()
     llms = make_llms(config, database, vault, SystemClock())
+    llms.quarantine = Quarantine(SystemClock(), database, config.quarantine)
+    await llms.quarantine.load()
     await llms.load()
     adapters = make_adapters(config, database, vault, late_bases(config, versions, remote.models, llms))
     look_around(llms, config, versions, remote.models, adapters)
@@ -137,6 +140,7 @@ async def _alone(config: Config, database: Database) -> AsyncIterator[tuple[LlmS
         yield llms, adapters
     finally:
         await adapters.close()
+        await llms.quarantine.close()
 
 
 def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 DIED = "died"  # the kind of an event: a server ended under its worker, and is started again
 
@@ -40,3 +41,9 @@ class EngineView(Struct, frozen=True):
     wanted: int = 0
     message: str = ""  # why it waits or has failed
     events: list[EngineEvent] = []
+
+
+def seen(event: EngineEvent, project: str, message: str) -> EngineEvent:
+    """An event as a project may know of it: how many requests of its own were in flight, of others nothing."""
+    own = event.by_project.get(project, 0) if event.kind == DIED else None
+    return replace(event, message=message, in_flight=own, by_project={})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from batchmill.types import EngineEvent, Price
+from batchmill.types.poison import Suspect
 from batchmill.wire.native import Name
 
 ARGS_MAX, ADAPTERS_MAX = 100, 1_000
@@ -103,3 +105,30 @@ class LlmEvents(Struct, frozen=True):
 
 class LlmEventsQuery(Struct, frozen=True, forbid_unknown_fields=True):
     after: float | None = None  # seconds since the epoch: only what came later
+
+
+class QuarantinedRequest(Struct, frozen=True):
+    """A request that was alone in flight when an engine died."""
+
+    digest: str
+    model: str  # the base model
+    project: str
+    url: str
+    deaths: int
+    is_refused: bool  # otherwise it runs alone
+    at: float  # seconds since the epoch: the last of the deaths
+
+
+class QuarantinedRequests(Struct, frozen=True):
+    requests: list[QuarantinedRequest]
+
+    @classmethod
+    def of(cls, suspects: Sequence[Suspect]) -> QuarantinedRequests:
+        return cls(
+            [
+                QuarantinedRequest(
+                    each.digest, each.model, each.project, each.url, each.deaths, each.is_refused, each.at
+                )
+                for each in suspects
+            ]
+        )

@@ -17,6 +17,7 @@ from batchmill.dialects.native.keys import Keys
 from batchmill.dialects.native.llms import Llms
 from batchmill.dialects.native.looking import Looking
 from batchmill.dialects.native.orders import Orders
+from batchmill.dialects.native.quarantine import QuarantinedRequestsOf
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
@@ -38,6 +39,7 @@ class NativeDialect:
             Functions(services, self._shown),
             Llms(services, self._shown),
             Adapters(services, self._shown),
+            QuarantinedRequestsOf(services),
         )
 
     def operations(self) -> Sequence[Operation]:

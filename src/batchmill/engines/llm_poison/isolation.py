@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from batchmill.engines.llm_poison.deaths import Deaths
 from batchmill.errors import Unavailable
 from batchmill.ports import Clock
 
@@ -31,8 +32,9 @@ class Rows(Protocol):
 
 
 class Isolation:
-    def __init__(self, rows: Rows, clock: Clock) -> None:
-        self._rows, self._clock = rows, clock
+    def __init__(self, rows: Rows, deaths: Deaths, clock: Clock) -> None:
+        self._rows, self.clock = rows, clock
+        self.deaths = deaths
         self._holder: Any = None  # that runs alone, or waits until what is in flight has ended
         self._began = 0.0
         self._live: dict[Any, str] = {}  # live requests in flight -> their projects
@@ -44,25 +46,25 @@ class Isolation:
 
     def may_begin(self, *, has_others: bool) -> bool:
         """Its time has come: others, where there are any, have had theirs."""
-        return self._holder is None and (not has_others or self._clock.monotonic() >= self._not_before)
+        return self._holder is None and (not has_others or self.clock.monotonic() >= self._not_before)
 
     def hold(self, holder: Any) -> bool:
         """Let nothing new begin. True once nothing live is in flight."""
         if self._holder is None:
-            self._holder, self._began = holder, self._clock.monotonic()
+            self._holder, self._began = holder, self.clock.monotonic()
         return self._holder is holder and not self._live
 
     def release(self, holder: Any) -> None:
         """Others first from now on, for as long as their share takes."""
         if self._holder is holder:
             self._holder = None
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             self._not_before = max(self._not_before, now + REST_FACTOR * (now - self._began))
             self._rows.wake_rows()
 
     def died(self) -> None:
         """The engine is started again: others go first."""
-        self._not_before = self._clock.monotonic() + OTHERS_FIRST_S
+        self._not_before = self.clock.monotonic() + OTHERS_FIRST_S
 
     def live_of_others(self, project: str) -> bool:
         return any(other != project for other in self._live.values())
@@ -70,9 +72,9 @@ class Isolation:
     @contextlib.asynccontextmanager
     async def beside(self, request: Any, project: str) -> AsyncIterator[None]:
         """Run a live request beside others. It waits a while for one that runs alone."""
-        until = self._clock.monotonic() + HOLD_S
-        while self._holder is not None and self._clock.monotonic() < until:
-            await self._clock.sleep(POLL_S)
+        until = self.clock.monotonic() + HOLD_S
+        while self._holder is not None and self.clock.monotonic() < until:
+            await self.clock.sleep(POLL_S)
         self._live[request] = project
         try:
             yield
@@ -85,19 +87,19 @@ class Isolation:
 
         Raises: Unavailable (`engine_busy`) where that takes too long.
         """
-        until = self._clock.monotonic() + (TURN_S if is_last else DRAIN_S)
+        until = self.clock.monotonic() + (TURN_S if is_last else DRAIN_S)
         while self._is_busy(project, is_last=is_last):
-            if self._clock.monotonic() >= until:
+            if self.clock.monotonic() >= until:
                 raise busy()
-            await self._clock.sleep(POLL_S)
-        self._holder, self._began = request, self._clock.monotonic()
+            await self.clock.sleep(POLL_S)
+        self._holder, self._began = request, self.clock.monotonic()
         until = self._began + DRAIN_S
         try:
             while self._rows.rows_in_flight or self._live:
-                if self._clock.monotonic() >= until:
+                if self.clock.monotonic() >= until:
                     raise busy()
                 await asyncio.sleep(0)
-                await self._clock.sleep(POLL_S)
+                await self.clock.sleep(POLL_S)
             yield
         finally:
             self.release(request)

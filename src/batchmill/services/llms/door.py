@@ -12,6 +12,7 @@ from batchmill.services.llms import views
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.llms.service import LlmService
 from batchmill.types import Caller, EngineEvent, EngineView, ModelSpec, Scope
+from batchmill.types.poison import Suspect
 from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
 
 Verb = Literal["show", "delete", "start", "stop"]
@@ -48,7 +49,13 @@ class _Find(Struct, frozen=True, tag="find"):
     name: str
 
 
-_call = msgspec.msgpack.Decoder(_Create | _Update | _Do | _List | _Events | _Find)
+class _Quarantine(Struct, frozen=True, tag="quarantine"):
+    project: str | None  # None: everybody's
+    digest: str | None
+    clear: bool
+
+
+_call = msgspec.msgpack.Decoder(_Create | _Update | _Do | _List | _Events | _Find | _Quarantine)
 _pack = msgspec.msgpack.encode
 
 
@@ -81,6 +88,8 @@ class LlmDoor:
             case _Find(project, name):
                 found = llms.find(_caller(project), name)
                 return _pack(None if found is None else found.model)
+            case _Quarantine(project, digest, clear):
+                return _pack(llms.quarantined(project, digest, clear=clear))
 
     async def _do(self, caller: Caller, verb: str, name: str) -> LlmDeployment:
         match verb:
@@ -130,6 +139,11 @@ class LlmClient:
 
     async def events(self, project: str, name: str) -> list[EngineEvent]:
         return await self._ask(_Events(project, name), list[EngineEvent])
+
+    async def quarantined(
+        self, project: str | None, digest: str | None = None, *, clear: bool = False
+    ) -> list[Suspect]:
+        return await self._ask(_Quarantine(project, digest, clear), list[Suspect])
 
     async def find(self, project: str, name: str) -> ModelSpec | None:
         """The model of a deployment, as a job has it; None: there is none that is called so."""

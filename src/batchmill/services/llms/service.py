@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.jobs.machine import veiled
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.ports import Clock
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
@@ -28,8 +29,9 @@ from batchmill.services.remote.changes import Changes
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
-from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, ModelSpec, Scaling, Scope
-from batchmill.types.engines import DIED
+from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling, Scope
+from batchmill.types.engines import seen
+from batchmill.types.poison import Suspect
 
 __all__ = ["LlmDeployment", "LlmService"]
 
@@ -66,6 +68,7 @@ class LlmService:
         self._tokens = HubTokens(database, vault, clock)
         self.bases = bases
         self.around: Around = Nothing()
+        self.quarantine = Quarantine(clock)  # of whoever runs the engines
         self._keeper = Keeper(engines, calls, clock, moved=self._moved, look=self._look)
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
@@ -150,8 +153,12 @@ class LlmService:
         def told(text: str) -> str:
             return veiled(text, lambda name: self.around.sees(caller, name))
 
-        events = [_seen(caller, each, told(each.message)) for each in view.events]
+        events = [seen(each, caller.project, told(each.message)) for each in view.events]
         return replace(view, message=told(view.message), events=events)
+
+    def quarantined(self, project: str | None, digest: str | None = None, *, clear: bool = False) -> list[Suspect]:
+        """Requests of a project, or of all, that engines died of; `clear`: let them go, or the one of this digest."""
+        return self.quarantine.clear(project, digest) if clear else self.quarantine.list(project)
 
     def base_models(self, caller: Caller) -> list[ModelSpec]:
         """What has a name among what may be deployed."""
@@ -491,9 +498,3 @@ def _refuse_plain(settings: LlmSettings) -> None:
 
 def _unknown(name: str) -> UnknownName:
     return UnknownName(f"there is no deployment {name[:SHOWN_CHARS]!r} that you may use", code="llm_not_found")
-
-
-def _seen(caller: Caller, event: EngineEvent, message: str) -> EngineEvent:
-    """An event as a project may know of it: how many requests of its own were in flight, of others nothing."""
-    own = event.by_project.get(caller.project, 0) if event.kind == DIED else None
-    return replace(event, message=message, in_flight=own, by_project={})
