@@ -1,6 +1,7 @@
 # make demo   set everything up, run a real batch through a real LLM with two adapters, show the results
 # make test   set everything up, check the style, pass the tests
 # make clients  set up the published clients that the tests use
+# make bubblewrap  install the program that isolates functions, which the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
@@ -21,7 +22,7 @@ PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help test demo bench lint clean vllm clients
+.PHONY: help test demo bench lint clean vllm clients bubblewrap
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +44,10 @@ vllm: $(INSTALLED)
 clients:
 	@PYTHON="$(PYTHON)" tools/client_envs.sh $(CLIENT_VENVS)
 
+# Debian's package, where this user may install it.
+bubblewrap:
+	@tools/bubblewrap.sh
+
 demo: vllm
 	@BATCHMILL="$(VENV)/bin/batchmill" BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
@@ -51,6 +56,7 @@ demo: vllm
 test: lint
 	@$(MAKE) --no-print-directory vllm || echo "--> vLLM could not be installed: the tests that need it will fail"
 	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
+	@$(MAKE) --no-print-directory bubblewrap || echo "--> bubblewrap is not there: the tests that need it will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" \

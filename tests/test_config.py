@@ -9,6 +9,7 @@ from batchmill import config
 from batchmill.config import Config, InputLimits, ModelEntry
 from batchmill.errors import InvalidConfig
 from batchmill.types import Limits, Price
+from batchmill.types.isolation import FunctionsEntry
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -226,6 +227,7 @@ def test_every_key_is_documented():
     for entry, place in (
         (config.ServerEntry, "server"),
         (config.ProjectEntry, "projects.NAME"),
+        (FunctionsEntry, "functions"),
         (config.WebhookEntry, "webhooks"),
         (config.MlCommonsEntry, "ml_commons"),
         (config.DeploymentsEntry, "deployments"),

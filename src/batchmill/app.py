@@ -37,6 +37,7 @@ from batchmill.services.data_dirs import (
     SOCKET,
     TAKEOVER_S,
     TAKEOVER_TRIES,
+    open_provisions,
     open_vault,
     open_versions,
     prepare_data_dir,
@@ -52,7 +53,6 @@ from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.connector_door import ConnectorDoor
 from batchmill.services.remote.opening import RemoteServices, make_remote
 from batchmill.services.secrets.door import SecretDoor
-from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
@@ -103,7 +103,7 @@ class Owner:
         config = self._config
         self.vault = open_vault(self._told, self.database)
         environ = os.environ if config is not None else None  # workers of a command have it themselves
-        provisions = OwnerProvisions(self.vault, self._told.server.private_hosts, environ)
+        provisions = await open_provisions(self._told, self.vault, environ)
         self.jobs = JobService(
             self._data_dir,
             ledger,
@@ -118,7 +118,7 @@ class Owner:
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
         self.vault.on_change.append(lambda _: self.jobs.dispatcher.provide())
-        self.versions = open_versions(self._data_dir, self.database, provisions, config)
+        self.versions = open_versions(self._data_dir, self.database, provisions, self._told, serves=config is not None)
         await self.versions.load()
         self.remote = make_remote(self._told, self.database, self.vault, SystemClock())
         await self.remote.load()

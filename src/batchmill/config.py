@@ -63,6 +63,12 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
 | projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
 | quotas                       | the fields of types.Quotas: what each project may have                    |
+| functions.isolate            | "bubblewrap": deployed functions see nothing of the machine but the       |
+|                              | system and themselves; "none"                                             |
+| functions.network            | whether isolated functions, and pip for them, have the network            |
+| functions.readable           | folders and files that isolated functions may read besides                |
+| functions.pythons            | interpreters that keys may name for isolated functions                    |
+| functions.secrets            | patterns of references that keys may name for isolated functions          |
 | webhooks.url                 | of each of the `[[webhooks]]`: where events are sent                      |
 | webhooks.secret              | "env:NAME" or "file:PATH": what they are signed with                      |
 | webhooks.events, .project, .name | which events, of whose batches, and a name for people                  |
@@ -102,6 +108,7 @@ from msgspec.structs import fields, replace
 
 from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price, ProjectQuotas, Quotas
+from batchmill.types.isolation import FunctionsEntry
 from batchmill.types.machines import MachineEntry, ReplicaEntry
 from batchmill.wire.json_bytes import DEPTH_MAX
 
@@ -283,6 +290,7 @@ class _File(Struct, frozen=True):
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
     quotas: Quotas = Quotas()
+    functions: FunctionsEntry = FunctionsEntry()
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
@@ -302,6 +310,7 @@ class Config(Struct, frozen=True):
     server: ServerEntry = ServerEntry()
     projects: dict[str, ProjectEntry] = {}
     quotas: Quotas = Quotas()
+    functions: FunctionsEntry = FunctionsEntry()
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
@@ -398,6 +407,7 @@ def _check_keys(table: dict[str, Any]) -> None:
     _only_known(table.get("server"), ServerEntry, "server.")
     projects, webhooks, commons = table.get("projects"), table.get("webhooks"), table.get("ml_commons")
     _only_known(commons, MlCommonsEntry, "ml_commons.")
+    _only_known(table.get("functions"), FunctionsEntry, "functions.")
     _only_known(table.get("secrets"), SecretsEntry, "secrets.")
     _only_known(table.get("machine"), MachineEntry, "machine.")
     _only_known(table.get("quotas"), Quotas, "quotas.")
@@ -443,6 +453,7 @@ def _check_values(read: _File) -> None:
     _check_limits(read.limits, "limits")
     _check_serving(read)
     _check_ml_commons(read.ml_commons)
+    read.functions.check()
     _check_deployments(read)
     read.machine.check()
     for name, entry in read.models.items():

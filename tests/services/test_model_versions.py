@@ -3,6 +3,7 @@
 import asyncio
 import io
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
+from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
 from batchmill.wire.deploys import Backend, DeployOrder
 from batchmill.wire.forms import TableForm
@@ -30,12 +32,13 @@ class Place:
     def __init__(self, folder: Path):
         self.folder = folder
         self.clock = HeldClock()
+        self.entry = FunctionsEntry()
         self.tried = []
         self.trouble = None  # raised by the next trial
 
     def open(self):
         self.database = Database(self.folder / "batchmill.db")
-        workshop = Workshop(self.folder, self.try_it)
+        workshop = Workshop(self.folder, self.try_it, self.entry)
         self.versions = ModelVersions(
             self.database, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
             chance=random.Random(7),
@@ -322,3 +325,19 @@ async def test_a_name_is_free_again_with_nothing_of_its_past(place):
             await place.versions.log("example_doubler", None, version, by=TWO)
     with pytest.raises(UnknownName):
         await place.versions.log("example_doubler", by=ONE)
+
+
+async def test_what_leads_out_of_isolation_is_not_for_keys(place):
+    """Where functions are isolated, a key names an interpreter or a secret only as the configuration allows; whoever
+    runs the machine names any."""
+    place.entry = FunctionsEntry(isolate="bubblewrap", pythons=[sys.executable], secrets=["secret:hub-*"])
+    place.close()
+    await place.open().load()
+    secrets = [{"KEY": reference} for reference in ("file:/data/secrets.key", "env:OWNERS", "secret:openai")]
+    for told in ({"python": "/usr/bin/env"}, *[{"secrets": each} for each in secrets]):
+        with pytest.raises(Forbidden, match="functions are isolated"):
+            await place.deploy(by=ONE, **told)
+    assert place.tried == []
+    await place.deploy(by=ONE, python=sys.executable, secrets={"KEY": "secret:hub-1"})
+    await place.deploy(name="other", python=sys.executable, secrets=secrets[0])
+    assert [spec.python for spec in place.tried] == [sys.executable] * 2

@@ -14,13 +14,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
-from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models.function_environment import KEPT
+import msgspec
+from msgspec import Struct
 
-MARK = "batchmill-complete"
+from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.models import isolation
+from batchmill.models.function_environment import KEPT
+from batchmill.types import Isolation
+
+FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in an environment
+PIP_SETTINGS = "PIP_CONFIG_FILE"
 BUILD_S_MAX = 3600.0
 ASK_S_MAX = 30.0
 KEPT_S = 30 * 86400.0  # an environment that no version uses any more is kept so long, for the next one
@@ -47,8 +53,13 @@ _FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.ex
 
 
 class Environments:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    """
+    Args:
+        isolation: in which packages are installed: they run code of their own.
+    """
+
+    def __init__(self, folder: Path, isolation: Isolation | None = None) -> None:
+        self._folder, self._isolation = folder, isolation
         self._building: dict[str, asyncio.Lock] = {}
 
     async def python(self, wanted: str | None, requirements: str | None, log: Path) -> str | None:
@@ -71,7 +82,7 @@ class Environments:
         key = hashlib.sha256(f"{await _version_of(base)}\n{requirements}".encode()).hexdigest()
         place = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
-            if not (place / MARK).exists():
+            if not _is_whole(place):
                 await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
                 await self._build(place, base, requirements, log)
             (place / MARK).touch()  # when it was last wanted
@@ -81,14 +92,28 @@ class Environments:
         place.mkdir(parents=True, mode=0o700)
         try:
             (place / "requirements.txt").write_text(requirements)
-            await _run([base, "-m", "venv", str(place)], log, "the environment cannot be made")
+            places = await asyncio.to_thread(isolation.places_of, base)
+            run = self._runner(place, [*places], base)
+            await run([base, "-m", "venv", str(place)], log, "the environment cannot be made")
             install = [str(place / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
             install += ["--no-input", "--progress-bar", "off", "-r", str(place / "requirements.txt")]
-            await _run(install, log, "the requirements cannot be installed")
-            (place / MARK).touch()
+            await run(install, log, "the requirements cannot be installed")
+            await asyncio.to_thread(_finish, place, Base(base, [*places]))
         except BaseException:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, place, ignore_errors=True))
             raise
+
+    def _runner(self, place: Path, places: list[str], base: str) -> Callable[[list[str], Path, str], Awaitable[None]]:
+        """What runs a command that makes an environment."""
+        environ, files = _environ(), []
+        if self._isolation is None:
+            follow = [base, "-I", "-c", _FOLLOW] if sys.platform == "linux" else []
+            return lambda command, log, told: _run([*follow, *command], log, told, environ)
+        if settings := _pip_settings(environ):
+            environ[PIP_SETTINGS], files = settings, [settings]
+        before = isolation.of_build(self._isolation, [*places, *files], writes=str(place), python=base)
+        environ = isolation.environ(environ)
+        return lambda command, log, told: _run([*before, *command], log, told, environ)
 
     def sweep(self, used: Collection[str] = ()) -> None:
         """Remove what was not finished, and what has long not been used. No other process builds here.
@@ -99,6 +124,46 @@ class Environments:
         for place in self._folder.glob("*"):
             if str(place / "bin" / "python") not in used and not _is_fresh(place / MARK):
                 shutil.rmtree(place, ignore_errors=True)
+
+
+class Base(Struct, frozen=True):
+    """The interpreter that an environment was made with, and where its files lie: what is in the environment itself may
+    be anything that a package has put there."""
+
+    python: str
+    places: list[str]
+
+
+def _finish(place: Path, base: Base) -> None:
+    """Say that it is whole, in a file of ours, whatever packages have put under that name."""
+    mark = place / MARK
+    if mark.is_dir() and not mark.is_symlink():
+        shutil.rmtree(mark)
+    mark.unlink(missing_ok=True)
+    fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(msgspec.json.encode(base))
+
+
+def base_of(place: Path) -> Base:
+    """Raises: ModelFailed for an environment that is not whole."""
+    try:
+        return msgspec.json.decode((place / MARK).read_bytes(), type=Base)
+    except (OSError, msgspec.DecodeError):
+        raise ModelFailed(f"the environment {place.name} is not whole: deploy the function again") from None
+
+
+def _is_whole(place: Path) -> bool:
+    try:
+        return bool(base_of(place).python)
+    except ModelFailed:
+        return False
+
+
+def _pip_settings(environ: Mapping[str, str]) -> str | None:
+    """The file with the settings of pip for this user, who has no home where it runs isolated; None: none."""
+    told = [environ[PIP_SETTINGS]] if PIP_SETTINGS in environ else ["~/.config/pip/pip.conf", "~/.pip/pip.conf"]
+    return next((path for path in map(os.path.expanduser, told) if os.path.isfile(path)), None)
 
 
 def _is_fresh(mark: Path) -> bool:
@@ -181,13 +246,12 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in _BUILDS or name.startswith(_BUILDERS)}
 
 
-async def _run(command: list[str], log: Path, told: str) -> None:
+async def _run(command: list[str], log: Path, told: str, environ: Mapping[str, str]) -> None:
     """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
-    command = [command[0], "-I", "-c", _FOLLOW, *command] if sys.platform == "linux" else command
     with log.open("ab") as out:
         begin = out.tell()
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=_environ(), start_new_session=True
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
         )
         try:
             async with asyncio.timeout(BUILD_S_MAX):

@@ -22,13 +22,15 @@ import msgspec
 from batchmill import function_side
 from batchmill.errors import ModelFailed
 from batchmill.function_side import frames
-from batchmill.models import secrets
+from batchmill.models import isolation, secrets
+from batchmill.models.environments import FOLDER, base_of
 from batchmill.models.function_environment import environment_of
 from batchmill.models.function_family import VARIABLE, Family
 from batchmill.models.function_log import FunctionLog
 from batchmill.models.function_socket import Frame, FrameSocket
+from batchmill.models.isolated_process import Inside
 from batchmill.models.secrets import Secret
-from batchmill.types import Interface, ModelSpec
+from batchmill.types import Interface, Isolation, ModelSpec
 
 PROGRAM = Path(function_side.__file__).parent / "main.py"
 START_S = 1800.0  # setup() may load a large model
@@ -55,11 +57,17 @@ class FunctionChild:
         spec: of the engine function_process.
         home: a folder for `function.log`.
         resolve: finds its secrets.
+        isolation: how it is kept from the machine; None: it runs as this process does.
     """
 
-    def __init__(self, spec: ModelSpec, home: Path, *, resolve: Callable[[str], Secret] = secrets.resolve) -> None:
+    def __init__(
+        self, spec: ModelSpec, home: Path, *, resolve: Callable[[str], Secret] = secrets.resolve,
+        isolation: Isolation | None = None,
+    ) -> None:  # fmt: skip
         assert spec.function is not None, "a deployed function has a FunctionSpec"
         self._spec, self._function, self._resolve = spec, spec.function, resolve
+        self._isolation = isolation
+        self._inside = Inside()
         self.heard: Callable[[list[Frame]], None] = self._hear_nothing
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
@@ -102,17 +110,20 @@ class FunctionChild:
             raise
 
     async def _spawn(self) -> None:
+        before = await asyncio.to_thread(self._isolated)
         ours, theirs = socket.socketpair()
         progress = os.memfd_create("batchmill-progress")
+        info = [self._inside.open()] if before else []
         try:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
             self._process = await asyncio.create_subprocess_exec(
+                *before[:1], *_told_at(info), *before[1:],
                 self._spec.python or sys.executable, str(PROGRAM), str(theirs.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder,
-                env=environment_of(self._function, os.environ, self._resolve) | {VARIABLE: self._family.mark},
-                pass_fds=[theirs.fileno(), progress], start_new_session=True,
+                env=self._environ() | {VARIABLE: self._family.mark},
+                pass_fds=[theirs.fileno(), progress, *info], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -122,9 +133,30 @@ class FunctionChild:
             raise
         finally:
             theirs.close()
-            os.close(progress)
+            for fd in (progress, *info):
+                os.close(fd)
         self._socket = FrameSocket(ours, heard=self._take, closed=self._disconnected)
         self._gone = asyncio.create_task(self._until_gone(self._process))
+
+    def _isolated(self) -> list[str]:
+        """What comes before the command. Blocks. Raises: ModelFailed for an interpreter that cannot be shown alone."""
+        if self._isolation is None:
+            return []
+        python, folder = self._spec.python or sys.executable, self._function.folder
+        place = Path(python).parent.parent
+        if place.parent == Path(self._isolation.data_dir, FOLDER):
+            base = base_of(place)
+            python, places = base.python, [str(place), *base.places]
+        else:
+            places = [*isolation.places_of(python)]
+        places.append(str(PROGRAM.parent))
+        return isolation.of_function(self._isolation, python, places, folder=folder, gpus=self._function.gpus)
+
+    def _environ(self) -> dict[str, str]:
+        found = environment_of(self._function, os.environ, self._resolve)
+        if self._isolation is None:
+            return found
+        return isolation.environ(found, {*self._function.environment, *self._function.secrets})
 
     def _start_frame(self) -> dict[str, Any]:
         function, memory_bytes = self._function, self._spec.limits.memory_bytes
@@ -171,7 +203,7 @@ class FunctionChild:
         self._socket.close()
         self._kill_group()  # what it has started goes with it
         await asyncio.to_thread(self._family.end)  # and what of that began a session of its own
-        self.exit_code = code
+        self.exit_code = 128 - code if self._isolation is not None and code > 128 else code  # as bubblewrap tells of it
         if self._began is not None and not self._began.done():
             self._began.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.last_words()}"))
         self.ended()
@@ -203,7 +235,8 @@ class FunctionChild:
     def resident_bytes(self) -> int:
         """What it holds in memory now; 0 where nothing tells."""
         try:
-            with open(f"/proc/{self.pid}/statm", "rb") as file:
+            pid = self.pid if self._isolation is None else self._inside.pid()
+            with open(f"/proc/{pid}/statm", "rb") as file:
                 return int(file.read().split()[1]) * mmap.PAGESIZE
         except OSError:
             return 0
@@ -245,12 +278,17 @@ class FunctionChild:
 
     def _close(self) -> None:
         self.log.close()
+        self._inside.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None
 
 
 def _nothing() -> None: ...
+
+
+def _told_at(info: list[int]) -> list[str]:
+    return [word for fd in info for word in ("--info-fd", str(fd))]
 
 
 def _signal_name(number: int) -> str:

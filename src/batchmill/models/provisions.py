@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchmill.models import redaction
 from batchmill.models.addresses import Private, read_private
-from batchmill.types import ModelSpec, Provision
+from batchmill.types import Isolation, ModelSpec, Provision
 
 
 class _Held:
@@ -32,6 +32,11 @@ def take(provision: Provision) -> None:
 def secret(reference: str) -> str | None:
     """What "secret:NAME" or "env:NAME" stands for; None where the owner gave no such secret."""
     return _held.provision.secrets.get(reference)
+
+
+def isolation() -> Isolation | None:
+    """How the function's process is kept from the machine."""
+    return _held.provision.isolation
 
 
 def private() -> Private:

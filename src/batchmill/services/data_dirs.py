@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from batchmill.config import Config
@@ -18,7 +18,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig
 from batchmill.jobs.control import ControlClient, OwnerGone
 from batchmill.jobs.quarantine import Quarantine
-from batchmill.ports import Provisions
+from batchmill.models.isolation import of_config
 from batchmill.services.adapters.door import AdapterClient, AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
@@ -143,10 +143,18 @@ async def _alone(config: Config, database: Database) -> AsyncIterator[tuple[LlmS
         await llms.quarantine.close()
 
 
-def open_versions(data_dir: Path, database: Database, provisions: Provisions, config: Config | None) -> ModelVersions:
+async def open_provisions(config: Config, vault: Vault, environ: Mapping[str, str] | None = None) -> OwnerProvisions:
+    """What workers are given. Raises: InvalidConfig for isolation that was asked for and cannot be had."""
+    isolation = await asyncio.to_thread(of_config, config.functions, config.data_dir)
+    return OwnerProvisions(vault, config.server.private_hosts, environ, isolation)
+
+
+def open_versions(
+    data_dir: Path, database: Database, provisions: OwnerProvisions, config: Config, *, serves: bool = True
+) -> ModelVersions:
     """The deployed functions of a data directory that this process owns; `load` comes next."""
-    taken = frozenset() if config is None else frozenset(config.models)
-    workshop = Workshop(data_dir, Trials(provisions))
+    taken = frozenset(config.models) if serves else frozenset()
+    workshop = Workshop(data_dir, Trials(provisions), config.functions, provisions.isolation)
     return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
 
 
@@ -165,7 +173,7 @@ async def open_models(config: Config) -> AsyncIterator[ModelClient]:
         if database is None:
             yield ModelClient(lambda message: client.tell(MODELS_DOOR, message))
             return
-        provisions = OwnerProvisions(open_vault(config, database), config.server.private_hosts)
+        provisions = await open_provisions(config, open_vault(config, database))
         versions = open_versions(config.data_dir, database, provisions, config)
         await versions.load()
         yield ModelClient(ModelDoor(versions).answer)

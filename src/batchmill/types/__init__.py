@@ -5,6 +5,7 @@ from batchmill.types.calls import AdapterStats, Ask, BatchTimes, CallStats, Engi
 from batchmill.types.connectors import Action, ClientConfig, Connector, Provision, RemoteJob
 from batchmill.types.datasets import DatasetSpec, Problem, Seal, SealedFile
 from batchmill.types.engines import EngineEvent, EngineState, EngineView
+from batchmill.types.isolation import Isolation
 from batchmill.types.jobs import Amendment, JobOrder, JobQuery, JobView, Once, Policy, Submitted, Wait
 from batchmill.types.ledger import Commit, Lease, LedgerReport, SegmentRef, Shard
 from batchmill.types.llms import LlmSettings
@@ -26,7 +27,7 @@ from batchmill.types.rows import Outcome, Request, Row, RowError, Usage
 __all__ = [
     "Action", "AdapterSet", "AdapterStats", "Amendment", "Ask", "BatchTimes", "CallStats", "Caller", "ClientConfig",
     "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionSpec",
-    "Interface", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
+    "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
     "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas",
     "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError", "Scaling", "Scope", "Seal", "SealedFile",
     "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",

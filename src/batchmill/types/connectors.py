@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from batchmill.types.isolation import Isolation
+
 PREDICT, BATCH_PREDICT = "PREDICT", "BATCH_PREDICT"
 BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT = "BATCH_PREDICT_STATUS", "CANCEL_BATCH_PREDICT"
 
@@ -59,6 +61,7 @@ class Provision(Struct, frozen=True):
 
     secrets: dict[str, str] = {}  # "secret:NAME", "env:NAME" -> the secret itself
     private_hosts: list[str] = []  # what calls of connectors that are not trusted may reach: see models.addresses
+    isolation: Isolation | None = None  # of a deployed function; None: it runs as the worker does
 
 
 class RemoteJob(Struct, frozen=True, omit_defaults=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchmill.engines.function_process.work import CRASHED, Blame, Fault, Work
 from batchmill.errors import ModelFailed
+from batchmill.models import provisions
 from batchmill.models.function_child import MEMORY, Call, FunctionChild
 from batchmill.models.function_socket import Frame
 from batchmill.types import Interface, ModelSpec
@@ -55,7 +56,7 @@ class Process:
     async def start(self) -> Interface:
         """Raises: ModelFailed, with the traceback."""
         self.note = f"setting up {self._model.source}"
-        self.child = FunctionChild(self._model, self._home)
+        self.child = FunctionChild(self._model, self._home, isolation=provisions.isolation())
         interface = await self.child.start()
         self._up(self.child)
         return interface
@@ -222,7 +223,7 @@ class Process:
             if setbacks:
                 await asyncio.sleep(min(BACKOFF_S * 2**setbacks, BACKOFF_MAX_S))
             self.note = "starting the function again"
-            self.child = FunctionChild(self._model, self._home)
+            self.child = FunctionChild(self._model, self._home, isolation=provisions.isolation())
             try:
                 await self.child.start()
             except ModelFailed as error:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -20,12 +21,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.config import LIMITS_MAX, WORKERS_MAX
-from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
-from batchmill.models.environments import Environments
+from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
+from batchmill.models.environments import FOLDER, Environments
 from batchmill.models.secrets import NAME
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
-from batchmill.types import FunctionSpec, Interface, Limits, ModelSpec
+from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec
+from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
 from batchmill.wire.deploys import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 
@@ -55,11 +57,14 @@ class Trial(Protocol):
 
 
 class Workshop:
-    def __init__(self, data_dir: Path, trial: Trial) -> None:
-        self._data_dir = data_dir
+    def __init__(
+        self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(), isolation: Isolation | None = None
+    ) -> None:
+        """Args: isolation: what `entry` asks for, in which packages are installed."""
+        self._data_dir, self._entry = data_dir, entry
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
-        self._environments = Environments(data_dir / "environments")
+        self._environments = Environments(data_dir / FOLDER, isolation)
         self._trial = trial
 
     def folder(self, version: ModelVersion) -> Path:
@@ -81,6 +86,23 @@ class Workshop:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
+
+    def check_asked(self, order: DeployOrder) -> None:
+        """Refuse what a key may not ask for where functions are isolated: it would lead out. Raises: Forbidden."""
+        entry = self._entry
+        if not entry.is_isolated:
+            return
+        if order.python is not None and "/" in order.python and order.python not in entry.pythons:
+            raise Forbidden(
+                f"the interpreter {order.python[:80]} is not for keys to name: functions are isolated; say a version "
+                "such as 3.11, or have it added to functions.pythons"
+            )
+        for name, reference in order.secrets.items():
+            if not any(fnmatchcase(reference, pattern) for pattern in entry.secrets):
+                raise Forbidden(
+                    f"the secret {name[:80]} refers to what keys may not name: functions are isolated; have "
+                    f"{reference[:80]!r} added to functions.secrets"
+                )
 
     async def build(self, staged: Staged, version: ModelVersion) -> ModelSpec:
         """The version's folder, environment and interface, the function having been called with its examples.

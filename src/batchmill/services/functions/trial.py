@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from batchmill.models.function_child import FunctionChild
 from batchmill.models.redaction import mask_known
 from batchmill.models.secrets import Secret, resolve
 from batchmill.ports import Provisions
-from batchmill.types import Interface, ModelSpec, Tensor
+from batchmill.types import Interface, Isolation, ModelSpec, Tensor
 from batchmill.wire.calls import NAMED, POSITIONAL
 from batchmill.wire.deploys import DeployOrder
 
@@ -28,25 +28,31 @@ class Trials:
 
     async def __call__(self, spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
         provision = await self._provisions.of(spec)
-        return await try_version(spec, home, order, given=provision.secrets)
+        return await try_version(spec, home, order, given=provision.secrets, isolation=provision.isolation)
 
 
 async def try_version(
-    spec: ModelSpec, home: Path, order: DeployOrder, *, given: Mapping[str, str] = MappingProxyType({})
-) -> Interface:
+    spec: ModelSpec, home: Path, order: DeployOrder, *, given: Mapping[str, str] = MappingProxyType({}),
+    isolation: Isolation | None = None,
+) -> Interface:  # fmt: skip
     """What the function takes and returns. Raises: ModelFailed, with the traceback of what does not work.
 
-    Args: given: what each "secret:NAME" that it names stands for.
+    Args:
+        given: what each "secret:NAME" that it names stands for.
+        isolation: in which it is tried, as it will run.
     """
+    home.mkdir(parents=True, exist_ok=True)
     try:
-        return await _try(spec, home, order, lambda name: Secret(given[name]) if name in given else resolve(name))
+        child = FunctionChild(
+            spec, home, resolve=lambda name: Secret(given[name]) if name in given else resolve(name),
+            isolation=isolation,
+        )  # fmt: skip
+        return await _try(child, spec, order)
     except ModelFailed as error:
         raise ModelFailed(mask_known(error.message), code=error.code) from None
 
 
-async def _try(spec: ModelSpec, home: Path, order: DeployOrder, resolve: Callable[[str], Secret]) -> Interface:
-    home.mkdir(parents=True, exist_ok=True)
-    child = FunctionChild(spec, home, resolve=resolve)
+async def _try(child: FunctionChild, spec: ModelSpec, order: DeployOrder) -> Interface:
     try:
         interface = await child.start()
         _check_batches(interface, spec)

@@ -161,6 +161,8 @@ class ModelVersions:
             check_branch(order.branch)
             if check is not None:
                 check(order.name)
+            if by is not None and by.key is not None:
+                self._workshop.check_asked(order)
             async with self._alone(order.name):
                 new = self._new(order, by)
                 latest = self._latest(order.name, order.branch)

@@ -8,7 +8,7 @@ from batchmill.errors import InvalidConfig, ModelFailed
 from batchmill.models.addresses import read_private
 from batchmill.models.providers import key_meant
 from batchmill.services.secrets.vault import Vault
-from batchmill.types import ModelSpec, Provision
+from batchmill.types import Isolation, ModelSpec, Provision
 
 PREFIX, VARIABLE = "secret:", "env:"
 
@@ -20,10 +20,14 @@ class OwnerProvisions:
         environ: where "env:NAME" is looked up for workers, whose own environment does not have it; None: it has.
     """
 
-    def __init__(self, vault: Vault, private_hosts: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, vault: Vault, private_hosts: Sequence[str], environ: Mapping[str, str] | None = None,
+        isolation: Isolation | None = None,
+    ) -> None:  # fmt: skip
         """Raises: InvalidConfig for a host that cannot be one."""
         read_private(private_hosts)
         self._vault, self._private_hosts, self._environ = vault, list(private_hosts), environ or {}
+        self.isolation = isolation
 
     async def of(self, model: ModelSpec) -> Provision:
         """For a worker of this model. Raises: ModelFailed, naming the secret that is missing or cannot be read."""
@@ -38,7 +42,8 @@ class OwnerProvisions:
             name = each.removeprefix(VARIABLE)
             if name != each and name in self._environ:  # the worker says so where it is missing
                 given[each] = self._environ[name]
-        return Provision(given, self._private_hosts)
+        isolation = self.isolation if model.engine == "function_process" else None
+        return Provision(given, self._private_hosts, isolation)
 
 
 def references(model: ModelSpec) -> list[str]:
