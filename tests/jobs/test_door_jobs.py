@@ -20,6 +20,7 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
+from batchmill.store.disk_room import DiskRoom
 from batchmill.types import (
     Amendment,
     DatasetSpec,
@@ -542,3 +543,18 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
         await service.submit(order(folder, "double"))
     command = msgspec.structs.replace(told, origin=None, output=str(folder / "out.jsonl"))
     assert (await end_of(service, (await service.submit(command)).id)).state == "completed"
+
+
+async def test_results_beyond_the_quota_pause_the_job(folder, opened):
+    """A job whose results find no room is paused where it is, says why, and goes on once there is room."""
+    service = await opened(quotas=ProjectQuotas(Quotas(disk=20_000_000)))
+    write(folder, "slow")
+    job = await midway(service, order(folder, "slow"))
+    enough, service.room = service.room, DiskRoom(service.room.database, folder / "data", ProjectQuotas(Quotas(disk=1)))
+    await service._waiting()  # as the caretaker asks every few seconds
+    view = await end_of(service, job)
+    assert (view.state, view.reason) == ("paused", "quota") and "quotas.disk" in view.message
+    service.room = enough
+    await service.resume(job)
+    view = await end_of(service, job)
+    assert (view.state, view.rows_ok) == ("completed", ROWS)

@@ -54,7 +54,7 @@ def database(tmp_path):
 async def test_what_an_order_stands_for(database, once, age_s, answered, stands):
     """A key stands for its job for a day; an order without one until it was answered, or was asked again soon."""
     first = BLIND if once.blind else KEYED
-    await database.write(submissions.enter, spec(), first)
+    await database.write(submissions.enter, spec(), first, None)
     if answered:
         await database.write(submissions.answered, first.key, TAKEN + 1)
     found = await database.read(submissions.standing, once, TAKEN + age_s)
@@ -63,7 +63,7 @@ async def test_what_an_order_stands_for(database, once, age_s, answered, stands)
 
 async def test_a_key_with_another_order(database):
     """A key that stands for something else is refused, and the message names the job."""
-    await database.write(submissions.enter, spec(), KEYED)
+    await database.write(submissions.enter, spec(), KEYED, None)
     with pytest.raises(Conflict, match="job_1") as refused:
         await database.read(submissions.standing, Once(KEYED.key, "0" * 64), TAKEN)
     assert refused.value.code == "idempotency_key_reused"
@@ -71,15 +71,15 @@ async def test_a_key_with_another_order(database):
 
 async def test_a_name_is_taken_anew(database):
     """An order that stands for nothing any more makes room for the next of its name."""
-    await database.write(submissions.enter, spec(), BLIND)
+    await database.write(submissions.enter, spec(), BLIND, None)
     await database.write(submissions.answered, BLIND.key, TAKEN)
-    await database.write(submissions.enter, spec("job_2"), BLIND)
+    await database.write(submissions.enter, spec("job_2"), BLIND, None)
     assert await database.read(submissions.standing, BLIND, TAKEN) == "job_2"
 
 
 async def test_old_names_are_forgotten(database):
     """What stands for nothing any more does not stay for ever."""
-    await database.write(submissions.enter, spec(), KEYED)
+    await database.write(submissions.enter, spec(), KEYED, None)
     await database.write(submissions.forget_old, TAKEN + KEPT_S)
     assert await database.read(submissions.standing, KEYED, TAKEN) == "job_1"
     await database.write(submissions.forget_old, TAKEN + KEPT_S + 1)
@@ -94,7 +94,7 @@ async def test_a_note_on_its_way_counts(database):
         begin.set()
         slow.wait()
 
-    await database.write(submissions.enter, spec(), BLIND)
+    await database.write(submissions.enter, spec(), BLIND, None)
     held = asyncio.create_task(database.write(hold_up))
     await asyncio.to_thread(begin.wait)
     noting = asyncio.create_task(database.write(submissions.answered, BLIND.key, TAKEN + 1))

@@ -276,7 +276,7 @@ async def test_no_archive(room: AdapterRoom, tmp_path: Path) -> None:
 async def test_an_upload_that_was_cut_off(room: AdapterRoom, tmp_path: Path) -> None:
     """A version whose upload was written down and never arrived has failed for the next process."""
     record = records.AdapterRecord("id", "default", "shout", 0, "tiny", "upload")
-    await room.database.write(records.begin, record)
+    await room.database.write(records.begin, record, 100)
     await room.again()
     record = await room.adapters.wait(room.adapters.get("default", "shout"))
     assert (record.state, record.message) == ("failed", "its upload did not arrive whole: send it again")
@@ -340,7 +340,7 @@ async def test_a_disk_that_was_full(room: AdapterRoom, tmp_path: Path) -> None:
 async def test_removed_while_it_is_settled(room: AdapterRoom, tmp_path: Path) -> None:
     """An upload that was removed before it was ready stays removed, for the next process too."""
     record = await room.database.write(
-        records.begin, records.AdapterRecord("id", "default", "shout", 0, "tiny", "upload")
+        records.begin, records.AdapterRecord("id", "default", "shout", 0, "tiny", "upload"), 100
     )
     await room.again(resumes=False)
     await room.adapters.remove("default", "shout")

@@ -118,9 +118,9 @@ async def test_of_several_who_opened_a_link_one_comes_to_the_end(room):
 async def test_of_two_who_use_a_link_one_is_first(room):
     """Within a transaction a link is used once; the second one's transaction does not come about."""
     link = await room.links.open(room.sign(), PURPOSE, THING)
-    await room.database.write(links.use, link)
+    await room.database.write(room.links.use, link)
     with pytest.raises(Refused, match="works only once"):
-        await room.database.write(links.use, link)
+        await room.database.write(room.links.use, link)
 
 
 async def test_used_links_are_forgotten_once_they_have_expired(room):

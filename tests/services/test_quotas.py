@@ -37,6 +37,7 @@ from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.services.uploads import NewUpload, UploadService
+from batchmill.services.usage import usage
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
 from batchmill.types import Caller, DatasetSpec, LlmSettings, ModelSpec, Policy, ProjectQuotas, Quotas, Scope
@@ -222,3 +223,15 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     assert (await files.room.look("two"))[0] == 0
     files.close()
     await room.close()
+
+
+async def test_usage_tells_what_the_quotas_count(tmp_path: Path) -> None:
+    """What is told of a project's use is what its quotas are held against, for each of them."""
+    for quota, make in MAKE.items():
+        room = Room(tmp_path / quota, quota)
+        for n in range(2):
+            await make(room, Caller("default", Scope.ADMIN), n)
+        found = {each.quota: (each.used, each.most) for each in await usage(room.files.room, "default", 0.0)}
+        assert set(found) == set(Quotas.__struct_fields__)
+        assert found[quota] == (2, MOST)
+        await room.close()

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from batchmill.errors import InvalidInput, TooLarge
-from batchmill.wire import bundles
+from batchmill.wire import adapter_bundles, bundles
 
 ORDER = b'{"name":"f","target":"app.py:f"}'
 
@@ -51,6 +51,18 @@ def test_what_is_no_archive_is_refused(tmp_path, data):
     """Bytes that are no tar.gz, or one without its order, are refused in one way."""
     with pytest.raises(InvalidInput, match="no bundle of code"):
         bundles.read(io.BytesIO(data), tmp_path)
+
+
+@pytest.mark.parametrize("module", [bundles, adapter_bundles])
+def test_headers_without_end_are_refused(tmp_path, module):
+    """A few kilobytes that are headers of headers of headers are no archive either."""
+    head = tarfile.TarInfo("x")
+    head.type, record = tarfile.XHDTYPE, b"14 comment=aa\n"
+    head.size = len(record)
+    data = gzip.compress((head.tobuf(tarfile.PAX_FORMAT) + record.ljust(tarfile.BLOCKSIZE, b"\0")) * 3000)
+    with pytest.raises(InvalidInput) as caught:
+        module.read(io.BytesIO(data), tmp_path)
+    assert caught.value.code == "invalid_bundle"
 
 
 def test_limits_hold_at_their_value_and_beyond(tmp_path, monkeypatch):

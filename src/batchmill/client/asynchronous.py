@@ -28,6 +28,7 @@ from batchmill.wire.native import (
     ModelInfo,
     NewKey,
     Planned,
+    QuotaInfo,
 )
 from batchmill.wire.native_adapters import AdapterInfo
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
@@ -241,6 +242,10 @@ class AsyncClient:
 
     async def keys(self) -> list[KeyInfo]:
         return (await self.call(calls.keys())).keys
+
+    async def quotas(self) -> list[QuotaInfo]:
+        """What the project has of everything that it has a quota of, and what it may have."""
+        return (await self.call(calls.quotas())).quotas
 
     async def revoke_key(self, key_id: str, *, with_minted: bool = False) -> KeyInfo:
         """End a key, at once; `with_minted`: and those that it minted."""

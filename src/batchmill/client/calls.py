@@ -31,6 +31,7 @@ from batchmill.wire.native import (
     NewJob,
     NewKey,
     Planned,
+    QuotaList,
     RemoteJobList,
     Restart,
     Rollback,
@@ -228,6 +229,10 @@ def create_key(key: NewKey) -> Ask[MadeKey]:
 
 def keys() -> Ask[KeyList]:
     return Ask(Request("GET", _path("keys")), KeyList)
+
+
+def quotas() -> Ask[QuotaList]:
+    return Ask(Request("GET", _path("quotas")), QuotaList)
 
 
 def revoke_key(key_id: str, *, with_minted: bool) -> Ask[KeyInfo]:

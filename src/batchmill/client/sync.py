@@ -26,6 +26,7 @@ from batchmill.wire.native import (
     ModelInfo,
     NewKey,
     Planned,
+    QuotaInfo,
 )
 from batchmill.wire.native_adapters import AdapterInfo
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
@@ -239,6 +240,10 @@ class Client:
 
     def keys(self) -> list[KeyInfo]:
         return self.call(calls.keys()).keys
+
+    def quotas(self) -> list[QuotaInfo]:
+        """What the project has of everything that it has a quota of, and what it may have."""
+        return self.call(calls.quotas()).quotas
 
     def revoke_key(self, key_id: str, *, with_minted: bool = False) -> KeyInfo:
         """End a key, at once; `with_minted`: and those that it minted."""

@@ -54,6 +54,10 @@ class Roster:
         """The drive of a job, which may be resting already."""
         return self._drives.get(job_id)
 
+    def drives(self) -> list[Drive]:
+        """Those of all jobs that are on their way."""
+        return [drive for drive in self._drives.values() if not drive.is_resting]
+
     def active(self, job_id: str) -> Drive | None:
         """The drive of a job that is on its way."""
         drive = self._drives.get(job_id)

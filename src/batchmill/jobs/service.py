@@ -386,8 +386,19 @@ class JobService:
     async def _tidy(self) -> None:
         await self._ledger.database.write(submissions.forget_old, self._clock.now())
 
+    async def _see_quotas(self) -> None:
+        """Pause what runs for projects that have no room for further results."""
+        running = [drive for drive in self._roster.drives() if drive.spec.origin is not None]
+        for project in {drive.spec.project for drive in running}:
+            has, most = await self.room.look(project)
+            if has > most:
+                for drive in running:
+                    if drive.spec.project == project:
+                        drive.refuse_more(self.room.refusal(project))
+
     async def _waiting(self) -> Sequence[Waiting]:
         """Jobs that a server tries again: those without room, and those that end while a provider does not answer."""
+        await self._see_quotas()
         found = [*await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)]
         stopped = await self._read(job_records.paused_for, PauseReason.ROUTE_FAILED)
         found += [record for record in stopped if record["cancelling"] is not None]

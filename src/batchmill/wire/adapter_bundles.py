@@ -50,7 +50,7 @@ def read(source: BinaryIO, folder: Path) -> None:
         ):
             for member in archive:
                 _unpack(archive, member, folder)
-    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError, RecursionError) as error:
         raise _invalid(f"it is no tar.gz: {error}") from None
     for name in FILES:
         if not (folder / name).exists():

@@ -75,7 +75,7 @@ def read(source: BinaryIO, folder: Path) -> DeployOrder:
             members = iter(archive)
             order = _read_order(archive, next(members, None))
             _unpack(archive, members, folder)
-    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError, RecursionError) as error:
         raise _invalid(f"it is no tar.gz: {error}") from None
     return order
 

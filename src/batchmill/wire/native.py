@@ -264,6 +264,18 @@ class KeyInfo(Struct, frozen=True):
     minted: list[str] = []  # told when it is revoked: ids of valid keys that it minted, or one of those did
 
 
+class QuotaInfo(Struct, frozen=True):
+    """One of a project's quotas: what it has, and what it may have."""
+
+    quota: str  # as `[quotas]` of the configuration calls it; `disk` is in bytes
+    used: int
+    most: int
+
+
+class QuotaList(Struct, frozen=True):
+    quotas: list[QuotaInfo]
+
+
 class MadeKey(Struct, frozen=True):
     """A new key, on the one occasion on which it is shown."""
 

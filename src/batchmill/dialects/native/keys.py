@@ -11,8 +11,9 @@ from starlette.responses import Response
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.keys import KeyRecord
 from batchmill.services.services import Services
+from batchmill.services.usage import usage
 from batchmill.types import Scope
-from batchmill.wire.native import PREFIX, KeyInfo, KeyList, MadeKey, NewKey
+from batchmill.wire.native import PREFIX, KeyInfo, KeyList, MadeKey, NewKey, QuotaList
 
 KEYS = f"{PREFIX}/keys"
 MISSING = 404
@@ -24,7 +25,7 @@ class RevokeQuery(Struct, forbid_unknown_fields=True):
 
 class Keys:
     def __init__(self, services: Services) -> None:
-        self._keys = services.keys
+        self._keys, self._room, self._clock = services.keys, services.files.room, services.clock
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -36,6 +37,10 @@ class Keys:
             Operation(
                 "revokeKey", "DELETE", f"{KEYS}/{{key_id}}", "End a key, at once", Scope.ADMIN, self.revoke,
                 query=RevokeQuery, reply=KeyInfo, errors=(MISSING,),
+            ),
+            Operation(
+                "listQuotas", "GET", f"{PREFIX}/quotas", "What the project has of what it may have", Scope.READ,
+                self.quotas, reply=QuotaList,
             ),
         )  # fmt: skip
 
@@ -51,6 +56,9 @@ class Keys:
             by=call.caller,
         )
         return json_reply(MadeKey(made.key, _info(made.record)), 201)
+
+    async def quotas(self, call: Call) -> Response:
+        return json_reply(QuotaList(await usage(self._room, call.caller.project, self._clock.now())))
 
     async def list(self, call: Call) -> Response:
         return json_reply(KeyList([_info(record) for record in await self._keys.list(call.caller.project)]))

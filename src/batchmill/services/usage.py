@@ -1,0 +1,55 @@
+"""What a project has of everything that it has a quota of."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from batchmill.services.adapters.records import REMOVED
+from batchmill.services.upload_records import PENDING
+from batchmill.states import ENDED, JobState
+from batchmill.store.connector_tables import connectors, model_groups, remote_models, remote_tasks, secrets
+from batchmill.store.dataset_tables import datasets, used_links
+from batchmill.store.disk_room import DiskRoom
+from batchmill.store.llm_tables import adapters, llm_deployments
+from batchmill.store.service_tables import files, keys, late_calls, uploads, webhook_endpoints
+from batchmill.store.tables import jobs
+from batchmill.types import Quotas
+from batchmill.wire.native import QuotaInfo
+
+WHAT: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
+    "keys": (
+        keys,
+        sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > sa.bindparam("now"))),
+    ),
+    "secrets": (secrets, sa.true()),
+    "connectors": (connectors, sa.true()),
+    "remote_models": (remote_models, sa.true()),
+    "model_groups": (model_groups, sa.true()),
+    "remote_tasks": (remote_tasks, sa.true()),
+    "unfinished_jobs": (jobs, jobs.c.state.in_([state for state in JobState if state not in ENDED])),
+    "files": (files, files.c.job.is_(None)),
+    "uploads": (uploads, uploads.c.status == PENDING),
+    "datasets": (datasets, sa.true()),
+    "adapters": (adapters, adapters.c.state != REMOVED),
+    "llm_deployments": (llm_deployments, sa.true()),
+    "webhook_endpoints": (webhook_endpoints, sa.true()),
+    "late_calls": (late_calls, sa.true()),
+    "used_links": (used_links, sa.true()),
+}
+
+
+async def usage(room: DiskRoom, project: str, now: float) -> list[QuotaInfo]:
+    """Every quota of a project, what it has and what it may have."""
+    quotas = room.quotas.of(project)
+    held = await room.database.read(_count, project, now)
+    has, most = await room.look(project)
+    told = [QuotaInfo(name, held[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in held]
+    return [*told, QuotaInfo("disk", has, most)]
+
+
+def _count(db: sa.Connection, project: str, now: float) -> dict[str, int]:
+    found = {}
+    for name, (table, where) in WHAT.items():
+        query = sa.select(sa.func.count()).select_from(table).where(table.c.project == project, where)
+        found[name] = db.execute(query, {"now": now} if name == "keys" else {}).scalar_one()
+    return found
