@@ -158,7 +158,6 @@ class _Server:
             hosts=Hosts(config.server.host, config.server.allowed_hosts),
             clock=clock,
             admission=admission,
-            body_bytes_max=config.server.body_bytes_max,
             programs=services.programs,
         )
         own.document = openapi.document(self._root.routes.all())

@@ -74,7 +74,6 @@ async def open_file_door(
         hosts=Hosts("127.0.0.1"),
         clock=clock,
         admission=Admission(limits, files=1024, clock=asyncio.get_running_loop().time),
-        body_bytes_max=limits.body_bytes_max,
         programs=programs,
     )
     sock = bind("127.0.0.1", 0)

@@ -191,7 +191,6 @@ async def small_api(
         hosts=Hosts("127.0.0.1", ["my.test"]),
         clock=clock,
         admission=admission,
-        body_bytes_max=body_bytes_max,
         programs=programs,
     )
     listener = Listener(root, sock, root=root, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)

@@ -73,14 +73,13 @@ class HttpRoot:
         hosts: Hosts,
         clock: Clock,
         admission: Admission,
-        body_bytes_max: int,
         programs: Programs,
     ) -> None:
         """Args: `programs`, where what callers can make long is done."""
         doors = [(dialect, dialect.operations()) for dialect in dialects]
         self.routes = Routes([*doors, (fallback, own)], fallback)
         self.gate, self.hosts, self.clock, self.admission = gate, hosts, clock, admission
-        self.body_bytes_max, self._fallback, self._programs = body_bytes_max, fallback, programs
+        self._fallback, self._programs = fallback, programs
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
         self.deliveries = Deliveries()
 
@@ -166,7 +165,12 @@ class HttpRoot:
         place = reply.place
         assert place is not None, "it was let in"
         reader = BodyReader(
-            receive, headers, operation, bytes_max=self.body_bytes_max, pace=self.admission.pace, hold=place.hold
+            receive,
+            headers,
+            operation,
+            bytes_max=self.admission.body_bytes_max,
+            pace=self.admission.pace,
+            hold=place.hold,
         )
         try:
             raw, body = await read_body(operation, reader, self._programs, caller.project)

@@ -124,7 +124,7 @@ class Lane:
         scopes = list(Scope)
         return Way(
             route, express, parameters, None if operation.is_raw or media == "*/*" else media,
-            min(operation.bytes_max(self._root.body_bytes_max), BODY_BYTES_MAX), operation.is_raw,
+            min(operation.bytes_max(self._root.admission.body_bytes_max), BODY_BYTES_MAX), operation.is_raw,
             frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]), operation,
         )  # fmt: skip
 

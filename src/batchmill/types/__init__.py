@@ -27,8 +27,8 @@ from batchmill.types.rows import Outcome, Request, Row, RowError, Usage
 __all__ = [
     "Action", "AdapterSet", "AdapterStats", "Amendment", "Ask", "BatchTimes", "CallStats", "Caller", "ClientConfig",
     "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionSpec",
-    "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
-    "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas",
-    "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError", "Scaling", "Scope", "Seal", "SealedFile",
-    "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead",
+    "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
+    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError", "Scaling", "Scope", "Seal",
+    "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

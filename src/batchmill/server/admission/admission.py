@@ -18,6 +18,7 @@ class Admission:
         self.proxies = Proxies(entry.trusted_proxies)
         self.places, self.strangers = RequestPlaces(), strangers()
         self.memory = BodyMemory(memory_for(entry.body_bytes_max, entry.body_memory_bytes_max))
+        self.body_bytes_max = entry.body_bytes_max
         self.pace = Pace(entry.body_timeout_s, entry.body_rate_min)
         self.connections_max = connections_for(files, entry.connections_max)
         self.pool = ConnectionPool(self.connections_max, clock, self.proxies.trusts)
