@@ -64,6 +64,12 @@ async def test_heads_that_are_too_long(data, status, code):
     assert reply.startswith(b"HTTP/1.1 %d " % status) and code in reply
 
 
+async def test_empty_lines_without_an_end():
+    """What may stand before a request counts for its head."""
+    async with small_api() as small:
+        assert (await small.talk(b"\r\n" * HEAD_BYTES_MAX)).startswith(b"HTTP/1.1 431 ")
+
+
 @pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\n" + HOST + b"\r\n"])
 async def test_a_url_that_is_too_long(end):
     """A URL that fills the head by itself is named as what is too long."""

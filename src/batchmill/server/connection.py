@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
         self._lane: Lane | None = self.config.lane  # type: ignore[attr-defined]
         self._pool: ConnectionPool = self.config.pool  # type: ignore[attr-defined]
         self._unreadable: Callable[[BatchmillError], Response] = self.config.unreadable  # type: ignore[attr-defined]
-        self.address = ""
+        self.address, self.url = "", b""
         self.is_known = self.is_placed = False
         self.since = self.loop.time()
         self._deadline: float | None = None  # of the loop's time
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _too_long(self) -> BatchmillError:
-        if len(self.url or b"") > HEAD_BYTES_MAX // 2:
+        if len(self.url) > HEAD_BYTES_MAX // 2:
             return TooLarge(f"the URL is longer than {HEAD_BYTES_MAX // 2:,} bytes", code="uri_too_long")
         return TooLarge(
             f"the head of the request is longer than {HEAD_BYTES_MAX:,} bytes, or has more than {HEADERS_MAX} headers",
