@@ -24,6 +24,9 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
+POISON = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "minItems": 10**9}}}
+
+
 def tiny(**fields):
     adapters = {name: str(TINY / "adapters" / name) for name in ("upper", "reverse")}
     args = {"max-model-len": 2048}
@@ -56,6 +59,8 @@ async def test_a_batch_with_adapters_survives_the_servers_death(tmp_path):
             body_row(4, {"input": "x"}, url="/v1/embeddings"),
             body_row(5, {"messages": "x"}),
             chat_row(6, "x", zz=1),
+            chat_row(7, "x", response_format=POISON),
+            chat_row(8, "x", top_k=10**30),
         ]
         sink = await run(engine, rows + odd)
         assert [sink.text(number) for number in range(4)] == [
@@ -64,10 +69,12 @@ async def test_a_batch_with_adapters_survives_the_servers_death(tmp_path):
             "dlrow olleh",
             "hello world",
         ]
-        assert [sink.code(number) for number in (4, 5, 6)] == [
+        assert [sink.code(number) for number in (4, 5, 6, 7, 8)] == [
             "url_not_supported",
             "bad_request",
             "unknown_parameter",
+            "structured_output_too_large",
+            "number_out_of_range",
         ]
         usage = sink.outcomes[0].usage
         assert usage.input_tokens > 0
