@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import fields
 
 from batchmill import config
-from batchmill.config import Config, InputLimits, ModelEntry
+from batchmill.config import Config, InputLimits, ModelEntry, entries, loading
 from batchmill.errors import InvalidConfig
 from batchmill.types import Limits, Price
 from batchmill.types.isolation import FunctionsEntry
@@ -140,9 +140,9 @@ def test_all_limits_are_bounded():
 
 def test_a_file_has_a_largest_size(tmp_path):
     """A file of the maximum size is read, and one byte more is refused."""
-    assert load(tmp_path, "#" * config.FILE_BYTES_MAX).models == {}
+    assert load(tmp_path, "#" * loading.FILE_BYTES_MAX).models == {}
     with pytest.raises(InvalidConfig, match="longer than"):
-        load(tmp_path, "#" * (config.FILE_BYTES_MAX + 1))
+        load(tmp_path, "#" * (loading.FILE_BYTES_MAX + 1))
 
 
 def test_serving_is_read(tmp_path):
@@ -222,8 +222,8 @@ def test_every_key_is_documented():
     keys = {"data_dir", "BATCHMILL_DATA_DIR", "BATCHMILL_CONFIG"}
     keys |= {f"limits.{each.name}" for each in fields(InputLimits)}
     keys |= {f"models.NAME.{each.name}" for each in fields(ModelEntry)}
-    assert config.__doc__ is not None
-    assert [key for key in sorted(keys) if key not in config.__doc__] == []
+    assert entries.__doc__ is not None
+    assert [key for key in sorted(keys) if key not in entries.__doc__] == []
     for entry, place in (
         (config.ServerEntry, "server"),
         (config.ProjectEntry, "projects.NAME"),
@@ -231,8 +231,8 @@ def test_every_key_is_documented():
         (config.WebhookEntry, "webhooks"),
         (config.MlCommonsEntry, "ml_commons"),
         (config.DeploymentsEntry, "deployments"),
-        (config.MachineEntry, "machine"),
-        (config.Quotas, "quotas"),
+        (entries.MachineEntry, "machine"),
+        (entries.Quotas, "quotas"),
     ):
         keys |= {f"{place}.{each.name}" for each in fields(entry)}
     keys |= {f"price.{each.name}" for each in fields(Price)} | {f"limits.{each.name}" for each in fields(Limits)}

@@ -1,0 +1,23 @@
+"""One frozen Config: what the configuration file, the environment and the flags say."""
+
+from batchmill.config.checks import LIMITS_MAX, MODEL_NAME, PROJECT_NAME, SERVER_MAX, WORKERS_MAX, limit_flaw
+from batchmill.config.entries import (
+    KEY_FILE,
+    Config,
+    DeploymentsEntry,
+    InputLimits,
+    MlCommonsEntry,
+    ModelEntry,
+    ProjectEntry,
+    QuarantineEntry,
+    ServerEntry,
+    StatusRegex,
+    WebhookEntry,
+)
+from batchmill.config.loading import load
+
+__all__ = [
+    "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "Config", "DeploymentsEntry",
+    "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry", "ServerEntry", "StatusRegex",
+    "WebhookEntry", "limit_flaw", "load",
+]  # fmt: skip

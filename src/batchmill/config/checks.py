@@ -1,0 +1,237 @@
+"""Whether what a configuration file says can be: its keys are known, and its values lie within bounds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
+
+from batchmill.config.entries import (
+    DeploymentsEntry,
+    File,
+    InputLimits,
+    MlCommonsEntry,
+    ModelEntry,
+    ProjectEntry,
+    SecretsEntry,
+    ServerEntry,
+    StatusRegex,
+    WebhookEntry,
+)
+from batchmill.errors import InvalidConfig
+from batchmill.types import Limits, Price, ProjectQuotas, Quotas
+from batchmill.types.isolation import FunctionsEntry
+from batchmill.types.machines import MachineEntry
+from batchmill.wire.json_bytes import DEPTH_MAX
+
+WORKERS_MAX = 1024
+SHOWN_CHARS = 40  # of a value out of range, in a message
+# The largest value of each limit, whether it stands in the file or is a flag.
+LIMITS_MAX = {
+    "line_bytes_max": 1024**3,  # a line is in memory whole, several times over
+    "depth_max": DEPTH_MAX,
+    "rows_max": 2**32 - 1,
+    "unpacked_bytes_max": 2**50,
+    "unpacked_ratio_max": 10**9,
+    "requests_per_minute": 10**9,
+    "tokens_per_minute": 10**12,
+    "in_flight_max": 100_000,
+    "attempts_max": 1000,
+    "connect_timeout_s": 86_400.0,
+    "attempt_timeout_s": 7 * 86_400.0,
+    "memory_bytes": 2**50,
+    "adapters_max": 10_000,
+    "schema_bytes_max": 64 * 1024**2,
+    "schema_nodes_max": 10_000_000,
+    "schema_repetitions_max": 10**9,
+}
+SERVER_MAX = {
+    "port": 65_535,
+    "grpc_port": 65_535,
+    "body_bytes_max": 1024**3,
+    "body_memory_bytes_max": 2**40,
+    "body_timeout_s": 86_400.0,
+    "body_rate_min": 2**30,
+    "connections_max": 1_000_000,
+    "file_bytes_max": 2**50,
+    "rows_max": 2**32 - 1,
+    "file_expires_s": 10 * 365 * 86_400,
+    "requests_per_minute": 10**9,
+    "idle_unload_s": 365 * 86_400.0,
+}
+QUARANTINE_MAX = {"deaths_per_hour": 10_000, "expires_s": 365 * 86_400.0, "entries_max": 1_000_000}
+WEIGHT_MAX = 1_000_000.0
+BATCH_TASKS_MAX = 10_000  # as ML Commons has it
+POLL_S_MAX = 86_400.0
+PROJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+VARIABLES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
+
+
+def check_keys(table: dict[str, Any]) -> None:
+    """Refuse every key nobody knows, with the nearest one that is known."""
+    _only_known(table, File, "")
+    _only_known(table.get("limits"), InputLimits, "limits.")
+    _only_known(table.get("server"), ServerEntry, "server.")
+    projects, webhooks, commons = table.get("projects"), table.get("webhooks"), table.get("ml_commons")
+    _only_known(commons, MlCommonsEntry, "ml_commons.")
+    _only_known(table.get("functions"), FunctionsEntry, "functions.")
+    _only_known(table.get("secrets"), SecretsEntry, "secrets.")
+    _only_known(table.get("machine"), MachineEntry, "machine.")
+    _only_known(table.get("quotas"), Quotas, "quotas.")
+    deployments = table.get("deployments")
+    _only_known(deployments, DeploymentsEntry, "deployments.")
+    if isinstance(deployments, dict):
+        _only_known(deployments.get("default_price"), Price, "deployments.default_price.")
+    if isinstance(commons, dict):
+        _only_known(commons.get("status_regex"), StatusRegex, "ml_commons.status_regex.")
+    for name, entry in projects.items() if isinstance(projects, dict) else ():
+        _only_known(entry, ProjectEntry, f"projects.{name}.")
+        _only_known(entry.get("quotas") if isinstance(entry, dict) else None, Quotas, f"projects.{name}.quotas.")
+    for entry in webhooks if isinstance(webhooks, list) else ():
+        _only_known(entry, WebhookEntry, "webhooks.")
+    models = table.get("models")
+    for name, entry in models.items() if isinstance(models, dict) else ():
+        _only_known(entry, ModelEntry, f"models.{name}.")
+        if isinstance(entry, dict):
+            _only_known(entry.get("price"), Price, f"models.{name}.price.")
+            _only_known(entry.get("limits"), Limits, f"models.{name}.limits.")
+
+
+def _only_known(table: Any, struct: type[Struct], place: str) -> None:
+    if not isinstance(table, dict):
+        return  # msgspec says what it should have been
+    known = [each.name for each in fields(struct)]
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {place}{near[0]}?" if near else f"known are: {', '.join(known)}"
+            raise InvalidConfig(f"there is no key {place}{key}; {hint}")
+
+
+def one_count(name: str, entry: ModelEntry) -> ModelEntry:
+    if entry.replicas is None:
+        return entry
+    if entry.workers != 1:
+        raise InvalidConfig(f"models.{name}: workers and replicas are two names of one number; leave one out")
+    return replace(entry, workers=entry.replicas, replicas=None)
+
+
+def check_values(read: File) -> None:
+    _check_limits(read.limits, "limits")
+    _check_serving(read)
+    _check_ml_commons(read.ml_commons)
+    read.functions.check()
+    _check_deployments(read)
+    read.machine.check()
+    for name, entry in read.models.items():
+        place = f"models.{name}"
+        if not MODEL_NAME.fullmatch(name):
+            raise InvalidConfig(f"{place}: a model's name is made of letters, digits and . _ / @ -, 200 at most")
+        if not 1 <= entry.workers <= WORKERS_MAX:
+            raise InvalidConfig(f"{place}.workers must be 1 to {WORKERS_MAX}, not {entry.workers}")
+        entry.check(place)
+        if entry.workers != 1 and entry.scaling is not None:
+            raise InvalidConfig(f"{place}: workers is fixed and replicas_min to replicas_max a range: leave one out")
+        _check_limits(entry.limits, f"{place}.limits")
+        _check_price(Price.of(entry.price), f"{place}.price")
+
+
+def _check_price(price: Price | None, place: str) -> None:
+    for each in fields(Price) if price is not None else ():
+        usd = getattr(price, each.name)
+        if usd is not None and not (math.isfinite(usd) and usd >= 0):
+            raise InvalidConfig(f"{place}.{each.name} must be 0 or more USD, not {usd}")
+
+
+def _check_deployments(read: File) -> None:
+    entry = read.deployments
+    _check_price(Price.of(entry.default_price), "deployments.default_price")
+    for name, source in entry.base_models.items():
+        if not MODEL_NAME.fullmatch(name):
+            raise InvalidConfig(
+                f"deployments.base_models.{name}: a model's name is made of letters, digits and . _ / @ -, 200 at most"
+            )
+        if name in read.models:
+            raise InvalidConfig(f"deployments.base_models.{name}: models.{name} has that name: leave one out")
+        if not source:
+            raise InvalidConfig(f"deployments.base_models.{name} names no model: write a directory or an id")
+    for key in ("hub_models", "adapter_patterns", "adapter_sources"):
+        if "" in getattr(entry, key):
+            raise InvalidConfig(f"deployments.{key} holds an empty pattern, which fits nothing: leave it out")
+
+
+def _check_serving(read: File) -> None:
+    server = read.server
+    ProjectQuotas.read(read.quotas, {name: project.quotas for name, project in read.projects.items()})
+    for each in fields(ServerEntry):
+        value = getattr(server, each.name)
+        if each.name in SERVER_MAX and value is not None and not 0 < value <= SERVER_MAX[each.name]:
+            raise InvalidConfig(
+                f"server.{each.name} must be more than 0 and at most {SERVER_MAX[each.name]:,.0f}, not {value}"
+            )
+    if server.body_memory_bytes_max is not None and server.body_memory_bytes_max < 2 * server.body_bytes_max:
+        raise InvalidConfig(
+            f"server.body_memory_bytes_max is {server.body_memory_bytes_max:,}: half of it is what a project may have, "
+            f"which must hold one request of server.body_bytes_max, {server.body_bytes_max:,} bytes"
+        )
+    for name, most in QUARANTINE_MAX.items():
+        value = getattr(read.quarantine, name)
+        if not 0 < value <= most:
+            raise InvalidConfig(f"quarantine.{name} must be more than 0 and at most {most:,.0f}, not {value}")
+    for name in server.worker_environment:
+        if not VARIABLES.fullmatch(name):
+            raise InvalidConfig(
+                f"server.worker_environment: {name[:SHOWN_CHARS]!r} is no variable's name, nor a beginning like ACME_*"
+            )
+    for name, project in read.projects.items():
+        if not PROJECT_NAME.fullmatch(name):
+            raise InvalidConfig(f"projects.{name}: a project's name is made of letters, digits and . _ -, 64 at most")
+        if not (math.isfinite(project.weight) and 0 < project.weight <= WEIGHT_MAX):
+            raise InvalidConfig(
+                f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
+            )
+        for model in project.models or ():
+            is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
+            if not (is_known or read.deployments.offers(model)):
+                raise InvalidConfig(f"projects.{name}.models: there is no model {model!r}")
+    for webhook in read.webhooks:
+        if not webhook.url.startswith(("https://", "http://")):
+            raise InvalidConfig(f"webhooks.url must begin with https:// or http://, not {webhook.url[:SHOWN_CHARS]!r}")
+        if not webhook.secret.startswith(("env:", "file:")):  # what stands there may be the secret: it is not repeated
+            raise InvalidConfig('webhooks.secret is "env:NAME" or "file:PATH", never the secret itself')
+
+
+def _check_ml_commons(entry: MlCommonsEntry) -> None:
+    if not 0 <= entry.max_batch_inference_tasks <= BATCH_TASKS_MAX:
+        raise InvalidConfig(
+            f"ml_commons.max_batch_inference_tasks must be 0 to {BATCH_TASKS_MAX:,}, not "
+            f"{entry.max_batch_inference_tasks}"
+        )
+    if not 0 < entry.poll_s <= POLL_S_MAX:
+        raise InvalidConfig(f"ml_commons.poll_s must be more than 0 and at most {POLL_S_MAX:,.0f}, not {entry.poll_s}")
+    expressions = [("trusted_connector_endpoints", each) for each in entry.trusted_connector_endpoints]
+    states = entry.status_regex
+    expressions += [(f"status_regex.{each.name}", getattr(states, each.name)) for each in fields(StatusRegex)]
+    for place, expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise InvalidConfig(f"ml_commons.{place}: {expression[:SHOWN_CHARS]!r} cannot be read: {error}") from None
+
+
+def _check_limits(limits: Struct, place: str) -> None:
+    for each in fields(type(limits)):
+        if flaw := limit_flaw(each.name, getattr(limits, each.name)):
+            raise InvalidConfig(f"{place}.{flaw}")
+
+
+def limit_flaw(name: str, value: float | None) -> str:
+    """What is wrong with the value of a limit; empty: nothing. None is no limit."""
+    if value is None or 0 < value <= LIMITS_MAX[name]:
+        return ""
+    return f"{name} must be more than 0 and at most {LIMITS_MAX[name]:,.0f}, not {str(value)[:SHOWN_CHARS]}"
