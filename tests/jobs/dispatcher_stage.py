@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 from written_dataset import RowKeys, write_dataset
@@ -53,8 +54,9 @@ class Stage:
         self.dispatcher.reserve(name, [model])
         return run
 
-    def begin(self, name: str, model: ModelSpec = MODEL) -> JobRun:
+    def begin(self, name: str, model: ModelSpec = MODEL, *, project: str = "default") -> JobRun:
         run = self.open_run(name, model)
+        run.spec = msgspec.structs.replace(run.spec, project=project)
         self.dispatcher.add(run)
         return run
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from dispatcher_stage import SHARD_ROWS, SHARDS, Stage, finish, grant, positions
 
-from batchmill.jobs import dispatcher as dispatching
+from batchmill.jobs import pool_worker
 from batchmill.types import Policy, Usage
 from batchmill.wire.messages import Ack, Grant, Open, Released, Revoke, Weigh
 
@@ -36,7 +36,7 @@ async def test_a_new_job_waits_for_no_worker_to_ask(stage):
 
 async def test_a_worker_has_so_many_jobs_open(stage, monkeypatch):
     """Beyond the most that one worker has open, a job waits until another has left, the oldest first."""
-    monkeypatch.setattr(dispatching, "JOBS_OPEN_MAX", 2)
+    monkeypatch.setattr(pool_worker, "JOBS_OPEN_MAX", 2)
     runs = [stage.begin(name) for name in ("a", "b", "c", "d")]
     worker = await stage.executor.next()
     assert [(await worker.hear(Grant)).lease.job for _ in range(2)] == ["a", "b"]
@@ -47,6 +47,18 @@ async def test_a_worker_has_so_many_jobs_open(stage, monkeypatch):
     worker.say(Released("a"))
     await leaving
     assert (await worker.hear(Open)).job == "c"
+
+
+async def test_a_worker_has_room_for_another_project(stage, monkeypatch):
+    """However many jobs one project has at a worker, there is room for another's."""
+    monkeypatch.setattr(pool_worker, "JOBS_OPEN_MAX", 3)
+    monkeypatch.setattr(pool_worker, "JOBS_OPEN_PROJECT_MAX", 2)
+    for name in ("a", "b", "c"):
+        stage.begin(name)
+    worker = await stage.executor.next()
+    assert [(await worker.hear(Grant)).lease.job for _ in range(2)] == ["a", "b"]
+    stage.begin("other", project="other")
+    assert (await worker.hear(Grant)).lease.job == "other"
 
 
 async def test_workers_hear_what_has_changed(stage):

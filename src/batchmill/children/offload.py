@@ -16,17 +16,18 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
 from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.errors import BatchmillError
 from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.raised import Raised
 
 PROGRESS_S = 0.2
-CHILDREN_MAX = 16  # that work at once: long work of some jobs does not hold up the short work of another
+CHILDREN_MAX = 16  # that work at once, half of them for one project: its long work holds up no other's
 IDLE_MAX = 2  # kept for what comes next
 IDLE_S = 60.0  # and for so long
 GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
@@ -40,7 +41,14 @@ _ANSWER, _PROGRESS, _ERROR, _BEGUN, _FULL = b"A", b"P", b"E", b"B", b"M"
 CHILD_DIED = "child_died"
 
 Work = Callable[[bytes, Callable[[float], None]], bytes]
-Offload = Callable[[str, bytes, Callable[[float], None]], Awaitable[bytes]]
+
+
+class Offload(Protocol):
+    """`Children.offload`."""
+
+    def __call__(
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
+    ) -> Awaitable[bytes]: ...
 
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -191,6 +199,8 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
         await self._process.wait()
+        while await self._stdout.read(PIECE_BYTES):  # what was said and not heard keeps the pipe open
+            pass
         await self._listening
 
 
@@ -258,14 +268,16 @@ class Children:
 
     def __init__(self, *, idle_s: float = IDLE_S, more: Iterable[str] = ()) -> None:
         self._warm = Warm(idle_s=idle_s, environ=of_helpers(os.environ, more))
-        self._room = asyncio.Semaphore(CHILDREN_MAX)
+        self._places = FairSemaphore(CHILDREN_MAX)
 
-    async def offload(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-        """As the function `offload`, in a child that may have worked before.
+    async def offload(
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
+    ) -> bytes:
+        """As the function `offload`, in a child that may have worked before; `project`: whose work it is.
 
         Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
         """
-        async with self._room:
+        async with self._places.place(project):
             try:
                 return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress)
             except BatchmillError as error:

@@ -34,7 +34,6 @@ from batchmill.wire.messages import Ack, Failed, Note, Noted, Open, Revoke, Weig
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
-JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place among those whose turn it may be
 GRANTS_AT_ONCE = 64  # leased in one transaction
 OF_A_SHARD = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # not of all that is at the provider
 
@@ -285,7 +284,7 @@ class Dispatcher:
                 break
             if not run.has_ready(claim.model):
                 continue
-            free = [worker for worker in workers if _has_room(worker, job_id) and self._may_give(run, worker)]
+            free = [worker for worker in workers if worker.has_room(run.spec) and self._may_give(run, worker)]
             for worker in sorted(free, key=lambda each: (run.is_held_by(each.name), len(each.opened))):
                 if not run.has_ready(claim.model):
                     break
@@ -331,7 +330,7 @@ class Dispatcher:
     def _open(run: JobRun, worker: PoolWorker, model: int) -> None:
         spec = run.spec
         if spec.id not in worker.opened:
-            worker.opened.add(spec.id)
+            worker.opened[spec.id] = spec.project
             places = str(run.files.dataset), str(run.files.segments)
             worker.handle.send(
                 Open(spec.id, spec.identity, spec.form, *places, spec.models[model].adapter_set(), spec.project)
@@ -490,8 +489,3 @@ class Dispatcher:
         await self._pools.close(at_once=at_once)
         await self.live.close()
         await self.quarantine.close()
-
-
-def _has_room(worker: PoolWorker, job_id: str) -> bool:
-    """The worker asked for more of this job, or has none of it and not too many others."""
-    return job_id in worker.wants or (job_id not in worker.opened and len(worker.opened) < JOBS_OPEN_MAX)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,7 +48,8 @@ class Drive:
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
         self._book = JobBook(spec.id, tools.books, tools.clock, tools.ballast)
         self._tools = tools
-        self._offload, self._adapters = tools.offload, AdapterWork(tools.adapters, tools.offload)
+        self._offload = partial(tools.offload, project=spec.project)
+        self._adapters = AdapterWork(tools.adapters, self._offload)
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
         self.task: asyncio.Task[None] | None = None

@@ -10,7 +10,11 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.claims import Weight
 from batchmill.ports import WorkerHandle
 from batchmill.types import Ask, EngineStats, LiveHead, Provision
+from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import LIVE_ASKS_BYTES, Abandon, Answer, Answered, Asks, Chunk, Drain, Head, Provide
+
+JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place among those whose turn it may be
+JOBS_OPEN_PROJECT_MAX = 48  # of one project: a worker has room for the jobs of others
 
 # None: the answer is complete. An Ask has one Answer, or an error.
 Hear = Callable[[Answer | LiveHead | bytes | Exception | None], None]
@@ -29,7 +33,7 @@ class PoolWorker:
         self.wants: set[str] = set()  # jobs of which it has room for one more grant
         self.weights: dict[str, Weight] = {}  # job -> what it was told of it
         self.calls: dict[int, Hear] = {}  # live request -> who hears its answer
-        self.opened: set[str] = set()  # jobs it was told of and may get grants of
+        self.opened: dict[str, str] = {}  # jobs it was told of and may get grants of, and their projects
         self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
         self.heard = 0.0
@@ -52,9 +56,18 @@ class PoolWorker:
             self.provision = provision
             self.handle.send(Provide(provision))
 
+    def has_room(self, job: JobSpec) -> bool:
+        """It asked for more of this job, or has none of it and not too many others."""
+        if job.id in self.wants:
+            return True
+        if job.id in self.opened or len(self.opened) >= JOBS_OPEN_MAX:
+            return False
+        is_crowded = len(self.opened) >= JOBS_OPEN_PROJECT_MAX
+        return not is_crowded or list(self.opened.values()).count(job.project) < JOBS_OPEN_PROJECT_MAX
+
     def close(self, job_id: str) -> None:
         """It gets no more of this job."""
-        self.opened.discard(job_id)
+        self.opened.pop(job_id, None)
         self.wants.discard(job_id)
         self.weights.pop(job_id, None)
 

@@ -263,7 +263,10 @@ class JobService:
         order = publishing.gather_order(spec, files, committed, path)
         try:
             await self._children.offload(
-                "batchmill.jobs.gathering:partial_offloaded", msgspec.json.encode(order), lambda _: None
+                "batchmill.jobs.gathering:partial_offloaded",
+                msgspec.json.encode(order),
+                lambda _: None,
+                project=spec.project,
             )
         except BaseException:
             path.unlink(missing_ok=True)

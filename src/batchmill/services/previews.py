@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.jobs import preview
-from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.store.disk_room import DiskRoom
 from batchmill.types import JobOrder
 from batchmill.wire.native import Estimated, Planned

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 from msgspec.structs import replace
 
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.offload import Children
 from batchmill.errors import Unavailable
 from batchmill.models import secrets
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
 from batchmill.models.worker_environment import FETCHERS
 from batchmill.ports import Clock
-from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.secrets.vault import Vault
 
 WORK = "batchmill.models.adapters.fetching:run"

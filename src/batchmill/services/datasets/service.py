@@ -23,6 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill import faults
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
@@ -33,7 +34,6 @@ from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
 from batchmill.services.datasets.names import CONNECTION, checked_name, format_of
 from batchmill.services.datasets.records import DatasetRecord, DatasetState, Details
-from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.file_records import FileRecord
 from batchmill.services.files import FileService, checked_filename
 from batchmill.services.incoming import to_its_end

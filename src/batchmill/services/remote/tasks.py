@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from batchmill import faults
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.config import MlCommonsEntry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, UnknownName
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
-from batchmill.services.fair_semaphore import FairSemaphore
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls, RemoteReply
 from batchmill.services.remote.ids import new_id

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.errors import Unavailable
-from batchmill.services.fair_semaphore import FairSemaphore
 
 
 class Work:
