@@ -15,7 +15,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-PUBLIC_INDEX = "https://pypi.org/simple"
 TIMEOUT_S = 5.0
 REPLY_BYTES_MAX = 32 * 1024 * 1024
 BELOW = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*>=\s*([0-9]+(?:\.[0-9]+)*)")
@@ -53,10 +52,15 @@ def listed_flaws(low: dict[str, str], advisories: list[dict]) -> list[str]:
 
 
 def index_url() -> str:
-    """The index that pip asks by its environment or its configuration; else the public one."""
-    line = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    found = os.environ.get("PIP_INDEX_URL") or subprocess.run(line, capture_output=True, text=True).stdout.strip()
-    return (found or PUBLIC_INDEX).rstrip("/")
+    """The index that pip asks: by its environment, its configuration, or what it has built in."""
+    configured = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    built_in = [sys.executable, "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"]
+    found = os.environ.get("PIP_INDEX_URL", "")
+    for command in (configured, built_in):
+        found = found or subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if not found:
+        raise OSError("pip names no index")
+    return found.rstrip("/")
 
 
 def ask(index: str, name: str, version: str) -> list[dict]:
@@ -101,11 +105,10 @@ def main() -> int:
     low = bounds(tomllib.loads((root / "pyproject.toml").read_text())["project"])
     advisories = tomllib.loads((root / "tools" / "advisories.toml").read_text())["advisory"]
     flaws = listed_flaws(low, advisories)
-    index = index_url()
     try:
-        flaws += index_flaws(low, advisories, index)
+        flaws += index_flaws(low, advisories, index_url())
     except (OSError, ValueError) as error:
-        print(f"    not checked at {index}: {error}")
+        print(f"    not checked at the package index: {error}")
     for flaw in flaws:
         print(f"    {flaw}")
     return 1 if flaws else 0
