@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 import batchmill
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.programs import Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.replies import MESSAGE_BYTES_MAX
@@ -33,7 +34,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.types import Connector, Limits
 from batchmill.types.connectors import BATCH_PREDICT, Action, ClientConfig
 
-CALLS_MAX = 128  # at once, of one owner
+CALLS_MAX = 128  # at once, of one owner; half of them of one project
 CONNECTOR_CALLS_MAX = 16  # of these, through one connector: a service that hangs holds up no other
 TIME_MAX_S = 300  # for connecting, and for reading: whatever a connector says
 RETRY_TIME_MAX_S = 300.0  # for all calls of one action
@@ -84,7 +85,7 @@ class RemoteCalls:
         self._programs = programs
         self._vault, self._clock, self._private, self._endpoints = vault, clock, private, endpoints
         self._chance = chance or random.Random()
-        self._free = asyncio.Semaphore(CALLS_MAX)
+        self._places = FairSemaphore(CALLS_MAX)
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of connectors in use
         self._pools: dict[tuple[bool, bool, float, float], _Pool] = {}
 
@@ -104,7 +105,7 @@ class RemoteCalls:
         action = find_action(connector, kind)
         credentials = await self._credentials(connector)
         lane = self._lanes.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
-        async with lane, self._free:
+        async with lane, self._places.place(project):
             reply = await self._tried(
                 connector, action, self._renderer(project, connector, action), parameters, credentials
             )
