@@ -75,7 +75,7 @@ async def test_the_table_of_scopes_is_that_of_the_operations(tmp_path: Path) -> 
 def test_every_setting_of_the_page_is_one():
     """Each key of the configuration that the page names stands on the page about the configuration."""
     known = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    tables = "server|machine|limits|projects|models|deployments|ml_commons|secrets"
+    tables = "server|machine|limits|projects|models|deployments|ml_commons|secrets|functions|quotas|quarantine"
     named = set(re.findall(rf"`((?:{tables})\.[\w.]+)`", PAGE))
     assert named and not {each for each in named if f"`{each}`" not in known}
 
