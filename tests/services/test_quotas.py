@@ -25,8 +25,10 @@ from batchmill.services.courier import Courier
 from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import Target
+from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.late_records import Order
 from batchmill.services.functions.late_replies import LateReplies
+from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.keys import KeyService
 from batchmill.services.links import Link, LinkService
 from batchmill.services.llms.opening import make_llms
@@ -40,7 +42,20 @@ from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.services.usage import usage
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
-from batchmill.types import Caller, DatasetSpec, LlmSettings, ModelSpec, Policy, ProjectQuotas, Quotas, Scope
+from batchmill.types import (
+    Caller,
+    DatasetSpec,
+    Interface,
+    LlmSettings,
+    ModelSpec,
+    Policy,
+    ProjectQuotas,
+    Quotas,
+    Scope,
+    Tensor,
+)
+from batchmill.wire import bundles
+from batchmill.wire.deploys import DeployOrder
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -75,6 +90,8 @@ class Room:
         self.llms = make_llms(config, database, self.vault, clock)
         catalogue = Catalogue(config, config.base)
         catalogue.attach_llms(self.llms)
+        self.folder = folder
+        self.versions = ModelVersions(database, clock, workshop=Workshop(folder, _tried), quotas=self.quotas)
         self.late = LateReplies(database, clock, None, Courier(clock, read_private([])), self.quotas)  # type: ignore[arg-type]
 
     async def file(self, project: str) -> None:
@@ -90,6 +107,17 @@ class Room:
         self.files.close()
         self.webhooks.close()
         self.database.close()
+
+
+async def _tried(spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
+    return Interface(inputs=[Tensor("x")])
+
+
+async def _function(room: Room, caller: Caller, n: int) -> None:
+    path = room.folder / f"{caller.project}{n}.tar.gz"
+    with path.open("wb") as out:
+        bundles.write(out, DeployOrder(f"{caller.project}_{n}", "app.py:f"), {"app.py": b"def f(x): ..."})
+    await room.versions.deploy(path, by=caller)
 
 
 def _adapter(room: Room, caller: Caller, n: int) -> Awaitable[Any]:
@@ -117,6 +145,7 @@ MAKE: dict[str, Callable[[Room, Caller, int], Awaitable[Any]]] = {
     "datasets": lambda room, who, n: room.datasets.begin(who.project, "f.jsonl"),
     "adapters": _adapter,
     "llm_deployments": lambda room, who, n: room.llms.create(who, f"d{n}", LlmSettings("small")),
+    "functions": _function,
     "webhook_endpoints": lambda room, who, n: room.webhooks.create(
         who.project, name="x", url="https://example.com/", event_types=["batch.completed"]
     ),
@@ -146,6 +175,20 @@ async def test_every_quota_holds_when_many_come_at_once(tmp_path: Path) -> None:
                 assert isinstance(each, OverQuota), (quota, each)
                 assert each.code == "quota_exceeded" and f"projects.{project}.quotas.{quota}" in each.message
         await room.close()
+
+
+async def test_a_removed_version_makes_room(tmp_path: Path) -> None:
+    """Versions that were removed count no more, a restart makes one more, and whoever runs the machine is not held."""
+    room = Room(tmp_path / "room", "functions")
+    who = Caller("default", Scope.DEPLOY)
+    for n in range(MOST):
+        await _function(room, who, n)
+    with pytest.raises(OverQuota):
+        await room.versions.restart("default_0", by=who)
+    await room.versions.remove("default_1", by=who)
+    assert (await room.versions.restart("default_0", by=who)).number == 2
+    assert (await room.versions.restart("default_0")).number == 3
+    await room.close()
 
 
 async def test_a_job_that_is_tried_again_counts(tmp_path: Path) -> None:

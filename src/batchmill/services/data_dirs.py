@@ -155,7 +155,7 @@ def open_versions(
     """The deployed functions of a data directory that this process owns; `load` comes next."""
     taken = frozenset(config.models) if serves else frozenset()
     workshop = Workshop(data_dir, Trials(provisions), config.functions, provisions.isolation)
-    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken)
+    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken, quotas=config.project_quotas)
 
 
 def has_models(config: Config) -> bool:

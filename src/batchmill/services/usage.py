@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from batchmill.services.adapters.records import REMOVED
+from batchmill.services.adapters import records as adapter_records
+from batchmill.services.functions import records as functions
 from batchmill.services.upload_records import PENDING
 from batchmill.states import ENDED, JobState
 from batchmill.store.connector_tables import connectors, model_groups, remote_models, remote_tasks, secrets
 from batchmill.store.dataset_tables import datasets, used_links
 from batchmill.store.disk_room import DiskRoom
 from batchmill.store.llm_tables import adapters, llm_deployments
-from batchmill.store.service_tables import files, keys, late_calls, uploads, webhook_endpoints
+from batchmill.store.service_tables import files, keys, late_calls, model_versions, uploads, webhook_endpoints
 from batchmill.store.tables import jobs
 from batchmill.types import Quotas
 from batchmill.wire.native import QuotaInfo
@@ -30,8 +31,9 @@ WHAT: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
     "files": (files, files.c.job.is_(None)),
     "uploads": (uploads, uploads.c.status == PENDING),
     "datasets": (datasets, sa.true()),
-    "adapters": (adapters, adapters.c.state != REMOVED),
+    "adapters": (adapters, adapters.c.state != adapter_records.REMOVED),
     "llm_deployments": (llm_deployments, sa.true()),
+    "functions": (model_versions, model_versions.c.state != functions.REMOVED),
     "webhook_endpoints": (webhook_endpoints, sa.true()),
     "late_calls": (late_calls, sa.true()),
     "used_links": (used_links, sa.true()),

@@ -32,6 +32,7 @@ class Quotas(Struct, frozen=True):
     datasets: int = 10_000
     adapters: int = 10_000  # all versions
     llm_deployments: int = 100
+    functions: int = 1_000  # all versions, failed ones too
     webhook_endpoints: int = 100
     late_calls: int = 2_000  # to be answered later
     used_links: int = 100_000  # that have not expired

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.states import ENDED
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import model_routes, model_versions
 from batchmill.store.tables import jobs
 from batchmill.types import ModelSpec
@@ -16,11 +17,23 @@ from batchmill.wire.deploys import Backend, ModelVersion, Route
 from batchmill.wire.job_spec import JobSpec
 
 BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
+WAY_OUT = "remove versions that nobody calls"
 INTERRUPTED = "it was interrupted while it was being deployed: deploy it again"
 
 
-def begin(db: sa.Connection, new: ModelVersion) -> ModelVersion:
-    """`new` as a version of its branch, with a number that none ever had."""
+def begin(db: sa.Connection, new: ModelVersion, most: int | None = None) -> ModelVersion:
+    """`new` as a version of its branch, with a number that none ever had.
+
+    Args:
+        most: versions that its project may have; None: whoever runs the machine asks.
+
+    Raises: OverQuota.
+    """
+    if most is not None:
+        refuse_beyond(
+            db, model_versions, most, quota="functions", project=new.project, way_out=WAY_OUT,
+            where=model_versions.c.state != REMOVED,
+        )  # fmt: skip
     of_branch = (model_versions.c.name == new.name) & (model_versions.c.branch == new.branch)
     last = db.execute(sa.select(sa.func.max(model_versions.c.number)).where(of_branch)).scalar() or 0
     version = replace(new, number=last + 1, state=BUILDING)

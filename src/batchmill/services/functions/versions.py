@@ -23,7 +23,7 @@ from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.names import LATEST, MAIN, check_alias, check_branch, check_name
 from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
 from batchmill.store.database import Database
-from batchmill.types import Caller, ModelSpec
+from batchmill.types import Caller, ModelSpec, ProjectQuotas
 from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
 
 __all__ = ["Chosen", "ModelVersion", "ModelVersions"]
@@ -46,6 +46,7 @@ class ModelVersions:
 
     Args:
         taken: names that the configuration has.
+        quotas: how many versions each project may have; whoever runs the machine is not held to them.
 
     `warm` is called with the version that was `latest` and the one that is to be: it returns once workers of the new
     one are up, if the old one has some. Raises: ModelFailed, and then the old one stays. Whoever runs workers sets it.
@@ -54,9 +55,10 @@ class ModelVersions:
     def __init__(
         self, database: Database, clock: Clock, *, workshop: Workshop,
         taken: frozenset[str] = frozenset(), chance: random.Random | None = None,
+        quotas: ProjectQuotas = ProjectQuotas(),
     ) -> None:  # fmt: skip
         self._database, self._clock, self._workshop, self._taken = database, clock, workshop, taken
-        self._chance = chance or random.Random()
+        self._chance, self._quotas = chance or random.Random(), quotas
         self._book = ModelBook((), (), self._chance)
         self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
         self.warm: Warm = _stays_cold
@@ -152,7 +154,7 @@ class ModelVersions:
 
         Raises: Conflict (`name_taken`) for the name of another project's function; InvalidInput for an order or archive
         that is wrong; ModelFailed (`deploy_failed`) with the traceback where the code does not work: the version is
-        then written down as failed, and the one before stays.
+        then written down as failed, and the one before stays; OverQuota.
         """
         staged = await self._workshop.stage(bundle)
         try:
@@ -168,8 +170,7 @@ class ModelVersions:
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
                     return Deployed(latest, is_new=False)
-                version = await self._database.write(records.begin, new)
-                self._book.put(version)
+                version = await self._begin(new, by)
                 try:
                     spec = await self._workshop.build(staged, version)
                     return Deployed(await self._publish(version, spec, latest), is_new=True)
@@ -192,6 +193,13 @@ class ModelVersions:
             order.name, order.branch, 0, BUILDING, self._clock.now(), source=order.source, project=project, key=key,
             is_shared=is_shared,
         )  # fmt: skip
+
+    async def _begin(self, new: ModelVersion, by: Caller | None) -> ModelVersion:
+        """A version with its number, that is being built. Raises: OverQuota."""
+        most = None if by is None else self._quotas.of(new.project).functions
+        version = await self._database.write(records.begin, new, most)
+        self._book.put(version)
+        return version
 
     async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
         """Where the old version has workers, the new one's are up before the first call goes there."""
@@ -275,8 +283,7 @@ class ModelVersions:
             told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
             key = None if by is None else by.key
             new = replace(found, branch=into, created=self._clock.now(), finished=None, source=told, spec=None, key=key)
-            version = await self._database.write(records.begin, new)
-            self._book.put(version)
+            version = await self._begin(new, by)
             try:
                 return await self._publish(version, await self._workshop.copy(found, version), latest)
             except BaseException as error:
