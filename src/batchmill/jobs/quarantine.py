@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.config import QuarantineEntry
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.ports import Clock
 from batchmill.store.database import Database
 from batchmill.store.llm_tables import quarantine
@@ -20,6 +20,7 @@ from batchmill.wire.messages import Charged, Learn, Suspected
 log = logging.getLogger("batchmill.quarantine")
 
 CHARGES_MAX = 1_000  # of one model: the newest
+SHOWN_CHARS = 64  # of a digest that is refused
 
 
 class Quarantine:
@@ -91,8 +92,16 @@ class Quarantine:
         return [each for each in self._suspects.values() if project in (None, each.project)]
 
     def clear(self, project: str | None, digest: str | None = None) -> list[Suspect]:
-        """Let requests go: one, or all of a project, or of everybody. Returns which."""
+        """Let requests go: one, by the beginning of its digest, or all of a project, or of everybody. Returns which.
+
+        Raises: InvalidInput (`ambiguous_request`) where several begin like that.
+        """
         found = [each for each in self.list(project) if digest is None or each.digest.startswith(digest)]
+        if digest is not None and len(found) > 1:
+            raise InvalidInput(
+                f"{len(found):,} requests begin with {digest[:SHOWN_CHARS]!r}: write more of the digest",
+                code="ambiguous_request",
+            )
         for each in found:
             del self._suspects[each.digest]
         self._write([], [each.digest for each in found])
