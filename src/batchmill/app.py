@@ -33,6 +33,7 @@ from batchmill.services.data_dirs import (
     KEYS_DOOR,
     LLMS_DOOR,
     MODELS_DOOR,
+    QUOTAS_DOOR,
     SECRETS_DOOR,
     SOCKET,
     TAKEOVER_S,
@@ -54,6 +55,7 @@ from batchmill.services.remote.connector_door import ConnectorDoor
 from batchmill.services.remote.opening import RemoteServices, make_remote
 from batchmill.services.secrets.door import SecretDoor
 from batchmill.services.secrets.vault import Vault
+from batchmill.services.usage import QuotaDoor
 from batchmill.states import JobState, PauseReason
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
@@ -132,6 +134,7 @@ class Owner:
             CONNECTORS_DOOR: ConnectorDoor(self.remote).answer,
             ADAPTERS_DOOR: AdapterDoor(self.adapters).answer,
             LLMS_DOOR: LlmDoor(self.llms).answer,
+            QUOTAS_DOOR: QuotaDoor(self.room, SystemClock()).answer,
         }
         self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
         await self._server.open()

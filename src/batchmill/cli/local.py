@@ -21,7 +21,7 @@ from batchmill.services.adapters import merging
 from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Catalogue
 from batchmill.types import JobView, ModelSpec
-from batchmill.wire.native import ModelInfo
+from batchmill.wire.native import ModelInfo, QuotaInfo
 
 PIECE_BYTES = 1024 * 1024
 FUNCTION = "function_process"  # the engine of what is deployed
@@ -93,6 +93,10 @@ class LocalApp:
                 return deployed
         async with data_dirs.open_connectors(config) as connectors:
             return await connectors.find(name)
+
+    async def usage(self, config: Config, project: str | None) -> list[QuotaInfo]:
+        async with data_dirs.open_quotas(config) as quotas:
+            return await quotas.usage(project or PROJECT)
 
     @contextlib.asynccontextmanager
     async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[LocalLlms]:

@@ -36,6 +36,7 @@ COMMANDS = {
     "adapters": ("batchmill.cli.adapters:adapters", "Register LoRA adapters of language models."),
     "llms": ("batchmill.cli.llms:llms", "Deploy language models; look after their engines."),
     "quarantine": ("batchmill.cli.quarantine:quarantine", "Requests that engines died of: list them, let them go."),
+    "quotas": ("batchmill.cli.quotas:quotas", "What a project has of what it may have."),
     "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
     "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
     "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),

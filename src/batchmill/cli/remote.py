@@ -39,7 +39,7 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
-from batchmill.wire.native import Change, FileInfo, KeyInfo, MadeKey, ModelInfo, NewKey
+from batchmill.wire.native import Change, FileInfo, KeyInfo, MadeKey, ModelInfo, NewKey, QuotaInfo
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
@@ -109,10 +109,14 @@ class RemoteApp:
         async with self._client() as client:
             yield RemoteModels(client)
 
+    async def usage(self, config: Config, project: str | None) -> list[QuotaInfo]:
+        _refuse_project(project)
+        async with self._client() as client:
+            return await client.quotas()
+
     @contextlib.asynccontextmanager
     async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[RemoteLlms]:
-        if project is not None:
-            raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
+        _refuse_project(project)
         async with self._client() as client:
             yield RemoteLlms(client)
 
@@ -130,6 +134,11 @@ class RemoteApp:
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         """And adds what it has."""
         return model
+
+
+def _refuse_project(project: str | None) -> None:
+    if project is not None:
+        raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
 
 
 class EndedKey(Struct, frozen=True):

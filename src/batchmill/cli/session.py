@@ -32,6 +32,7 @@ from batchmill.wire.native import (
     Merge,
     ModelInfo,
     NewAlias,
+    QuotaInfo,
     Restart,
     Rollback,
     VersionInfo,
@@ -165,6 +166,9 @@ class App(Protocol):
 
     def open_connectors(self, config: Config) -> AbstractAsyncContextManager[Any]:
         """Connectors, with the verbs of `services.connector_door.ConnectorClient`; on this machine alone."""
+
+    def usage(self, config: Config, project: str | None) -> Awaitable[list[QuotaInfo]]:
+        """What a project has of its quotas. Args: `project`, on this machine; None: "default"."""
 
     def open_llms(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Llms]:
         """The deployed language models of a project; at a server, of the key's own."""

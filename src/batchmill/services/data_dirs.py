@@ -38,13 +38,15 @@ from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.door import SecretClient
 from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
+from batchmill.services.usage import QuotaClient, QuotaDoor
 from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom
 
 log = logging.getLogger("batchmill.owner")
 
 DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
 KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
-ADAPTERS_DOOR, LLMS_DOOR = "adapters", "llms"
+ADAPTERS_DOOR, LLMS_DOOR, QUOTAS_DOOR = "adapters", "llms", "quotas"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 
@@ -119,6 +121,20 @@ async def open_llms(config: Config) -> AsyncIterator[LlmClient]:
             return
         async with _alone(config, database) as (llms, _):
             yield LlmClient(LlmDoor(llms).answer)
+
+
+@contextlib.asynccontextmanager
+async def open_quotas(config: Config) -> AsyncIterator[QuotaClient]:
+    """What projects have of their quotas, as the process knows it that owns the data directory, or as we find it.
+
+    Raises: InvalidConfig when the data directory cannot be used.
+    """
+    async with _owned(config) as (database, client):
+        if database is None:
+            yield QuotaClient(lambda message: client.tell(QUOTAS_DOOR, message))
+        else:
+            room = DiskRoom(database, config.data_dir, config.project_quotas)
+            yield QuotaClient(QuotaDoor(room, SystemClock()).answer)
 
 
 @contextlib.asynccontextmanager
