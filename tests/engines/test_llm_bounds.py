@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -167,6 +168,42 @@ def test_patterns_and_grammars_are_counted_as_written():
         check_pattern("a" * 20_000, "p")
     with pytest.raises(InvalidRow):
         check_grammar('root ::= "a"\n' * 6_000, "g")
+
+
+def test_reading_a_pattern_or_grammar_takes_time_in_proportion():
+    """What opens sets, counts, texts and attributes without end is read once: else one of these takes half a minute."""
+    for text in ("[" * 16_000, "{" + " " * 16_000, "\\p{" * 5_000, "[]" + "[" * 16_000):
+        with contextlib.suppress(InvalidRow):
+            check_pattern(text, "p")
+    for text in (
+        "[\\]" * 20_000,
+        '\\"' * 30_000,
+        "a{" * 30_000,
+        ("{" + " " * 7_000) * 9,
+        "/\\" * 30_000,
+        "a[" * 30_000,
+    ):
+        with contextlib.suppress(InvalidRow):
+            check_grammar("a: " + text, "g")
+
+
+def test_repetitions_hide_behind_no_spelling_of_a_rule():
+    """Parts that may be absent, priorities and attributes of rules, and many rules that each repeat, are counted."""
+    hidden = (
+        'start: [b~200 "x"]\nb: ("a"~200)',
+        'start: B~200\nB.5: "x"~200',
+        'start: b~200\nb[stop="]", capture]: "x"~200',
+        "\n".join(f'r{n} ::= "x"{{9000}}' for n in range(100)),
+    )
+    for text in hidden:
+        with pytest.raises(InvalidRow) as refused:
+            check_grammar(text, "g")
+        assert refused.value.code == "structured_output_too_large", text
+    for text in (
+        'root ::= [^"\\\\] [a-z]{1,100} "\\"" ["] b\nb ::= [\\]x]{10}',
+        'start: a | "b"\na: /[a-z"]+/ ["x" a]',
+    ):
+        assert check_grammar(text, "g") == len(text)
 
 
 async def test_nothing_of_it_reaches_the_engine(tmp_path):

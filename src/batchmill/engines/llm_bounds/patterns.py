@@ -14,25 +14,31 @@ NESTED_REPEATS_MAX = 1_000  # of a repetition in a repetition: an automaton for 
 GROUP_DEPTH_MAX = 64
 GRAMMAR_CHARS_MAX = 65_536
 GRAMMAR_REPEATS_MAX = 10_000  # through all rules that a rule refers to
+GRAMMAR_SIZE_MAX = 100_000  # pieces of all rules, each as often as it is repeated
 RULE_DEPTH_MAX = 128
 COUNT_DIGITS_MAX = 9
-CODE = "structured_output_too_large"
+CODE, BAD = "structured_output_too_large", "invalid_field"
 
-_COUNT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
-_ESCAPE = re.compile(r"\\(?:[pPuxN]\{[^}]*\}|.)", re.DOTALL)
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_TOKEN = re.compile(
-    r"""(?P<comment>\#[^\n]*|//[^\n]*)
-    |(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
-    |(?P<regex>/(?![/*\s])(?:\\.|[^/\\\n])+/[a-z]*)
-    |(?P<class>\[\^?\]?(?:\\.|[^\]\\])*\])
-    |(?P<rule>[?!]?[A-Za-z_][\w.-]*)(?:\{[^}\n]*\}|\.-?\d+)?\s*(?:::=|:(?![:=]))
-    |(?P<directive>%\w+)
-    |(?P<name>[A-Za-z_][\w.-]*)
-    |(?P<count>\{\s*\d*\s*(?:,\s*\d*\s*)?\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
-    |(?P<open>\()|(?P<close>\))""",
-    re.VERBOSE | re.DOTALL,
+# None of them goes back over what it has read, and what is not closed ends with its line: reading takes time in
+# proportion to the text, whatever it holds.
+_COUNT = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
+_ESCAPE = re.compile(r"\\(?:[pPuxN]\{[^}]{0,100}+\}|.)", re.DOTALL)
+_CLASS = re.compile(r"\[\^?+\]?(?:\\.|[^\]\\])*+\]", re.DOTALL)
+_TOKENS = r"""(?P<comment>\#[^\n]*+|//[^\n]*+)
+    |(?P<text>"(?:\\.|[^"\\\n])*+"?+|'(?:\\.|[^'\\\n])*+'?+)
+    |(?P<regex>/(?![/*\s])(?:\\.|[^/\\\n])++/?+[a-z]*+)
+    |(?P<rule>[?!]?+[A-Za-z_][\w.-]*+
+        (?:\{[^}\n]{0,200}+\}|\[(?:"(?:\\.|[^"\\\n])*+"|\s++|[^\]"\s]){0,200}+\])?+\s*+(?:::=|:(?![:=])))
+    |(?P<directive>%\w++)
+    |(?P<name>[A-Za-z_][\w.-]*+)
+    |(?P<count>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\}|~\s*+\d++(?:\s*+\.\.\s*+\d++)?+)"""
+# `[` begins a set of letters in EBNF, and in Lark a part that may be absent.
+_READINGS = (
+    re.compile(r"(?P<class>\[\^?+\]?+(?:\\.|[^\]\\\n])*+\]?+)|(?P<open>\()|(?P<close>\))|" + _TOKENS, re.X | re.DOTALL),
+    re.compile(r"(?P<open>[(\[])|(?P<close>[)\]])|" + _TOKENS, re.X | re.DOTALL),
 )
+_RULE_NAME = re.compile(r"[?!]?+([A-Za-z_][\w.-]*+)")
+_PRIORITY = re.compile(r"\.-?\d+\Z")  # of a terminal of Lark: others refer to it without
 _DIRECTIVES = frozenset(["%ignore", "%import", "%llguidance"])  # others bring a schema or another language with them
 
 
@@ -50,6 +56,8 @@ def check_pattern(text: str, where: str) -> int:
             group.add(1)
         elif char == "[":
             found = _CLASS.match(text, at)
+            if found is None:
+                raise InvalidRow(f"{where} has a set of letters, at character {at:,}, that is not closed", code=BAD)
             group.add(1)
         elif char == "{" and (found := _COUNT.match(text, at)) is not None and any(found.groups()):
             group.repeat(_largest(found.groups()), where)
@@ -110,7 +118,12 @@ def check_grammar(text: str, where: str) -> int:
     """How many characters a grammar has, EBNF or Lark. Raises: InvalidRow for one that repeats too much."""
     if len(text) > GRAMMAR_CHARS_MAX:
         raise too_large(f"{where} is a grammar of {len(text):,} characters, of {GRAMMAR_CHARS_MAX:,} at most")
-    rules = _rules(text, where)
+    for reading in _READINGS if "[" in text else _READINGS[:1]:
+        _check_reading(_rules(text, reading, where), where)
+    return len(text)
+
+
+def _check_reading(rules: dict[str, list[_Atom]], where: str) -> None:
     known: dict[str, int] = {}
     for name in rules:
         if _repeats(rules, name, known, (), where) > GRAMMAR_REPEATS_MAX:
@@ -118,16 +131,23 @@ def check_grammar(text: str, where: str) -> int:
                 f"{where}: the rule {name!r} repeats what it refers to {known[name]:,} times, and "
                 f"{GRAMMAR_REPEATS_MAX:,} is the most"
             )
-    return len(text)
+    written = sum(_size(atoms) for atoms in {id(atoms): atoms for atoms in rules.values()}.values())
+    if written > GRAMMAR_SIZE_MAX:
+        raise too_large(f"{where} repeats its pieces {written:,} times in all, and {GRAMMAR_SIZE_MAX:,} is the most")
 
 
-def _rules(text: str, where: str) -> dict[str, list[_Atom]]:
+def _size(atoms: list[_Atom]) -> int:
+    """The pieces of a rule, each as often as it is repeated there."""
+    return sum(atom.count * max(1, _size(atom.inner)) for atom in atoms)
+
+
+def _rules(text: str, reading: re.Pattern[str], where: str) -> dict[str, list[_Atom]]:
     rules: dict[str, list[_Atom]] = {}
     stack: list[list[_Atom]] = [[]]
-    for found in _TOKEN.finditer(text):
+    for found in reading.finditer(text):
         kind, token = found.lastgroup, found.group()
         if kind == "rule":
-            stack = [rules.setdefault(found["rule"].lstrip("?!"), [])]
+            stack = [_rule(rules, token)]
         elif kind == "open":
             stack[-1].append(_Atom(inner=[]))
             stack.append(stack[-1][-1].inner)
@@ -144,11 +164,22 @@ def _rules(text: str, where: str) -> dict[str, list[_Atom]]:
                 code="parameter_not_allowed",
             )
         elif kind == "regex":
-            check_pattern(token[1 : token.rindex("/")], where)
+            check_pattern(token[1 : token.rindex("/") or None], where)
             stack[-1].append(_Atom())
         elif kind in ("text", "class", "name"):
             stack[-1].append(_Atom(token if kind == "name" else ""))
     return rules
+
+
+def _rule(rules: dict[str, list[_Atom]], token: str) -> list[_Atom]:
+    """Where the atoms of a rule go, by the name that it is defined by."""
+    found = _RULE_NAME.match(token)
+    assert found is not None, "a rule begins with its name"
+    name = found[1]
+    atoms = rules.setdefault(name, [])
+    if (plain := _PRIORITY.sub("", name)) != name:
+        rules.setdefault(plain, []).append(_Atom(name))
+    return atoms
 
 
 def _repeats(
