@@ -118,7 +118,7 @@ class Deployments:
         one = f"{PLACE}/{{name}}"
         return [
             Operation(
-                "createDeployment", "POST", PLACE, "Deploy a language model", Scope.SUBMIT, self.create,
+                "createDeployment", "POST", PLACE, "Deploy a language model", Scope.ADMIN, self.create,
                 body=CreateDeployment, reply=OneDeployment, errors=(404, 409),
             ),
             Operation(
@@ -133,11 +133,11 @@ class Deployments:
                 "showDeployment", "GET", one, "A deployment", Scope.READ, self.get, reply=OneDeployment, errors=(404,),
             ),
             Operation(
-                "updateDeployment", "PUT", one, "Change a deployment", Scope.SUBMIT, self.update,
+                "updateDeployment", "PUT", one, "Change a deployment", Scope.ADMIN, self.update,
                 body=UpdateDeployment, reply=OneDeployment, errors=(404, 409),
             ),
             Operation(
-                "deleteDeployment", "DELETE", one, "Delete a deployment", Scope.SUBMIT, self.delete, status=204,
+                "deleteDeployment", "DELETE", one, "Delete a deployment", Scope.ADMIN, self.delete, status=204,
                 errors=(404, 409),
             ),
             Operation(
