@@ -33,15 +33,31 @@ def test_counting_goes_on_over_pieces(monkeypatch):
 
 async def test_a_body_of_too_many_values_is_not_read(monkeypatch):
     """A long body has so many values, and not one more; its bytes and its texts count for nothing."""
-    monkeypatch.setattr(json_inspection, "INLINE_BYTES_MAX", 100)
+    monkeypatch.setattr(json_inspection, "UNSEEN_BYTES_MAX", 100)
     programs = Programs(HeldClock())
     try:
         whole = json_of(1000)
         held = int(count(whole, lambda _: None))
         await inspect(whole, held, programs, "p")
-        with pytest.raises(TooComplex, match="more than 2,001 values: send less at once"):
+        with pytest.raises(TooComplex, match="more than 2,001 values, of which"):
             await inspect(whole, held - 1, programs, "p")
         await inspect(b'{"text":"' + b"," * 100_000 + b'"}', 10, programs, "p")
+    finally:
+        await programs.close()
+
+
+async def test_numbers_that_are_slow_to_read_count_for_more():
+    """A short body of numbers that take a thousand times as long as others is refused; usual floats are not."""
+    programs = Programs(HeldClock())
+    try:
+        for slow in (b"1e300", b"-1.5E+308", b"1e-324", b"1e0300", b"0." + b"0" * 300 + b"1"):
+            body = b"[" + b",".join([slow] * 1000) + b"]"
+            with pytest.raises(TooComplex, match="a number with an exponent of three"):
+                await inspect(body, 50_000, programs, "p")
+            text = b'["' + b",".join([slow] * 1000) + b'"]'
+            await inspect(text, 50_000, programs, "p")
+        for usual in (b"0.00012345678901234567", b"1.2345678901234567e-05", b"6.02e23", b"123456789012345678901"):
+            await inspect(b"[" + b",".join([usual] * 10_000) + b"]", 50_000, programs, "p")
     finally:
         await programs.close()
 

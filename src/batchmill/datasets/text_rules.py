@@ -61,7 +61,12 @@ def depth_exceeds(line: bytes, depth_max: int) -> bool:
 
 def outside_strings(text: bytes, *, keep: bytes) -> bytes:
     """The bytes of JSON that stand outside of its strings, of those that are to be kept."""
-    return _strings.sub(b"", text).translate(None, bytes(byte for byte in range(256) if byte not in keep))
+    return without_strings(text).translate(None, bytes(byte for byte in range(256) if byte not in keep))
+
+
+def without_strings(text: bytes) -> bytes:
+    """JSON but for its strings."""
+    return _strings.sub(b"", text)
 
 
 def _brackets(text: bytes) -> int:
