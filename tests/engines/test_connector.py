@@ -655,6 +655,19 @@ async def test_a_filter_that_never_ends_is_stopped(service, monkeypatch):
     assert len(service.calls) == 6  # the row's call was paid for once
 
 
+async def test_a_filter_that_is_none_is_the_callers(service):
+    """A caller's filter that cannot be read fails its own call or row as their mistake, and is not tried again."""
+    async with started(spec(service.url)) as engine:
+        for body, form in (
+            ({"input": "x", "response_filter": "$.a["}, ""),
+            ({"parameters": {"input": '"x"', "response_filter": "$.a["}}, "ml_commons"),
+        ):
+            with pytest.raises(InvalidInput, match=r"response_filter '\$\.a\['"):
+                await answer_to(engine, live(body, form))
+        (outcome,) = (await run_all(engine, [row(0, input="x", response_filter="$.a[")])).outcomes
+    assert (outcome.error.code, len(service.calls)) == ("invalid_response_filter", 3)
+
+
 async def test_many_rows_with_such_a_filter_cost_little(service, monkeypatch):
     """Rows of one job share a filter without an end: a few of them pay for its bound, and the others fail at once."""
     monkeypatch.setattr(bounded, "BOUNDS", Bounds(cpu_s=0.05))

@@ -23,6 +23,7 @@ from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError
 from batchmill.wire.forms import OpenAIForm
 
 FILTER = "response_filter"
+BAD_FILTER = "invalid_response_filter"  # a connector's own was read when it was made: it is the call's
 _DOCUMENTS = ("text_docs", "query_text")
 ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its reply comes to
 
@@ -190,7 +191,10 @@ class Rows:
             body = await self._caller.result(call, answer, _who(call.row), ROW_PATIENCE_S)
         except (TooComplex, RateLimited) as stopped:
             return Fault(Kind.PERMANENT, RowError(stopped.code, stopped.message), reply, None, answer.request_id)
-        except InvalidInput as wrong:  # the service may do better when it is asked again
+        except InvalidInput as wrong:
+            if wrong.code == BAD_FILTER:
+                return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+            # the service may do better when it is asked again
             return Fault(Kind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
         return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
 

@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from batchmill.engines.ahead import Ahead
 from batchmill.engines.connections import Connections, NoReply
-from batchmill.engines.connector_calls import Caller, ConnectorCall, Rows
+from batchmill.engines.connector_calls import BAD_FILTER, Caller, ConnectorCall, Rows
 from batchmill.engines.connector_replies import Answer, settle
 from batchmill.engines.pacing import Pacer
 from batchmill.engines.replies import REPLY_BYTES_MAX
@@ -100,10 +100,8 @@ class ConnectorLive:
             try:
                 output = Raw(await self._caller.output(call, answer, who))
                 return {"output": output, "status_code": answer.reply.status}
-            except TooComplex:
-                raise
             except InvalidInput as wrong:
-                raise ModelFailed(wrong.message, code=wrong.code) from None
+                raise _unread(wrong) from None
 
         if len(calls) == 1:
             return encode({"inference_results": [await infer(calls[0])]})
@@ -205,10 +203,8 @@ class ConnectorLive:
     async def _body(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
         try:
             return await self._caller.result(call, answer, who)
-        except TooComplex:
-            raise
         except InvalidInput as wrong:
-            raise ModelFailed(wrong.message, code=wrong.code) from None
+            raise _unread(wrong) from None
 
     async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes | None:
         pieces, total = [], 0
@@ -218,6 +214,13 @@ class ConnectorLive:
                 return None
             pieces.append(piece)
         return b"".join(pieces)
+
+
+def _unread(wrong: InvalidInput) -> BatchmillError:
+    """Whose fault it is that a reply came to nothing: a filter that the caller sent is the caller's."""
+    if isinstance(wrong, TooComplex) or wrong.code == BAD_FILTER:
+        return wrong
+    return ModelFailed(wrong.message, code=wrong.code)
 
 
 def _handed_on(fault: Fault) -> tuple[int, bytes]:
