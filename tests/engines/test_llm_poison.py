@@ -133,6 +133,46 @@ async def test_a_project_beyond_its_budget_comes_last_and_alone(start, fake):
     )
 
 
+class HoldingFeed(OpenFeed):
+    """As a worker's: rows of projects that are held back stay where they are."""
+
+    held_back: frozenset[str] = frozenset()
+
+    def hold_back(self, projects):
+        if projects != self.held_back:
+            self.held_back = projects
+            self._changed.set()
+
+    async def take(self, n):
+        while True:
+            self._changed.clear()
+            if found := [each for each in self._rows if each.lease.project not in self.held_back][:n]:
+                self._rows = [each for each in self._rows if each not in found]
+                return found
+            if self._ended and not self._rows:
+                return []
+            await self._changed.wait()
+
+
+async def test_rows_that_were_held_back_run_once_the_budget_is_whole_again(start):
+    """Nothing else has to happen for it: their charges are an hour old, or were taken back, while the engine idles."""
+    engine, _ = await start()
+    engine.learn(Poison(charges=[Charge("a", engine._clock.now() + n) for n in range(3)]))
+    engine._deaths.here("b")
+    engine._deaths._rest_until["a"] = engine._clock.monotonic() + 10**9
+    sink = ListSink()
+    feed = HoldingFeed(sink, [row(0, "a0", "a"), row(1, "b1", "b")], ended=True)
+    running = asyncio.create_task(engine.run(feed, sink))
+    while not sink.outcomes or "a" not in feed.held_back or engine.rows_in_flight or engine._flight.gauges.running:
+        await asyncio.sleep(0.005)
+    for _ in range(100):  # whatever was about to look again has done so
+        await asyncio.sleep(0)
+    assert [outcome.row.number for outcome in sink.outcomes] == [1]
+    engine.learn(Poison())
+    await asyncio.wait_for(running, 20)
+    assert [outcome.row.number for outcome in sink.outcomes] == [1, 0]
+
+
 async def test_a_live_request_waits_while_something_runs_alone(start, fake):
     """A suspect that runs has nothing beside it: what comes meanwhile is answered after it."""
     engine, _ = await start(FAKE_REPLY_S="0.3")

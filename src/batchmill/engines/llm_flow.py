@@ -98,6 +98,7 @@ class Flow:
         self._queue = AdapterQueue()
         self._suspects = Trials()  # rows that wait to be tried with nothing beside them
         self._trial: set[Call] = set()  # those that are tried now
+        self._holds_back = False  # rows of projects beyond their budget wait in the feed
         self._others_at: dict[str, float] = {}  # project -> when it last had a row that ran, or waited to
         self._in_flight: dict[asyncio.Task[None], _Flying] = {}
         self._overtaken: tuple[Adapter | None, int] = None, 0  # whose rows wait, and how many later ones have gone
@@ -279,7 +280,9 @@ class Flow:
         for call in self._queue.take_of(over) if over else ():
             self._suspects.add(call)
         if isinstance(self._feed, ProjectFeed):
-            self._feed.hold_back(frozenset(project for project in over if not self._is_turn_of(project)))
+            held_back = frozenset(project for project in over if not self._is_turn_of(project))
+            self._feed.hold_back(held_back)
+            self._holds_back = bool(held_back)
 
     def _first_held_up(self) -> tuple[Adapter, int] | None:
         """The first adapter whose rows cannot go, and the turn of the first of them."""
@@ -435,7 +438,7 @@ class Flow:
         while True:
             await self._clock.sleep(TUNE_S)
             server = self._host.server
-            if self._suspects or self._deaths.over_budget():
+            if self._suspects or self._holds_back or self._deaths.over_budget():
                 self._wake.set()  # their time may have come
             is_idle = not (self._in_flight or self._yielding.live or self._flight.gauges.running)
             if is_idle or not server.process.is_alive:
