@@ -170,6 +170,14 @@ def test_patterns_and_grammars_are_counted_as_written():
         check_grammar('root ::= "a"\n' * 6_000, "g")
 
 
+def test_different_lengths_of_texts_are_summed():
+    """An engine builds each of them, which takes its time; one that many texts share, it builds once."""
+    many = {f"p{n}": {"maxLength": 100_000 - n} for n in range(11)}
+    assert "other lengths" in str(refusal(**shaped({"properties": many})))
+    shared = {f"p{n}": {"minLength": 1, "maxLength": 65_535} for n in range(500)}
+    assert refusal(**shaped({"properties": shared})) is None
+
+
 def test_reading_a_pattern_or_grammar_takes_time_in_proportion():
     """What opens sets, counts, texts and attributes without end is read once: else one of these takes half a minute."""
     for text in ("[" * 16_000, "{" + " " * 16_000, "\\p{" * 5_000, "[]" + "[" * 16_000):

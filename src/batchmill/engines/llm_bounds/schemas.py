@@ -20,7 +20,8 @@ from batchmill.types import Limits
 DEPTH_MAX = 64  # levels of objects and lists; as vLLM has it
 REFERENCE_DEPTH_MAX = 128  # with the levels of what is referred to
 NAMES_MAX = 1_000  # of one object: what an engine builds for optional ones grows with their square
-SIZE_FACTOR = 10  # the whole, each part as often as it is repeated, may be so many times one repetition's limit
+# The whole, each part as often as it is repeated, may be so many times one repetition's limit; so may all different lengths of texts
+SIZE_FACTOR = 10
 VALUE_MAX = 2.0**63
 SHOWN_CHARS = 120  # of a place, in a message
 
@@ -56,6 +57,7 @@ class SchemaWalk:
     def __init__(self, limits: SchemaLimits) -> None:
         self._limits = limits
         self._bytes = self._nodes = 0
+        self._lengths: set[int | float] = set()  # what is built for one is built once, however many texts have it
         self._roots: list[Any] = []  # what a reference may be relative to, the innermost last
         self._targets: dict[int, int] = {}  # id of what is referred to -> its size
         self._open: set[int] = set()  # that are being measured: who refers to them again repeats nothing
@@ -147,7 +149,11 @@ class SchemaWalk:
             is_long = isinstance(number, int) and abs(number) >= 10**30
             shown = f"a number of {number.bit_length()} bits" if is_long else f"{number:,}"
             raise too_large(f"{place[:SHOWN_CHARS]} is {shown}; {name} may be at most {limit}")
-        return 1 if name in VALUES or name in LENGTHS else max(1, math.ceil(number))
+        if name in LENGTHS:
+            self._lengths.add(max(0, number))
+            self._check(math.ceil(sum(self._lengths)), f"{place[:SHOWN_CHARS]}, with the other lengths of texts,")
+            return 1
+        return 1 if name in VALUES else max(1, math.ceil(number))
 
     def _rooted(self, value: Any, key: str, place: str, depth: int) -> int:
         """The size of what references inside it are relative to."""
