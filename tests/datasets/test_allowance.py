@@ -102,6 +102,21 @@ def test_rows_are_counted_while_they_are_unpacked(files: list[str], home: Path) 
     assert not (home / layout.SEAL).exists()
 
 
+def test_a_file_that_says_how_many_rows_it_has_is_refused_before_one_is_read(
+    files: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of which not even the least would fit are not converted until they no longer do."""
+    monkeypatch.setattr(allowance, "FREE_BYTES", BOUND)
+    path = next(each for each in files if each.endswith(".parquet"))
+    for code, spec, order in (
+        ("too_many_rows", {"rows_max": 1000}, {}),
+        ("unpacked_too_large", {"unpacked_bytes_max": BOUND}, {}),
+        ("quota_exceeded", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_room": "no room"}),
+    ):
+        error, most = refused(home, path, spec=spec, **order)
+        assert (error.code, most) == (code, 0)
+
+
 def test_a_long_value_of_many_rows_is_not_held_as_often(tmp_path: Path) -> None:
     """A text that a Parquet file has once, and names in thousands of rows, is never in memory for all of them."""
     path = tmp_path / "in.parquet"

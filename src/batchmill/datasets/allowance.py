@@ -15,6 +15,7 @@ from batchmill.errors import InvalidDataset, OverQuota, StorageFull
 
 FREE_BYTES = 1024**3  # so much may be made of any file: below that its ratio is not looked at
 LOOK_BYTES = 64 * 1024 * 1024  # between two looks at the disk
+ROW_BYTES_MIN = 11  # of a row that is converted: "{}", the end of its line, where it begins
 RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # of the disk that is left to others: the lesser of this, and a 50th of it
 
 
@@ -35,21 +36,30 @@ class Allowance:
         self.bytes = self._rows = 0
         self._looked = 0
 
+    def foresee(self, rows: int) -> None:
+        """So many rows are to be converted, as their file says: refused at once where that cannot be."""
+        if rows > self.rows_max:
+            self.refuse_rows()
+        self._judge(rows * ROW_BYTES_MIN)
+
     def take(self, size_bytes: int, rows: int = 0) -> None:
         """So many more bytes are about to be written, and rows."""
         self.bytes += size_bytes
         self._rows += rows
         if self._rows > self.rows_max:
             self.refuse_rows()
-        if self.bytes > self._bytes_max:
-            raise self._too_large()
-        left = self._order.bytes_left
-        if left is not None and self.bytes > left:
-            raise OverQuota(self._order.no_room)
+        self._judge(self.bytes)
         if self.bytes - self._looked >= LOOK_BYTES:
             self._looked = self.bytes
             self._see_room()
         self._heard()
+
+    def _judge(self, size_bytes: int) -> None:
+        if size_bytes > self._bytes_max:
+            raise self._too_large()
+        left = self._order.bytes_left
+        if left is not None and size_bytes > left:
+            raise OverQuota(self._order.no_room)
 
     def refuse_rows(self) -> None:
         """Raises: InvalidDataset, with the setting that is to blame."""

@@ -70,6 +70,12 @@ def read_schema(path: Path) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(path.read_bytes()))
 
 
+def rows_in(path: str) -> int:
+    """As the file itself says. Raises: InvalidDataset where it cannot be read."""
+    with _open(path) as file:
+        return file.metadata.num_rows
+
+
 def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
     """Every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
     with _open(source.path) as file:
