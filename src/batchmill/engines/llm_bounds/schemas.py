@@ -20,7 +20,8 @@ from batchmill.types import Limits
 DEPTH_MAX = 64  # levels of objects and lists; as vLLM has it
 REFERENCE_DEPTH_MAX = 128  # with the levels of what is referred to
 NAMES_MAX = 1_000  # of one object: what an engine builds for optional ones grows with their square
-# The whole, each part as often as it is repeated, may be so many times one repetition's limit; so may all different lengths of texts
+# The whole, each part as often as it is repeated, may be so many times one repetition's limit; so may all different
+# lengths of texts together.
 SIZE_FACTOR = 10
 VALUE_MAX = 2.0**63
 SHOWN_CHARS = 120  # of a place, in a message
