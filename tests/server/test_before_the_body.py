@@ -8,9 +8,11 @@ import pytest
 from small_api import Body, HeldKeys, SmallDialect, free_admission, small_api
 
 from batchmill.errors import UnknownName
+from batchmill.server.admission.addresses import Proxies
 from batchmill.server.admission.pace import Pace
 from batchmill.server.admission.places import RequestPlaces
-from batchmill.server.operations import Operation
+from batchmill.server.hosts import base_of
+from batchmill.server.operations import Operation, json_reply
 from batchmill.types import Caller, Scope
 
 HOST = b"Host: localhost\r\n"
@@ -33,6 +35,32 @@ class Named(SmallDialect):
     def admits(self, caller, path):
         if path["model"] != "mine":
             raise UnknownName(f"there is no model {path['model']}", code="model_not_found")
+
+
+class Linking(SmallDialect):
+    """Says how links to it begin."""
+
+    def operations(self):
+        return [Operation("link", "GET", "/link", "Link", None, self.link)]
+
+    async def link(self, call):
+        return json_reply(base_of(call.request))
+
+
+async def test_links_begin_as_a_trusted_proxy_says():
+    """X-Forwarded-Proto is believed of a proxy that the configuration names, where it is a scheme of ours."""
+    for trusted, told, scheme in (
+        ([], "https", "http"),
+        (["127.0.0.1"], "https", "https"),
+        (["127.0.0.1"], "HTTP", "http"),
+        (["127.0.0.1"], "javascript", "http"),
+        (["127.0.0.1"], "", "http"),
+    ):
+        held = free_admission(1000)
+        held.proxies = Proxies(trusted)
+        async with small_api(dialect=Linking(), admission=held) as small, httpx.AsyncClient(base_url=small.url) as http:
+            reply = await http.get("/link", headers={"x-forwarded-proto": told, "host": "my.test"})
+        assert reply.json() == f"{scheme}://my.test"
 
 
 async def head_only(small, line: bytes, *headers: bytes) -> bytes:

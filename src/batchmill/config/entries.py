@@ -44,7 +44,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.body_timeout_s        | how long a body that is no upload may take to come                        |
 | server.body_rate_min         | bytes a second that any body has to come at, at least                     |
 | server.connections_max       | how many connections are open at once                                     |
-| server.trusted_proxies       | addresses and networks whose X-Forwarded-For is believed                  |
+| server.trusted_proxies       | addresses and networks whose X-Forwarded-For and -Proto are believed      |
 | server.file_bytes_max        | the largest file                                                          |
 | server.rows_max              | the most rows of one batch                                                |
 | server.file_expires_s        | when an uploaded batch file goes if its upload does not say; none: never  |

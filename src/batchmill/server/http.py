@@ -175,6 +175,7 @@ class HttpRoot:
         try:
             raw, body = await read_body(operation, reader, self._programs, caller.project)
             scope["path_params"] = found.parameters
+            scope["scheme"] = self.admission.proxies.scheme(_peer(scope), headers, scope["scheme"])
             request = Request(scope, reader.receive)
             call = Call(
                 request, caller, served.id, query, body, raw, programs=self._programs,
@@ -188,7 +189,7 @@ class HttpRoot:
 
     async def _admit(self, scope: Scope, reply: _Reply, operation: Operation) -> Caller:
         """Who asks, by their key and with its scope; from now on the request has a place among those under way."""
-        headers, peer = scope["headers"], (scope.get("client") or ("",))[0]
+        headers, peer = scope["headers"], _peer(scope)
         if operation.scope is None:
             vital = operation.is_vital
             reply.enter(
@@ -219,6 +220,10 @@ class HttpRoot:
             return  # the connection is closed in the middle: whoever reads sees that something is missing
         response = refusal(reply.dialect, error, found.methods)
         await response(scope, receive, reply.send)
+
+
+def _peer(scope: Scope) -> str:
+    return (scope.get("client") or ("",))[0]
 
 
 def _no_route(scope: Scope, found: Found) -> InvalidInput:

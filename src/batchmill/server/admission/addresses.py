@@ -1,4 +1,4 @@
-"""Which client a connection or a request comes from, also behind proxies that whoever runs the server trusts."""
+"""Which client a request comes from, and how, also behind proxies that whoever runs the server trusts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from batchmill.errors import InvalidConfig
 
 PROXIES_MAX = 256  # entries of server.trusted_proxies
 FORWARDED_MAX = 64  # addresses of X-Forwarded-For that are looked at, from the right
+SCHEMES = {b"http": "http", b"https": "https"}
 IPV6_PREFIX = 64  # whoever has one address of such a network has them all
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -24,7 +25,7 @@ class Proxies:
         self._networks = [_network(entry) for entry in entries]
 
     def trusts(self, peer: str) -> bool:
-        """The peer of a connection is a proxy whose X-Forwarded-For is believed."""
+        """The peer of a connection is a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed."""
         if not self._networks:
             return False
         address = _address(peer)
@@ -46,6 +47,14 @@ class Proxies:
             if not self._is_proxy(address):
                 return _group(address)
         return group_of(peer)
+
+    def scheme(self, peer: str, headers: Sequence[tuple[bytes, bytes]], own: str) -> str:
+        """What the client's own connection speaks: `own`, or what a trusted proxy tells of its own in
+        X-Forwarded-Proto."""
+        if not self.trusts(peer):
+            return own
+        told = next((value for name, value in headers if name == b"x-forwarded-proto"), b"")
+        return SCHEMES.get(told.strip().lower(), own)
 
     def _is_proxy(self, address: Address) -> bool:
         return any(address.version == network.version and address in network for network in self._networks)
