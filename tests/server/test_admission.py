@@ -43,6 +43,15 @@ def test_everybody_else_has_places_too():
     assert not places.try_take("greedy") and places.total < 100
 
 
+def test_places_leave_connections_for_others():
+    """However few connections there are, those of requests under way are not all of them."""
+    for connections in (100, 768, 10_000, 50_000):
+        held = Admission(ServerEntry(connections_max=connections), files=1_000_000, clock=float)
+        busy = taken(held.places, "greedy", 100_000) + sum(taken(held.places, f"p{each}") for each in range(100))
+        busy += sum(taken(held.strangers, f"10.0.0.{each}") for each in range(250))
+        assert 0.5 * min(connections, 10_000) < busy < 0.8 * connections
+
+
 def test_memory_is_bounded_for_the_server_and_each_project():
     """A project has half of the memory, all projects together the whole; what is given back can be had again."""
     memory = BodyMemory(100)

@@ -6,8 +6,9 @@ from batchmill.server.admission.connections import LOOK_AGAIN_S, ConnectionPool,
 class Held:
     """A connection that is what a test says."""
 
-    def __init__(self, address="a", stage=Stage.IDLE, since=0.0, is_known=False):
+    def __init__(self, address="a", stage=Stage.IDLE, since=0.0, is_known=False, project=""):
         self.address, self.now, self.since, self.is_known = address, stage, since, is_known
+        self.project = project
         self.is_over = False
 
     def stage(self):
@@ -60,6 +61,28 @@ def test_one_address_ends_its_own():
     flood = [Held("flood", Stage.ARRIVING, since=float(n + 1)) for n in range(30)]
     assert all(pool.add(each) for each in flood)
     assert not other.is_over and [each.is_over for each in flood] == [True] * 25 + [False] * 5
+
+
+def test_one_project_ends_its_own():
+    """Of idle connections with a key those of the project that has the most go, however new they are."""
+    pool = ConnectionPool(10, Time())
+    others = [Held("a", Stage.KNOWN_IDLE, float(n), is_known=True, project=f"p{n}") for n in range(3)]
+    flood = [Held("b", Stage.KNOWN_IDLE, 5.0 + n, is_known=True, project="flood") for n in range(30)]
+    assert all(pool.add(each) for each in (*others, *flood))
+    assert not any(each.is_over for each in others) and sum(each.is_over for each in flood) == 23
+
+
+def test_who_shows_a_key_goes_no_more():
+    """A connection that was chosen to go, and did something before there was need, stays."""
+    pool = ConnectionPool(3, Time())
+    first, second, third = (Held(name, Stage.IDLE, float(n)) for n, name in enumerate("abc"))
+    assert all(pool.add(each) for each in (first, second, third)) and pool.add(Held("d", Stage.BUSY))
+    assert first.is_over
+    second.project = "p"
+    pool.know(second)
+    second.is_known, second.now = True, Stage.KNOWN_IDLE
+    assert pool.add(Held("e", Stage.BUSY))
+    assert third.is_over and not second.is_over
 
 
 def test_a_proxy_is_many_clients():

@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
         self._lane: Lane | None = self.config.lane  # type: ignore[attr-defined]
         self._pool: ConnectionPool = self.config.pool  # type: ignore[attr-defined]
         self._unreadable: Callable[[BatchmillError], Response] = self.config.unreadable  # type: ignore[attr-defined]
-        self.address, self.url = "", b""
+        self.address, self.project, self.url = "", "", b""
         self.is_known = self.is_placed = False
         self.since = self.loop.time()
         self._deadline: float | None = None  # of the loop's time
@@ -143,9 +143,10 @@ class Connection(HttpToolsProtocol):
         self._is_over = True
         self.transport.abort()
 
-    def know(self) -> None:
+    def know(self, project: str) -> None:
         """A request on it had a key that was right."""
         if not self.is_known:
+            self.project = project
             self._pool.know(self)
             self.is_known = True
             if not self.transport.is_closing():
@@ -304,7 +305,7 @@ class Connection(HttpToolsProtocol):
             else:
                 self._asked, self._body = None, []
                 if flight.has_key and not self.is_known:
-                    self.know()
+                    self.know(flight.project)
                 if not flight.response_complete:
                     self.cycle = self._flight = flight  # type: ignore[assignment]
                 return

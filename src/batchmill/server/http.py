@@ -43,8 +43,8 @@ class Connection(Protocol):
     is_known: bool  # a key was right on it
     is_placed: bool  # its request has a place among those under way: it is not ended for another connection
 
-    def know(self) -> None:
-        """A key was right: it is no stranger's."""
+    def know(self, project: str) -> None:
+        """A key was right: it is no stranger's, but this project's."""
 
     def has_unread(self) -> bool:
         """More of the request's body is coming than is worth waiting for."""
@@ -199,7 +199,7 @@ class HttpRoot:
             return ANYBODY
         caller = await self.gate.admit(headers, peer, operation.scope)
         if caller.key is not None and reply.connection is not None:
-            reply.connection.know()
+            reply.connection.know(caller.project)
         reply.enter(self.admission.place(caller.project))
         return caller
 

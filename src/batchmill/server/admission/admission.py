@@ -9,18 +9,18 @@ from batchmill.server.admission.addresses import Proxies
 from batchmill.server.admission.connections import ConnectionPool, connections_for
 from batchmill.server.admission.memory import BodyMemory, Hold, memory_for
 from batchmill.server.admission.pace import Pace
-from batchmill.server.admission.places import RequestPlaces, strangers
+from batchmill.server.admission.places import RequestPlaces, of_projects, of_strangers
 
 
 class Admission:
     def __init__(self, entry: ServerEntry, *, files: int, clock: Callable[[], float]) -> None:
         """Args: files: how many the process may open; clock: monotonic seconds. Raises: InvalidConfig."""
         self.proxies = Proxies(entry.trusted_proxies)
-        self.places, self.strangers = RequestPlaces(), strangers()
         self.memory = BodyMemory(memory_for(entry.body_bytes_max, entry.body_memory_bytes_max))
         self.body_bytes_max = entry.body_bytes_max
         self.pace = Pace(entry.body_timeout_s, entry.body_rate_min)
         self.connections_max = connections_for(files, entry.connections_max)
+        self.places, self.strangers = of_projects(self.connections_max), of_strangers(self.connections_max)
         self.pool = ConnectionPool(self.connections_max, clock, self.proxies.trusts)
 
     def place(self, project: str) -> Place:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 CONNECTIONS_MAX = 10_000  # where the limit of open files and server.connections_max allow for it
 FILES_SHARE = 3, 4  # of the files that the process may open
-VICTIMS = 256  # that are chosen at once
+VICTIMS, VICTIMS_SHARE = 256, 16  # that are chosen at once, and at most this part of all
 LOOK_AGAIN_S = 1.0  # where none could go, so long nobody looks
 
 
@@ -34,6 +34,7 @@ class Member(Protocol):
 
     address: str  # what it is counted as
     is_known: bool  # a request on it had a key
+    project: str  # whose that was
     since: float  # when it came to its stage, of a monotonic clock
 
     def stage(self) -> Stage: ...
@@ -51,10 +52,12 @@ class ConnectionPool:
         self, connections_max: int, clock: Callable[[], float], is_exempt: Callable[[str], bool] = lambda _: False
     ) -> None:
         self._max, self._address_max = connections_max, max(1, connections_max // 2)
+        self._victims_max = max(1, min(VICTIMS, connections_max // VICTIMS_SHARE))
         self._clock, self._is_exempt = clock, is_exempt
         self._members: dict[Member, None] = {}
         self._strangers: Counter[str] = Counter()  # connections without a key by address
-        self._victims: dict[str | None, deque[Member]] = {}  # chosen by address, or of all
+        self._known: Counter[str] = Counter()  # those with a key by project
+        self._victims: dict[str | None, deque[tuple[Stage, Member]]] = {}  # chosen by address, or of all
         self._barren: dict[str | None, float] = {}  # where nothing could go -> when that was
         self.ended = 0
 
@@ -69,32 +72,36 @@ class ConnectionPool:
         if len(self._members) >= self._max and not self._end_one(None):
             return False
         self._members[member] = None
-        if not member.is_known:
-            self._strangers[address] += 1
+        self._count(member, 1)
         return True
 
     def know(self, member: Member) -> None:
-        """It has shown a key; `member.is_known` was False until now."""
+        """It has shown a key: `member.is_known` was False until now, and its `project` unknown."""
         if member in self._members:
-            self._forget(member.address)
+            _add(self._strangers, member.address, -1)
+            _add(self._known, member.project, 1)
 
     def remove(self, member: Member) -> None:
         if member in self._members:
             del self._members[member]
-            if not member.is_known:
-                self._forget(member.address)
+            self._count(member, -1)
 
-    def _forget(self, address: str) -> None:
-        self._strangers[address] -= 1
-        if not self._strangers[address]:
-            del self._strangers[address]
+    def _count(self, member: Member, more: int) -> None:
+        if member.is_known:
+            _add(self._known, member.project, more)
+        else:
+            _add(self._strangers, member.address, more)
+
+    def _crowd(self, member: Member) -> int:
+        """How many there are of whoever has this one."""
+        return self._known[member.project] if member.is_known else self._strangers[member.address]
 
     def _end_one(self, address: str | None) -> bool:
         chosen = self._victims.get(address)
         for _ in range(2):
             while chosen:
-                member = chosen.popleft()
-                if member in self._members and member.stage() is not Stage.BUSY:
+                chosen_at, member = chosen.popleft()
+                if member in self._members and member.stage() <= chosen_at:  # else it has done something since
                     self.remove(member)
                     self.ended += 1
                     member.end()
@@ -103,25 +110,31 @@ class ConnectionPool:
         del self._victims[address]
         return False
 
-    def _choose(self, address: str | None) -> deque[Member]:
-        """Those that go first; of one stage those of the address that has the most, the oldest first."""
+    def _choose(self, address: str | None) -> deque[tuple[Stage, Member]]:
+        """Those that go first; of one stage those of the address or the project that has the most, the oldest first."""
         now = self._clock()
         if now - self._barren.get(address, -LOOK_AGAIN_S) < LOOK_AGAIN_S:
             return deque()
         if len(self._victims) > VICTIMS:
             self._victims = {address: deque()}
-        found: Iterable[tuple[tuple[int, int, float], Member]] = (
-            ((int(stage), -self._strangers[member.address], member.since), member)
+        found: Iterable[tuple[tuple[int, int, float], tuple[Stage, Member]]] = (
+            ((int(stage), -self._crowd(member), member.since), (stage, member))
             for member in self._members
             if (address is None or member.address == address) and (stage := member.stage()) is not Stage.BUSY
         )
-        chosen = deque(member for _, member in heapq.nsmallest(VICTIMS, found, key=lambda each: each[0]))
+        chosen = deque(each for _, each in heapq.nsmallest(self._victims_max, found, key=lambda each: each[0]))
         if chosen:
             self._barren.pop(address, None)
         else:
             self._barren = {name: when for name, when in self._barren.items() if now - when < LOOK_AGAIN_S}
             self._barren[address] = now
         return chosen
+
+
+def _add(counter: Counter[str], name: str, more: int) -> None:
+    counter[name] += more
+    if not counter[name]:
+        del counter[name]
 
 
 def connections_for(files: int, told: int | None) -> int:

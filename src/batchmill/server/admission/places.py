@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchmill.errors import Unavailable
+from batchmill.server.admission.connections import CONNECTIONS_MAX
 
 REQUESTS_MAX = 5000  # under way at once, of all projects
 RESERVE = 1000  # besides these, for projects that hold fewer than FLOOR
@@ -58,6 +59,17 @@ class RequestPlaces:
         return self._held.get(name, 0)
 
 
-def strangers() -> RequestPlaces:
+def of_projects(connections_max: int) -> RequestPlaces:
+    """The places of requests with a key. Each keeps a connection: some are always left for who comes."""
+    return RequestPlaces(_share(REQUESTS_MAX, connections_max), _share(RESERVE, connections_max))
+
+
+def of_strangers(connections_max: int) -> RequestPlaces:
     """The places of requests that need no key."""
-    return RequestPlaces(STRANGERS_MAX, STRANGERS_RESERVE, STRANGERS_FLOOR)
+    share = _share(STRANGERS_MAX, connections_max), _share(STRANGERS_RESERVE, connections_max)
+    return RequestPlaces(*share, STRANGERS_FLOOR)
+
+
+def _share(places: int, connections_max: int) -> int:
+    """Fewer of them where there are fewer connections than usual."""
+    return max(1, places * min(connections_max, CONNECTIONS_MAX) // CONNECTIONS_MAX)
