@@ -1,12 +1,16 @@
-"""Replies that are rewritten: short ones in place, long ones elsewhere."""
+"""Long replies: they are rewritten elsewhere, and sent piece by piece."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import MutableMapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes.held_clock import HeldClock
+from server.small_api import SmallDialect
 
 from batchmill.children.programs import Programs
 from batchmill.dialects.openai import embeddings
@@ -14,6 +18,8 @@ from batchmill.dialects.openai.embeddings import recode
 from batchmill.dialects.predibase import classify, lorax_answers
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.server import long_replies
+from batchmill.server.access_log import Served
+from batchmill.server.http import PIECE_BYTES, _Reply
 from batchmill.server.long_replies import rewritten
 from batchmill.types import Caller, Scope
 from batchmill.wire.json_bytes import encode
@@ -32,6 +38,28 @@ async def call():
     programs = Programs(HeldClock())
     yield SimpleNamespace(programs=programs, caller=Caller("p", Scope.SUBMIT))
     await programs.close()
+
+
+async def test_others_have_their_turn_while_a_long_reply_is_sent():
+    """A reply that is whole in memory goes out piece by piece, also to a client with a key that takes all at once."""
+    turns, sent = 0, []
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append((turns, len(message.get("body", b""))))
+
+    scope = {"state": {"connection": SimpleNamespace(is_known=True, has_unread=lambda: False)}}
+    reply = _Reply(scope, send, Served("r", "GET", started=0.0), SmallDialect())
+    counting = asyncio.create_task(count())
+    await reply.send({"type": "http.response.body", "body": b"x" * (10 * PIECE_BYTES + 1)})
+    counting.cancel()
+    assert [size for _, size in sent] == [PIECE_BYTES] * 10 + [1]
+    assert len({turn for turn, _ in sent}) == 11
 
 
 async def test_long_replies_are_rewritten_in_a_child(call, monkeypatch):

@@ -272,13 +272,14 @@ class _Reply:
         body, is_last = message.get("body", b""), not message.get("more_body", False)
         self.bytes += len(body)
         is_whole = is_last and self.bytes == len(body) > PIECE_BYTES
-        if is_whole and self.connection is not None and not self.connection.is_known:  # no copy of it waits for them
+        if is_whole and self.connection is not None:  # no copy of it waits for a client, and nobody for all of it
             view = memoryview(body)
             for at in range(0, len(body), PIECE_BYTES):
                 ends = is_last and at + PIECE_BYTES >= len(body)
                 await self._send_piece(
                     {"type": message["type"], "body": view[at : at + PIECE_BYTES], "more_body": not ends}
                 )
+                await asyncio.sleep(0)
         else:
             await self._send_piece(message)
 
