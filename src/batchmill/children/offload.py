@@ -208,8 +208,13 @@ class Warm:
     """Children that wait for their next work. Owned by who closes it."""
 
     def __init__(
-        self, *, idle_s: float = IDLE_S, idle_max: int = IDLE_MAX, environ: Mapping[str, str] | None = None
+        self,
+        *,
+        idle_s: float = IDLE_S,
+        idle_max: int = IDLE_MAX,
+        environ: Callable[[], Mapping[str, str]] = lambda: of_helpers(os.environ),
     ) -> None:
+        """Args: environ: of a child that is started now."""
         self._idle_s, self._idle_max, self._environ = idle_s, idle_max, environ
         self._idle: list[Child] = []  # the last one used comes last, and is used next
         self._ending: set[asyncio.Task[None]] = set()
@@ -227,7 +232,7 @@ class Warm:
         return await self.start()
 
     async def start(self) -> Child:
-        return await Child.start(self._environ)
+        return await Child.start(self._environ())
 
     def keep(self, child: Child, grown_bytes: int) -> None:
         """For what comes next, unless it holds more memory than this."""
@@ -267,7 +272,8 @@ class Children:
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, more: Iterable[str] = ()) -> None:
-        self._warm = Warm(idle_s=idle_s, environ=of_helpers(os.environ, more))
+        names = tuple(more)
+        self._warm = Warm(idle_s=idle_s, environ=lambda: of_helpers(os.environ, names))
         self._places = FairSemaphore(CHILDREN_MAX)
 
     async def offload(

@@ -54,7 +54,7 @@ class Programs:
         assert places > 1, "one place is left to those who take little"
         self._clock, self._places = clock, places
         kept = {name: environ[name] for name in ENVIRON if name in environ}
-        self._warm = Warm(idle_max=places, environ=kept)
+        self._warm = Warm(idle_max=places, environ=lambda: kept)
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that asked last stands last
         self._struck: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()  # times, and when it was last
         self._running = 0
