@@ -82,6 +82,7 @@ class HttpRoot:
         self._fallback, self._programs = fallback, programs
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
         self.deliveries = Deliveries()
+        self._long_replies = asyncio.Lock()
 
     @property
     def under_way(self) -> int:
@@ -98,7 +99,7 @@ class HttpRoot:
         assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
         served = Served(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
         found = self.routes.find(scope["method"], scope["path"])
-        reply = _Reply(scope, send, served, found.dialect)
+        reply = _Reply(scope, send, served, found.dialect, self._long_replies)
         if found.route is not None:
             served.route = found.route.operation.path
         try:
@@ -246,8 +247,9 @@ def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
 class _Reply:
     """The way back to the client: headers that every reply has, and what became of it."""
 
-    def __init__(self, scope: Scope, send: Send, served: Served, dialect: Dialect) -> None:
-        self._send, self.served = send, served
+    def __init__(self, scope: Scope, send: Send, served: Served, dialect: Dialect, turn: asyncio.Lock) -> None:
+        """Args: turn: of all long replies."""
+        self._send, self.served, self._turn = send, served, turn
         self.dialect = dialect  # whose words a refusal has
         state = scope.get("state", {})
         self.transport: asyncio.Transport | None = state.get("transport")
@@ -272,14 +274,16 @@ class _Reply:
         body, is_last = message.get("body", b""), not message.get("more_body", False)
         self.bytes += len(body)
         is_whole = is_last and self.bytes == len(body) > PIECE_BYTES
-        if is_whole and self.connection is not None:  # no copy of it waits for a client, and nobody for all of it
+        if is_whole:
+            async with self._turn:  # one of them in each turn of the loop: the others have theirs in between
+                await asyncio.sleep(0)
+        if is_whole and self.connection is not None and not self.connection.is_known:  # no copy of it waits for them
             view = memoryview(body)
             for at in range(0, len(body), PIECE_BYTES):
                 ends = is_last and at + PIECE_BYTES >= len(body)
                 await self._send_piece(
                     {"type": message["type"], "body": view[at : at + PIECE_BYTES], "more_body": not ends}
                 )
-                await asyncio.sleep(0)
         else:
             await self._send_piece(message)
 
