@@ -88,6 +88,7 @@ class LlmRoom:
         self.folder, self.clock, self.engines = folder, HeldClock(), ScriptedEngines()
         (folder / "batchmill.toml").write_text(text)
         self.config = load(environ={"HOME": str(folder)}, cwd=folder)
+        self.config.data_dir.mkdir(parents=True, exist_ok=True)
         self.database: Database | None = None
 
     async def again(self, *, opens: bool = True) -> LlmService:
