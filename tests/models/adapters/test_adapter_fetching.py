@@ -16,9 +16,10 @@ from fakes.lora_files import CONFIG, WEIGHTS, lora_files, write_base, write_lora
 from fakes.model_hub import TOKEN, ModelHub
 from moto.server import ThreadedMotoServer
 
-from batchmill.children.offload import offload
+from batchmill.children.offload import Children
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, TooLarge, Unavailable
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport, fetch, kind_of
+from batchmill.models.worker_environment import FETCHERS
 from batchmill.wire.adapter_bundles import FILES
 
 BUCKET = "adapters-of-tests"
@@ -45,7 +46,11 @@ def at_hub(hub: ModelHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mo
 async def fetched(source: str, home: Path, token: str | None = None, base: str = "") -> FetchReport:
     """As the owner does it: in a child process."""
     order = msgspec.json.encode(FetchOrder(source, str(home), token, base, 512))
-    answer = await offload("batchmill.models.adapters.fetching:run", order, lambda _: None)
+    children = Children(more=FETCHERS)
+    try:
+        answer = await children.offload("batchmill.models.adapters.fetching:run", order, lambda _: None)
+    finally:
+        await children.close()
     return msgspec.json.decode(answer, type=FetchReport)
 
 
