@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 
 import pytest
 from small_api import small_api
@@ -210,4 +212,22 @@ async def test_offers_of_another_protocol(caplog):
     offer = b"Upgrade: websocket\r\nConnection: Upgrade, close\r\nSec-WebSocket-Key: x\r\n"
     async with small_api() as small:
         assert b"HTTP/1.1 200 " in await small.talk(b"GET /small/open HTTP/1.1\r\n" + HOST + offer + b"\r\n")
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
+
+
+async def test_a_refused_client_that_resets_its_connection(caplog):
+    """A client that is gone when its refusal has been written is no error of the server's."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    class Reset(Connection):
+        def _end_soon(self):
+            client.close()
+            super()._end_soon()
+
+    async with small_api(connection=Reset) as small:
+        client.connect(small.address)
+        client.send(b"POST /small/things HTTP/1.1\r\n" + HOST + b"Content-Length: 500\r\n\r\nabc")
+        while client.fileno() != -1 or small.listener._server.server_state.connections:
+            await asyncio.sleep(0)
     assert not [each for each in caplog.records if each.name.startswith("uvicorn")]

@@ -209,7 +209,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, which the loop has not read yet
+                self.transport.abort()
+                return
         self.flow.resume_reading()
         self._within(self.linger_s if self.is_known else self.stranger_linger_s)
 
