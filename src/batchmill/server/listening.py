@@ -20,7 +20,7 @@ from batchmill.server.lane import Lane
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
-ACCEPTED_MAX = 64
+ACCEPTED_MAX = 16
 CANCELLED_S = 2.0  # for requests that were cancelled to say so
 
 
