@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,16 @@ from batchmill.children.offload import Children, offload
 from batchmill.errors import BatchmillError
 
 WORK = """
-import os, signal
+import ctypes, os, signal, time
+
+def leave_one(order, progress):
+    pid = ctypes.CDLL(None).fork()  # as a library does, which calls no hooks of Python's
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    with open(order, "w") as told:
+        told.write(str(pid))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 def upper(order, progress):
     progress(0.5)
@@ -145,6 +155,15 @@ async def test_what_killed_a_child_is_told(kept):
     with pytest.raises(BatchmillError, match="offloaded_work:die ended with exit code -9"):
         await kept.children.offload("offloaded_work:die", b"", lambda _: None)
     assert await kept.pid()
+
+
+async def test_what_a_child_forked_keeps_nobody_waiting(work, tmp_path):
+    """A child that dies while a process it forked lives, and holds all that it holds, has died; the other ends too."""
+    with pytest.raises(BatchmillError, match="exit code -9"):
+        await offload("offloaded_work:leave_one", str(tmp_path / "told").encode(), lambda _: None)
+    watch = os.pidfd_open(int((tmp_path / "told").read_text()))
+    await asyncio.to_thread(select.select, [watch], [], [])
+    os.close(watch)
 
 
 async def test_work_whose_child_was_killed_begins_anew(kept, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -39,6 +40,28 @@ from batchmill.wire.messages import (
 )
 
 ROWS = 50
+# A library may fork without calling Python's hooks.
+FORKS = """
+import ctypes, os, time
+from pathlib import Path
+
+pid = ctypes.CDLL(None).fork()
+if pid == 0:
+    time.sleep(600)
+    os._exit(0)
+Path(__file__).with_name("forked").write_text(str(pid))
+
+def double(n):
+    return 2 * n
+"""
+
+
+def is_there(pid: int) -> bool:
+    """The process lives: it is neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class ExecutorSuite:
@@ -182,6 +205,19 @@ class ExecutorSuite:
         async for _ in worker.messages():
             pass
         assert await worker.wait() == -signal.SIGKILL
+
+    async def test_what_a_worker_forked_keeps_nobody_waiting(self, executor, start, tmp_path):
+        """A worker that dies while a process it forked holds its socket has gone, and what it forked goes with it."""
+        (tmp_path / "app.py").write_text(FORKS)
+        worker = await executor.start(start)
+        await self.hear(worker, Ready)
+        os.kill(worker.pid, signal.SIGKILL)
+        async for _ in worker.messages():
+            pass
+        assert await worker.wait() == -signal.SIGKILL
+        forked = int((tmp_path / "forked").read_text())
+        while is_there(forked):
+            await asyncio.sleep(0)
 
     async def test_a_stopped_worker_is_frozen(self, executor, start):
         """A worker that a signal stopped is told apart from one that is only slow."""

@@ -79,3 +79,22 @@ async def test_a_reader_that_does_not_read_holds_up_the_writer(monkeypatch):
     await draining
     one.close()
     two.close()
+
+
+async def test_what_was_said_is_read_after_the_end():
+    """When the process on the other side has ended, what lies in the socket is read and then its end, also while
+    something else holds that side open and nobody reads what was to be sent."""
+    ours, theirs = socket.socketpair()
+    channel, other = await open_channel(ours), theirs.dup()
+    sent = [Ready(1), Chunk(1, b"x" * 200_000), Ready(2)]
+    for message in sent:
+        theirs.sendall(messages.pack(message))
+    theirs.close()
+    for _ in range(20):
+        channel.send(Chunk(1, b"y" * 3_000_000))  # more than the kernel takes
+    channel.finish()
+    assert await take(channel, len(sent)) == sent
+    assert await channel.read() == []
+    with pytest.raises(ConnectionResetError):
+        await channel.drain()
+    other.close()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import select
+import signal
 from pathlib import Path
 
 import pytest
 from contract.executor_suite import ExecutorSuite
 
+from batchmill.children.process_end import boot_id, started
+from batchmill.executors import local
 from batchmill.executors.local import LocalExecutor
 from batchmill.models import functions
 from batchmill.types import ModelSpec
@@ -74,6 +79,35 @@ def test_a_process_id_that_was_used_again_is_left_alone(tmp_path):
     """A process that has a dead worker's id but began at another time is not ended."""
     folder = tmp_path / "workers"
     folder.mkdir()
-    (folder / "w.pid").write_text(f"{os.getpid()} 1")
+    (folder / "w.pid").write_text(f"{os.getpid()} 1 {boot_id()}")
     LocalExecutor(folder).sweep()
     assert not (folder / "w.pid").exists()
+
+
+async def test_what_a_dead_worker_forked_is_swept(tmp_path):
+    """A worker that has gone, and its owner too, leaves what it forked: the next owner ends that."""
+    parent = await asyncio.create_subprocess_exec(
+        "sh", "-c", "sleep 600 & echo $!; kill -STOP $$", stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout is not None
+    left = os.pidfd_open(int(await parent.stdout.readline()))
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    (folder / "w.pid").write_text(f"{parent.pid} {started(parent.pid)} {boot_id()}")
+    parent.kill()
+    while started(parent.pid):
+        await asyncio.sleep(0)
+    LocalExecutor(folder).sweep()
+    await asyncio.to_thread(select.select, [left], [], [])
+    os.close(left)
+    assert await parent.wait() == -signal.SIGKILL
+
+
+async def test_a_worker_that_closed_its_socket_is_ended(tmp_path, monkeypatch):
+    """A worker whose user code has closed every file is of no use: it is ended, and its messages end."""
+    monkeypatch.setattr(local, "CLOSED_S", 0.0)
+    (tmp_path / "app.py").write_text("import os, time\nos.closerange(3, 1000)\ntime.sleep(600)\n")
+    model = ModelSpec("closes", "function", f"{tmp_path / 'app.py'}:closes")
+    worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
+    assert [message async for message in worker.messages()] == []
+    assert await worker.wait() == -signal.SIGKILL

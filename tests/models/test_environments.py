@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import sys
 import zipfile
 
@@ -118,6 +119,17 @@ async def test_interpreters_by_path_and_version(tmp_path):
         with pytest.raises(InvalidInput) as caught:
             await made.python(wrong, None, tmp_path / "log")
         assert caught.value.code == "unknown_python"
+
+
+async def test_what_an_interpreter_starts_keeps_nobody_waiting(tmp_path):
+    """A wrapper of an interpreter that leaves a process behind, which holds its output, is asked all the same."""
+    wrapper = tmp_path / "python3"
+    wrapper.write_text(f'#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/left\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    assert await environments._version_of(str(wrapper)) == await environments._version_of(sys.executable)
+    left = os.pidfd_open(int((tmp_path / "left").read_text()))
+    await asyncio.to_thread(select.select, [left], [], [])
+    os.close(left)
 
 
 @pytest.mark.parametrize("text", ["-r more.txt", "a==1\n--constraint c.txt", "-e .", "./local", "/abs/x.whl", "file:x"])

@@ -12,16 +12,18 @@ import gc
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
 import msgspec
 
 from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
 from batchmill.children.fair_semaphore import FairSemaphore
+from batchmill.children.process_end import end_reading, kill_group
 from batchmill.errors import BatchmillError
 from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.raised import Raised
@@ -32,6 +34,7 @@ IDLE_MAX = 2  # kept for what comes next
 IDLE_S = 60.0  # and for so long
 GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
 LENGTH_BYTES = 8  # before what is sent
+END_S = 2.0  # a child that has closed its socket may take so long to be gone
 LAST_WORDS = 2000  # bytes of what a child that died had said
 PIECE_BYTES = 256 * 1024  # of what is sent or read at once: the loop goes on in between
 NICE = 10  # programs of callers wait for everybody else
@@ -41,6 +44,7 @@ _ANSWER, _PROGRESS, _ERROR, _BEGUN, _FULL = b"A", b"P", b"E", b"B", b"M"
 CHILD_DIED = "child_died"
 
 Work = Callable[[bytes, Callable[[float], None]], bytes]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Offload(Protocol):
@@ -66,27 +70,55 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
 class Child:
     """A child process that does one piece of work after another."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin and process.stdout and process.stderr
-        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+    def __init__(self, process: asyncio.subprocess.Process, speech: Stream, errors: Stream) -> None:
+        self._process = process
+        self._reader, self._writer = speech
         self._words = b""
-        self._listening = asyncio.create_task(self._listen(process.stderr))
+        self._listening = asyncio.create_task(self._listen(errors))
+        self._gone = asyncio.create_task(self._until_gone([speech[1], errors[1]]))
         self.kept: asyncio.TimerHandle | None = None  # until when it waits for work
 
     @classmethod
     async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
         """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
         told = of_helpers(os.environ) if environ is None else dict(environ)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=told,
-        )  # fmt: skip
-        return cls(process)
+        speech, its_speech = socket.socketpair()
+        errors, its_errors = socket.socketpair()
+        with its_speech, its_errors:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
+                    stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=told,
+                )  # fmt: skip
+            except BaseException:
+                speech.close()
+                errors.close()
+                raise
+        return cls(process, *[await asyncio.open_unix_connection(sock=each) for each in (speech, errors)])
 
-    async def _listen(self, stderr: asyncio.StreamReader) -> None:
-        while data := await stderr.read(LAST_WORDS):
-            self._words = (self._words + data)[-LAST_WORDS:]
+    async def _listen(self, errors: Stream) -> None:
+        reader, writer = errors
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(LAST_WORDS):
+                self._words = (self._words + data)[-LAST_WORDS:]
+        writer.transport.abort()
+
+    async def _until_gone(self, writers: Sequence[asyncio.StreamWriter]) -> int:
+        code = await self._process.wait()
+        kill_group(self._process.pid)  # what it had started holds its sockets too
+        for writer in writers:
+            if writer.transport.get_write_buffer_size():  # nobody reads the rest of its order
+                writer.transport.abort()
+            elif not writer.transport.is_closing():
+                end_reading(writer.get_extra_info("socket"))
+        return code
+
+    async def _exit_code(self) -> int:
+        """Of a child that has closed its socket: it is of no use, and must be gone soon."""
+        await asyncio.wait([self._gone], timeout=END_S)
+        if not self._gone.done():
+            kill_group(self._process.pid)
+        return await asyncio.shield(self._gone)
 
     async def run(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
         """As `offload`; the child can do more after it, unless this was cancelled or the child died."""
@@ -136,7 +168,7 @@ class Child:
             if begun:
                 raise took_too_long(work, bounds.wall_s) from None
             raise BatchmillError(f"a child process did not begin {target} in {START_S:g} s", code=CHILD_DIED) from None
-        code = await self._process.wait()
+        code = await self._exit_code()
         if code == -signal.SIGPROF:
             raise took_too_long(work, bounds.cpu_s)
         if begun and code in (-signal.SIGABRT, -signal.SIGSEGV):  # of libraries that have no memory left
@@ -146,17 +178,17 @@ class Child:
     async def _ask(self, target: str, bounds: bytes, order: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # it has died: what it said tells why
             for part in (target.encode(), bounds, order):
-                self._stdin.write(len(part).to_bytes(LENGTH_BYTES, "little"))
+                self._writer.write(len(part).to_bytes(LENGTH_BYTES, "little"))
                 view = memoryview(part)
                 for at in range(0, len(part), PIECE_BYTES):
-                    self._stdin.write(view[at : at + PIECE_BYTES])
-                    await self._stdin.drain()
-            await self._stdin.drain()
+                    self._writer.write(view[at : at + PIECE_BYTES])
+                    await self._writer.drain()
+            await self._writer.drain()
 
     async def _read(self) -> tuple[bytes, int] | None:
         """The kind of a message, and how many bytes follow; None when the child has gone."""
         try:
-            head = await self._stdout.readexactly(1 + LENGTH_BYTES)
+            head = await self._reader.readexactly(1 + LENGTH_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         return head[:1], int.from_bytes(head[1:], "little")
@@ -166,7 +198,7 @@ class Child:
         pieces = []
         while length > 0:
             try:
-                piece = await self._stdout.read(min(length, PIECE_BYTES))
+                piece = await self._reader.read(min(length, PIECE_BYTES))
             except ConnectionError:
                 return None
             if not piece:
@@ -176,7 +208,7 @@ class Child:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _died(self, target: str) -> BatchmillError:
-        code = await self._process.wait()
+        code = await self._exit_code()
         await self._listening
         last = self._words.decode(errors="replace").strip()
         return BatchmillError(f"{target} ended with exit code {code} and no answer: {last}", code=CHILD_DIED)
@@ -194,13 +226,10 @@ class Child:
 
     async def end(self) -> None:
         """End it, whatever it does; its own children too. Returns when it has gone."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._stdin.close()
-        await self._process.wait()
-        while await self._stdout.read(PIECE_BYTES):  # what was said and not heard keeps the pipe open
-            pass
+        if not self._gone.done():
+            kill_group(self._process.pid)
+        self._writer.transport.abort()
+        await asyncio.shield(self._gone)
         await self._listening
 
 

@@ -8,6 +8,7 @@ from collections import deque
 
 from msgspec import Struct
 
+from batchmill.children.process_end import end_reading
 from batchmill.wire import messages
 
 READ_AHEAD_BYTES = 4 * 1024 * 1024  # of messages that nobody has taken; beyond that the other side has to wait
@@ -64,6 +65,11 @@ class Channel(asyncio.BufferedProtocol):
         if self._is_over:
             raise ConnectionResetError("the other side has gone")
 
+    def finish(self) -> None:
+        """The process on the other side has ended: what it said is still read, whoever else holds its end open."""
+        if self._transport is not None and not self._transport.is_closing():
+            end_reading(self._transport.get_extra_info("socket"))
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -116,6 +122,11 @@ class Channel(asyncio.BufferedProtocol):
     def _take(self, message: memoryview) -> None:
         self._whole.append(message)
         self._ahead += len(message)
+
+    def eof_received(self) -> None:
+        """Nobody reads what is still to be written: without this the transport would wait for room for ever."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True

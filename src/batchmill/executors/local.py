@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,18 +12,25 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from batchmill.children.process_end import boot_id, kill_group, started
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.models import devices
 from batchmill.types import ModelSpec
 from batchmill.wire import messages
 from batchmill.wire.messages import Start, ToOwner
 
+CLOSED_S = 20.0  # a worker that has closed its socket may take so long to be gone; its engine has half of that to stop
+
 
 class LocalWorker:
-    """A worker process. `send` never waits; `messages` ends when the process has closed its socket."""
+    """A worker process. `send` never waits; `messages` ends when the process has ended or has closed its socket.
+
+    What it forked may hold its socket too: its end is watched beside the socket, and its process group ended with it.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
         self._process, self._channel, self._pid_file = process, channel, pid_file
+        self._gone = asyncio.create_task(self._until_gone())
 
     @property
     def pid(self) -> int:
@@ -37,6 +43,8 @@ class LocalWorker:
         while found := await self._channel.read():
             for data in found:
                 yield messages.to_owner.decode(data)
+        if not self._gone.done():
+            asyncio.get_running_loop().call_later(CLOSED_S, self.kill)
 
     def is_frozen(self) -> bool:
         """The process is stopped by a signal: it will say nothing until somebody continues it."""
@@ -50,8 +58,14 @@ class LocalWorker:
 
     async def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self._gone)
         self._channel.close()
+        return code
+
+    async def _until_gone(self) -> int:
+        code = await self._process.wait()
+        kill_group(self.pid)
+        self._channel.finish()
         self._pid_file.unlink(missing_ok=True)
         return code
 
@@ -86,7 +100,7 @@ class LocalExecutor:
         channel = await open_channel(ours)
         self._folder.mkdir(parents=True, exist_ok=True)
         pid_file = self._folder / f"{start.worker}.pid"
-        pid_file.write_text(f"{process.pid} {_started(process.pid)}")
+        pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
         worker = LocalWorker(process, channel, pid_file)
         worker.send(start)
         return worker
@@ -98,20 +112,14 @@ class LocalExecutor:
         return found if own is None else {**found, devices.DEALT: own, devices.VISIBLE: own}
 
     def sweep(self) -> None:
-        """End the workers that an owner left which was killed: they hold nothing that is not in their segments."""
+        """End the workers that an owner left which was killed, and what workers that have gone had forked.
+
+        They hold nothing that is not in their segments.
+        """
         if not self._folder.is_dir():
             return
         for pid_file in self._folder.glob("*.pid"):
-            pid, _, started = pid_file.read_text().partition(" ")
-            if pid and started and _started(int(pid)) == started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            match pid_file.read_text().split():
+                case [pid, began, boot] if boot == boot_id() and started(int(pid)) in (began, ""):
+                    kill_group(int(pid))
             pid_file.unlink(missing_ok=True)
-
-
-def _started(pid: int) -> str:
-    """When a process began, in clock ticks since boot: with the pid it names the process for good. "" if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

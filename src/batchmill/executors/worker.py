@@ -342,6 +342,7 @@ def _step_back() -> None:
 async def main(fd: int) -> int:
     """Speak to the owner on socket `fd` until it is over."""
     keep_memory()
+    os.set_inheritable(fd, False)  # what user code starts does not hold it
     channel = await open_channel(socket.socket(fileno=fd))
     found = await channel.read()
     if not found:

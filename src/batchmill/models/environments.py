@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in
 PIP_SETTINGS = "PIP_CONFIG_FILE"
 BUILD_S_MAX = 3600.0
 ASK_S_MAX = 30.0
+ANSWER_BYTES_MAX = 64 * 1024  # of what an interpreter says of itself
 KEPT_S = 30 * 86400.0  # an environment that no version uses any more is kept so long, for the next one
 SHOWN_CHARS = 6000  # of what pip said, in a message
 VERSION_MIN = (3, 9)
@@ -217,24 +219,27 @@ def check_requirements(text: str) -> None:
 
 async def _version_of(python: str) -> str:
     """What tells one interpreter from another. Raises: InvalidInput for one that is too old or none."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL, env=_environ(),
-        )  # fmt: skip
-    except OSError as error:
-        told = f"{python} is no Python interpreter: {error.strerror}"
-        raise InvalidInput(told, code="unknown_python") from None
-    try:
-        async with asyncio.timeout(ASK_S_MAX):
-            told, _ = await process.communicate()
-    except TimeoutError:
-        raise InvalidInput(f"{python} is no Python interpreter: it does not answer", code="unknown_python") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
+    with tempfile.TemporaryFile() as out:  # not a pipe: what the program starts may hold that open without an end
+        try:
+            process = await asyncio.create_subprocess_exec(
+                python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=out,
+                stderr=asyncio.subprocess.DEVNULL, env=_environ(), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            told = f"{python} is no Python interpreter: {error.strerror}"
+            raise InvalidInput(told, code="unknown_python") from None
+        try:
+            async with asyncio.timeout(ASK_S_MAX):
+                await process.wait()
+        except TimeoutError:
+            told = f"{python} is no Python interpreter: it does not answer"
+            raise InvalidInput(told, code="unknown_python") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    words = told.decode(errors="replace").split()
+        out.seek(0)
+        words = out.read(ANSWER_BYTES_MAX).decode(errors="replace").split()
     if process.returncode or len(words) < 5 or not words[0].isdigit():
         raise InvalidInput(f"{python} is no Python interpreter", code="unknown_python")
     if (int(words[0]), int(words[1])) < VERSION_MIN:
