@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.waits import ModelAtWork, reasons
+from batchmill.jobs.waits import ModelAtWork, Silent, Standstill, reasons, unattended
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineStats, JobView
 
@@ -42,3 +42,32 @@ def test_what_a_job_waits_for(seen, models, ahead, words):
     found = reasons(seen, models, ahead)
     assert len(found) == len(words)
     assert all(part in sentence for part, sentence in zip(words, found, strict=True))
+
+
+SILENT = ModelAtWork("f", True, [], silent=[Silent(31, 42.0, True), Silent(32, 7.0, False)])
+
+
+@pytest.mark.parametrize(
+    ("models", "standstill", "words"),
+    [
+        ([BUSY], Standstill(75.0, 3), ["no row of it has ended for 75 s; 3 rows are with its workers"]),
+        ([BUSY], Standstill(75.0, 0), ["for 75 s; its rows wait until a worker has room"]),
+        ([BUSY], Standstill(0.0, 0), ["its rows wait until a worker has room"]),
+        ([], Standstill(0.0, 0, is_between=True), ["what its workers had finished is being counted"]),
+        ([STARTING], Standstill(0.0, 0), ["still starting"]),
+        ([SILENT], Standstill(42.0, 1), ["nothing for 42 s: a signal has stopped it", "`kill 32`", "1 row is with"]),
+    ],
+)
+def test_a_job_that_stands_still_says_so(models, standstill, words):
+    """A job of which no row ends has always a reason, and workers that say nothing are named."""
+    found = reasons(view(JobState.RUNNING), models, 0, standstill)
+    assert len(found) == len(words)
+    assert all(part in sentence for part, sentence in zip(words, found, strict=True))
+
+
+def test_a_job_that_nothing_works_on_says_so():
+    """A job that looks as if it ran while nothing works on it has a reason; one that is over has none."""
+    assert "disk has no room" in unattended(view(JobState.RUNNING), True)[0]
+    assert "nothing works on it" in unattended(view(JobState.QUEUED), False)[0]
+    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.ASKED), False)[0]
+    assert unattended(view(JobState.COMPLETED), False) == []

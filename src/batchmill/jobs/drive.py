@@ -31,11 +31,10 @@ from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.jobs.publishing import Publishing
 from batchmill.jobs.specs import columns_of, with_used
-from batchmill.jobs.views import add_run
 from batchmill.jobs.ways import Ways, with_code
 from batchmill.models import redaction
 from batchmill.states import JobState, PauseReason
-from batchmill.types import JobView, ModelSpec, Policy
+from batchmill.types import ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
 PREPARE, PLAN_RETRY = "batchmill.jobs.preparation:prepare", "batchmill.jobs.retry:plan_offloaded"
@@ -57,7 +56,7 @@ class Drive:
         self._ways = Ways(tools.books.ledger.database, tools.clock)
         self._run: JobRun | None = None
         self._winding: JobRun | None = None  # what providers have is being collected for the last time
-        self._progress: float | None = None
+        self.progress: float | None = None
         self._stop: BatchmillError | None = None  # asked to pause before the run began
         self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
         self._is_ending = asyncio.Event()  # and that is written down
@@ -87,7 +86,7 @@ class Drive:
             return
         if self._early is None:
             self._early = early
-            if (run := self._run or self._winding) is not None:
+            if (run := self.rows_run) is not None:
                 await self._begin_ending()
                 if run is self._run:
                     run.cancel()
@@ -112,21 +111,15 @@ class Drive:
 
     def _halt(self, error: BatchmillError) -> None:
         self._stop = self._stop or error
-        if (run := self._run or self._winding) is not None:
+        if (run := self.rows_run) is not None:
             run.pause(error)
         elif self._child is not None:
             self._child.cancel()
 
-    def add_to(self, view: JobView) -> JobView:
-        """The view of this job with what only its drive knows."""
-        view = msgspec.structs.replace(view, progress=self._progress)
-        waiting = [self.waits_for] if self.waits_for else []
-        stats = [worker.stats for worker in self._dispatcher.workers_of(self.models, self.spec.code)]
-        run = self._run or self._winding
-        if run is None:
-            notes = list(dict.fromkeys(each.note for each in stats if each.note))
-            return msgspec.structs.replace(view, notes=[*waiting, *notes])
-        return add_run(view, run, stats)
+    @property
+    def rows_run(self) -> JobRun | None:
+        """Its rows while workers run them."""
+        return self._run or self._winding
 
     @property
     def waits_for(self) -> str:
@@ -136,7 +129,7 @@ class Drive:
     @property
     def models(self) -> list[ModelSpec]:
         """The models that have rows left to run, as far as that is known."""
-        if (run := self._run or self._winding) is not None:
+        if (run := self.rows_run) is not None:
             return [self.spec.models[number] for number in run.models_left]
         return self.spec.models if len(self.spec.models) == 1 else []
 
@@ -308,7 +301,7 @@ class Drive:
             raise
         finally:
             self._child = None
-            self._progress = None
+            self.progress = None
 
     async def _work(self, run: JobRun, record: sa.RowMapping) -> bool:
         """Run every row that is undone, then write the results. False: some of them are to go another way."""
@@ -489,7 +482,7 @@ class Drive:
         )  # fmt: skip
 
     def _show(self, share: float) -> None:
-        self._progress = share
+        self.progress = share
 
     def _raise_if_stopped(self) -> None:
         if self._stop is not None:

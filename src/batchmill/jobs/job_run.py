@@ -55,6 +55,7 @@ class JobRun:
         self._clock = clock
         self._began: float | None = None  # when the first rows were handed out
         self._done_at: float | None = None  # when the last row was counted
+        self.moved: float | None = None  # when rows of it were last counted; before that, when the first were given out
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
         self._shards: dict[int, Shard] = {}  # those with rows undone
@@ -113,6 +114,11 @@ class JobRun:
             ready.popleft()
         return bool(ready)
 
+    @property
+    def rows_out(self) -> int:
+        """Rows undone that workers hold."""
+        return self._rows_held.total()
+
     def rows_held(self, model: int) -> int:
         return self._rows_held[model]
 
@@ -159,7 +165,7 @@ class JobRun:
     def grant(self, shard: Shard, standing: Standing) -> Grant:
         """The message that hands over what is undone of a shard."""
         if self._began is None:
-            self._began = self._clock.monotonic()
+            self._began = self.moved = self._clock.monotonic()
             self.rates.start()
         self._held[shard.number].epoch = standing.lease.epoch
         left = undone(standing.bitmap, shard.hi - shard.lo)
@@ -192,6 +198,7 @@ class JobRun:
         number = commit.lease.shard
         rows = commit.rows_ok + commit.rows_failed
         self.rates.add(rows, commit.usage)
+        self.moved = self._clock.monotonic()
         for hook in self.counted_hooks:
             hook(commit)
         if number in self._shards:

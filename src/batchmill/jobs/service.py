@@ -24,6 +24,7 @@ from batchmill.jobs import (
     waits,
 )
 from batchmill.jobs.adapters import NoAdapters
+from batchmill.jobs.at_work import models_at_work, standstill_of, view_at_work
 from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.caretaker import Caretaker, Waiting
 from batchmill.jobs.commits import Books
@@ -37,7 +38,6 @@ from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.roster import Roster
-from batchmill.jobs.waits import ModelAtWork
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
@@ -45,7 +45,6 @@ from batchmill.store.ballast import Ballast
 from batchmill.store.disk_room import DiskRoom
 from batchmill.types import (
     Amendment,
-    EngineState,
     JobOrder,
     JobQuery,
     JobView,
@@ -225,7 +224,7 @@ class JobService:
     def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
         drive = self._roster.get(record["id"])
-        return view if drive is None else drive.add_to(view)
+        return view if drive is None else view_at_work(view, drive, self._dispatcher)
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         while True:
@@ -243,17 +242,15 @@ class JobService:
     async def explain(self, job_id: str) -> Wait:
         view = await self.show(job_id)
         drive = self._roster.active(view.id)
-        at_work, ahead = [], 0
-        if drive is not None:
-            for model in drive.models:
-                workers = self._dispatcher.workers_of([model], drive.spec.code)
-                is_ready = any(worker.is_ready for worker in workers)
-                engine = self._dispatcher.engine_of(model, drive.spec.code)
-                waits_for = engine.message if engine.state != EngineState.FAILED else ""
-                at_work.append(ModelAtWork(model.name, is_ready, [each.stats for each in workers], waits_for))
-            ahead = self._dispatcher.ahead_of(view.id)
-        first = [drive.waits_for] if drive is not None and drive.waits_for else []
-        return Wait(view.id, view.state, [*first, *waits.reasons(view, at_work, ahead), *view.routing], ahead)
+        if drive is None:
+            return Wait(view.id, view.state, [*waits.unattended(view, view.id in self._stranded), *view.routing], 0)
+        now = self._clock.monotonic()
+        ahead = self._dispatcher.ahead_of(view.id)
+        first = [drive.waits_for] if drive.waits_for else []
+        found = waits.reasons(
+            view, list(models_at_work(drive, self._dispatcher, now)), ahead, standstill_of(drive, now)
+        )  # fmt: skip
+        return Wait(view.id, view.state, [*first, *found, *view.routing], ahead)
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)

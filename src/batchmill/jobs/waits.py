@@ -20,6 +20,22 @@ WAYS_OUT = {
 }
 
 
+class Silent(Struct, frozen=True):
+    """A worker that is ready and says nothing."""
+
+    pid: int
+    for_s: float
+    is_frozen: bool  # a signal has stopped it
+
+
+class Standstill(Struct, frozen=True):
+    """A job of which no row ends."""
+
+    for_s: float  # 0: none was given out yet
+    rows_out: int  # with workers
+    is_between: bool = False  # it has just been begun or is about to rest: no row of it is given out
+
+
 class ModelAtWork(Struct, frozen=True):
     """A model that the job needs, and what its workers say."""
 
@@ -27,22 +43,36 @@ class ModelAtWork(Struct, frozen=True):
     is_ready: bool  # at least one worker is
     stats: Sequence[EngineStats]
     waits: str = ""  # for what a replica waits that the machine has no room for
+    silent: Sequence[Silent] = ()
 
 
-def reasons(view: JobView, models: Sequence[ModelAtWork], ahead: int) -> list[str]:
-    """One sentence for each thing that the job waits for."""
+def reasons(
+    view: JobView, models: Sequence[ModelAtWork], ahead: int, standstill: Standstill | None = None
+) -> list[str]:
+    """One sentence for each thing that the job waits for; at least one for a job that stands still."""
     match JobState(view.state):
         case JobState.PAUSED:
             return [_paused(view)]
         case JobState.VALIDATING | JobState.PLANNING:
             return [f"its rows are still being checked and put in order{_share(view)}", *_engines(models)]
         case JobState.QUEUED | JobState.RUNNING:
-            return [*_engines(models), *_ahead(ahead), *_live(models)]
+            known = [*_engines(models), *_ahead(ahead), *_live(models)]
+            return known if standstill is None else [*known, *_standstill(standstill, is_known=bool(known))]
         case JobState.FINALIZING:
             return [f"every row has run; its results are being written{_share(view)}"]
         case JobState.CANCELLING:
             return [f"it is being ended: rows in flight may still finish, then its results are written{_share(view)}"]
     return []
+
+
+def unattended(view: JobView, is_stranded: bool) -> list[str]:
+    """The same of a job that nothing works on; `is_stranded`: it could not be written down that it was interrupted."""
+    state = JobState(view.state)
+    if state is JobState.PAUSED or state.is_at_rest:
+        return reasons(view, [], 0)
+    if is_stranded:
+        return ["nothing works on it: the disk has no room to write that down; it goes on once there is room"]
+    return ["nothing works on it: the process that did has ended, or it is about to begin"]
 
 
 def _paused(view: JobView) -> str:
@@ -66,7 +96,28 @@ def _engines(models: Sequence[ModelAtWork]) -> list[str]:
             found.append(f"the model {model.name!r} is still starting" + (f": {'; '.join(notes)}" if notes else ""))
         else:
             found += [f"the model {model.name!r}: {note}" for note in notes]
+        found += [_silence(model.name, each) for each in model.silent]
     return found
+
+
+def _silence(model: str, worker: Silent) -> str:
+    told = f"a worker of the model {model!r} (process {worker.pid}) has said nothing for {worker.for_s:,.0f} s"
+    if worker.is_frozen:
+        return f"{told}: a signal has stopped it; `kill -CONT {worker.pid}` lets it go on"
+    return f"{told}: its code keeps it from speaking; `kill {worker.pid}` has another worker take its rows"
+
+
+def _standstill(standstill: Standstill, *, is_known: bool) -> list[str]:
+    if standstill.for_s and standstill.rows_out:
+        rows = "1 row is" if standstill.rows_out == 1 else f"{standstill.rows_out:,} rows are"
+        return [f"no row of it has ended for {standstill.for_s:,.0f} s; {rows} with its workers"]
+    if standstill.for_s:
+        return [f"no row of it has ended for {standstill.for_s:,.0f} s; its rows wait until a worker has room for them"]
+    if is_known:
+        return []
+    if standstill.is_between:
+        return ["it has just begun to run or is about to rest: what its workers had finished is being counted"]
+    return ["its rows wait until a worker has room for them"]
 
 
 def _ahead(ahead: int) -> list[str]:
