@@ -53,6 +53,7 @@ from batchmill.wire.messages import (
     Released,
     Revoke,
     Start,
+    StorageBroken,
     Taken,
     ToWorker,
     Want,
@@ -65,6 +66,8 @@ NEVER_BACK = frozenset(
     ["llm", "function_process"]
 )  # what these start would inherit it, and live requests wait for them
 LIMITS_ITSELF = frozenset(["function_process"])  # its memory is that of the process it starts
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # whoever writes there
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
 
 
@@ -102,7 +105,11 @@ class Worker:
         gone = asyncio.create_task(self._owner_gone.wait())
         await asyncio.wait({working, gone, *background}, return_when=asyncio.FIRST_COMPLETED)
         for task in background:
-            if task.done() and (error := task.exception()) is not None:
+            if not task.done() or (error := task.exception()) is None:
+                continue
+            if isinstance(error, OSError):
+                self._storage_failed(error)
+            else:
                 self._fail(_told(error, "the worker"), PauseReason.ENGINE_FAILED)
         if not working.done():
             # The owner died, or this worker cannot go on: what is finished goes to the kernel, where it is found again.
@@ -133,9 +140,12 @@ class Worker:
             self._fail(_told(error, f"the {self._model.engine} engine"), PauseReason.ENGINE_FAILED)
         self._recorder.flush()
         await self._recorder.sync()
-        for job in self._jobs.values():
-            job.segment.close()
-            job.rows.close()
+        try:
+            for job in self._jobs.values():
+                job.segment.close()
+                job.rows.close()
+        except OSError as error:
+            self._storage_failed(error)
         with contextlib.suppress(ConnectionError):
             await self._channel.drain()
 
@@ -314,11 +324,18 @@ class Worker:
         self._send(Failed(error.code, error.message, error.reason, job_id))
 
     def _storage_failed(self, error: OSError) -> None:
-        """No byte after a failed write or sync is ever referenced: say so and end at once."""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = PauseReason.STORAGE_FULL if full else PauseReason.ENGINE_FAILED
+        """No byte after a failed write or sync is ever referenced: say so and end at once.
+
+        Another worker has another segment: only where that would fail in the same way the model's jobs stop.
+        """
+        told = f"the files of a job cannot be read or written: {error}"
+        if error.errno in FULL:
+            self._send(Failed("storage_full", told, PauseReason.STORAGE_FULL))
+        elif error.errno in REFUSED_FOR_ALL:
+            self._send(Failed("storage_failed", told, PauseReason.ENGINE_FAILED))
+        else:
+            self._send(StorageBroken(told))
         self._failed = True
-        self._send(Failed("storage_full" if full else "storage_failed", f"results cannot be written: {error}", reason))
         self._feed.end()
         self._owner_gone.set()
 

@@ -478,7 +478,8 @@ class Dispatcher:
             by_row = False
             for run in [run for run in self._runs.values() if run.is_held_by(worker.name)]:
                 suspects = run.suspects
-                adopted += await bury(self._books, worker, run, died=code != 0 and not worker.is_ended, told=told)
+                died = code != 0 and not (worker.is_ended or worker.storage_error)
+                adopted += await bury(self._books, worker, run, died=died, told=told)
                 by_row = by_row or run.suspects > suspects
             self._work.set()
             return Death(adopted, by_row)

@@ -15,6 +15,7 @@ from msgspec import Struct
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable
 from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
+from batchmill.jobs.deaths import Deaths
 from batchmill.jobs.engine_log import EngineLog, last_lines
 from batchmill.jobs.machine import Asked, Place, Room, must_be_there
 from batchmill.jobs.pool_worker import PoolWorker
@@ -43,16 +44,12 @@ from batchmill.wire.messages import (
     Record,
     Released,
     Start,
+    StorageBroken,
     Suspected,
     Want,
 )
 
-DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
-# As many where a row that ran alone was to blame, and no row got through between: it is not the rows. And as many where
-# live requests were being answered, and none got through between.
-ROW_DEATHS_MAX = 30
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
-GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
 REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
@@ -119,7 +116,7 @@ class Pool:
         self._tools, self._listener, self._clock, self._after = tools, tools.listener, tools.clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
-        self._deaths = self._row_deaths = self._call_deaths = 0
+        self._deaths = Deaths()
         self.failure: Failed | None = None
         self.was_ready = False  # a worker of it has been ready
         self.sums, self.adapters = CallSums(), AdapterSums()
@@ -304,41 +301,33 @@ class Pool:
             self._got_through(worker, commit)
         if worker.is_ended:
             return False
-        if death.by_row:
-            self._deaths = 0
-            self._row_deaths += 1
-        elif is_answering:
-            self._call_deaths += 1
-        else:
-            self._deaths += 1
-        deaths = max(self._deaths, self._row_deaths, self._call_deaths)
+        self._deaths.count(by_row=death.by_row, by_call=is_answering and not worker.storage_error)
         log = worker.home / f"{worker.name}.log"
         told = redaction.mask(last_lines(log))
-        text = f"a worker died (exit code {code})" + (f"; its last lines:\n{told}" if told else f"; see {log}")
+        why = f"its disk failed: {worker.storage_error}" if worker.storage_error else f"exit code {code}"
+        text = f"a worker died ({why})" + (f"; its last lines:\n{told}" if told else f"; see {log}")
         self._tools.log.add(self.key, "failed", text, worker.replica)
-        if self._deaths < DEATHS_MAX and max(self._row_deaths, self._call_deaths) < ROW_DEATHS_MAX:
+        if not self._deaths.are_too_many:
             return False
-        text = f"{deaths} workers of {self.model.name!r} died one after another (exit code {code}); see {log}"
-        self._give_up(worker, Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+        text = f"{self._deaths.most} workers of {self.model.name!r} died one after another ({why}); see {log}"
+        failed = "storage_failed" if worker.storage_error else "worker_crashed"
+        self._give_up(worker, Failed(failed, text, PauseReason.ENGINE_FAILED))
         return True
 
     def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
         """One replica among others that are ready rests for a while; the only one is the model's failure."""
         others = [each for each in self.ready() if each is not worker]
-        if failure.reason is not PauseReason.ENGINE_FAILED or not others or self._row_deaths >= ROW_DEATHS_MAX:
+        if failure.reason is not PauseReason.ENGINE_FAILED or not others or self._deaths.are_of_rows:
             self._fail(failure)
             return
         self._replicas[worker.replica].failures += 1
-        self._deaths = self._call_deaths = 0
+        self._deaths.rest()
         self._tools.log.add(self.key, "failed", failure.message, worker.replica)
 
     def _got_through(self, worker: PoolWorker, commit: Commit) -> None:
-        """Rows were finished: the deaths before them were not the model's. That a row was given up proves nothing."""
-        self._deaths = self._call_deaths = 0
-        if commit.rows_ok or commit.errors.keys() - {GIVEN_UP}:
-            self._row_deaths = 0
-            if worker.replica in self._replicas:
-                self._replicas[worker.replica].failures = 0
+        """Rows were finished: the deaths before them were not the model's."""
+        if self._deaths.got_through(commit) and worker.replica in self._replicas:
+            self._replicas[worker.replica].failures = 0
 
     def _tended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
         """A worker that nobody tends any more is heard of, not waited for."""
@@ -353,13 +342,13 @@ class Pool:
             case Answers(answers, stats):
                 worker.answer(answers)
                 if answers:
-                    self._call_deaths = 0
+                    self._deaths.answered()
                 if stats is not None:
                     self.sums.add(stats)
             case Chunk() | Head() | Answered():
                 worker.hear(message)
                 if isinstance(message, Answered):
-                    self._call_deaths = 0
+                    self._deaths.answered()
             case Ready() if not worker.is_leaving:
                 worker.is_ready = self.was_ready = True
                 self._tools.log.add(self.key, "ready", replica=worker.replica)
@@ -384,6 +373,8 @@ class Pool:
                 self._listener.left(worker, lease)
             case Released(job):
                 self._listener.released(worker, job)
+            case StorageBroken(told):
+                worker.storage_error = told
             case Failed(job=None):
                 self._give_up(worker, message)
                 return True

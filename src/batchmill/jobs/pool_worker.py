@@ -30,6 +30,7 @@ class PoolWorker:
         self.is_leaving = False  # it finishes what it has, and ends
         self.is_ready = False
         self.is_ended = False  # we have killed it: its end is nobody's fault
+        self.storage_error = ""  # why it cannot write what it finishes: its end is no row's fault
         self.wants: set[str] = set()  # jobs of which it has room for one more grant
         self.weights: dict[str, Weight] = {}  # job -> what it was told of it
         self.calls: dict[int, Hear] = {}  # live request -> who hears its answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from batchmill.jobs.segment_gaps import gaps_of
 from batchmill.store.segments import Block, pack_positions, read_block, read_head, salvage
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
+
+log = logging.getLogger("batchmill.owner")
 
 Counted = list[tuple[Commit, float | None]]
 ADOPT_ROWS = 65_536  # rows counted in one transaction, about
@@ -64,17 +67,26 @@ def adopt(
 def _orphans(ledger: Ledger, spec: JobSpec, generation: int, folder: Path, worker: str) -> Iterator[_Orphan]:
     spans = ledger.committed_spans(spec.id, worker)
     for path in sorted(folder.glob(f"{worker or '*'}-*.seg")):
-        head = read_head(path)
-        if head is not None and head.job != spec.id:
-            continue
-        found = False
-        for start, end in gaps_of(path, spans.get(path.name, [])):
-            for block in salvage(path, start, end):
-                if isinstance(block, Block) and block.generation == generation:
-                    found = True
-                    yield _Orphan(block.shard, -block.epoch, block.path, block.offset, block.n)
-        if found:
-            _sync(path)
+        try:
+            found = _orphans_in(path, spec.id, generation, spans.get(path.name, []))
+            if found:
+                _sync(path)
+        except OSError as error:  # final for that file: the rows of what it holds besides what was counted run again
+            log.warning("nothing more is adopted of %s: %s", path, error)
+        else:
+            yield from found
+
+
+def _orphans_in(path: Path, job: str, generation: int, counted: list[tuple[int, int]]) -> list[_Orphan]:
+    head = read_head(path)
+    if head is not None and head.job != job:
+        return []
+    return [
+        _Orphan(block.shard, -block.epoch, block.path, block.offset, block.n)
+        for start, end in gaps_of(path, counted)
+        for block in salvage(path, start, end)
+        if isinstance(block, Block) and block.generation == generation
+    ]
 
 
 def _batches(orphans: list[_Orphan], shards: int) -> Iterator[dict[int, list[_Orphan]]]:
@@ -97,7 +109,11 @@ def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int)
     """The blocks whose rows have no outcome yet: a shard with none keeps its lease."""
     chosen = []
     for orphan in orphans:
-        block = read_block(orphan.path, orphan.offset)
+        try:
+            block = read_block(orphan.path, orphan.offset)
+        except OSError as error:
+            log.warning("nothing more is adopted of %s: %s", orphan.path, error)
+            continue
         if block_fault(block, shard, plan) is not None:
             continue  # of another plan
         done = pack_positions(block.positions(), shard.lo)

@@ -205,6 +205,12 @@ class Failed(Struct, frozen=True, tag="failed"):
     job: str | None = None
 
 
+class StorageBroken(Struct, frozen=True, tag="storage_broken"):
+    """Worker: what it writes to has failed. It ends, and another may write to another place of the disk."""
+
+    why: str
+
+
 class EngineDied(Struct, frozen=True, tag="engine_died"):
     """Worker: the server of its engine died, and is started again."""
 
@@ -275,6 +281,7 @@ ToOwner = (
     | Released
     | Heartbeat
     | Failed
+    | StorageBroken
     | EngineDied
     | Suspected
     | Charged

@@ -1,0 +1,86 @@
+"""A file system that fails once costs a worker and its segment, and no row."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from batchmill.jobs import recovery
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec
+
+ROWS = 200
+# In the worker's own process a call of the system fails, once.
+CODE = """
+import os, pathlib
+
+failed = pathlib.Path(__file__).with_name("failed")
+real = os.{call}
+
+def fails(fd, *more):
+    if not failed.exists() and ".seg" in os.readlink(f"/proc/self/fd/{{fd}}"):
+        failed.touch()
+        raise OSError({number}, os.strerror({number}))
+    return real(fd, *more)
+
+os.{call} = fails
+
+def double(n):
+    return 2 * n
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [{"custom_id": f"r{n}", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fdatasync", errno.EIO), ("write", errno.EIO), ("fdatasync", errno.EMFILE)]
+)
+async def test_a_segment_that_fails_costs_no_row(folder, opened, call, number):
+    """The worker whose segment failed is replaced, the job goes on by itself, and each row has one result."""
+    (folder / "app.py").write_text(CODE.format(call=call, number=number))
+    service = await opened()
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
+    job = (await service.submit(order)).id
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok) == ("completed", ROWS)
+    assert (folder / "failed").exists()
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r{n}" for n in range(ROWS)]
+    assert (await service.verify(job)).broken == []
+
+
+async def test_a_segment_that_cannot_be_read_is_not_adopted(folder, opened, monkeypatch):
+    """What a dead worker left in a file that cannot be read any more is run again; the job does not stop for it."""
+    (folder / "app.py").write_text(
+        "import os, pathlib, signal\n"
+        "def double(n):\n"
+        "    died = pathlib.Path(__file__).with_name('died')\n"
+        f"    if n == {ROWS - 1} and not died.exists():\n"
+        "        died.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 2 * n\n"
+    )
+    refused: list[Path] = []
+
+    def unreadable(path):
+        refused.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    service = await opened()
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
+    # The segment is written by another process: reading it fails in the owner alone.
+    monkeypatch.setattr(recovery, "read_head", unreadable)
+    job = (await service.submit(order)).id
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok) == ("completed", ROWS)
+    assert refused
