@@ -173,7 +173,9 @@ found["model"] = client.get_model_metadata("simple", as_json=True)
 found["same"] = client.get_model_metadata("simple", model_version="1", as_json=True) == found["model"]
 found["config"] = client.get_model_config("double", as_json=True)["config"]
 found["stream"] = client.get_model_config("count").config.model_transaction_policy.decoupled
-found["models"] = [client.is_model_ready("simple"), client.is_model_ready("simple", "1")]
+found["models"] = [
+    client.is_model_ready(*each) for each in (("simple",), ("simple", "1"), ("none",), ("simple", "7"))
+]
 found["missing"] = refused(client.get_model_metadata, "none")
 found["old"] = refused(client.get_model_metadata, "simple", model_version="7")
 """
@@ -185,7 +187,7 @@ found["old"] = refused(client.get_model_metadata, "simple", model_version="7")
     ]
     assert (found["model"]["versions"], found["model"]["platform"]) == (["1"], "batchmill_python")
     assert found["config"]["input"][0]["data_type"] == "TYPE_INT64"
-    assert (found["config"]["max_batch_size"], found["models"]) == (8, [True, True])
+    assert (found["config"]["max_batch_size"], found["models"]) == (8, [True, True, False, False])
     assert found["missing"][0] == "StatusCode.NOT_FOUND" and "none" in found["missing"][1]
     assert found["old"][0] == "StatusCode.NOT_FOUND" and "7" in found["old"][1]
 
@@ -242,6 +244,20 @@ found["words"] = [each.decode() for each in answer.tolist()]
         "wide": True, "half": True, "brain": pytest.approx([0.5, -1e30, 3], rel=0.01), "longs": [2**64 - 1],
         "words": ["a", "zwölf", ""],
     }  # fmt: skip
+
+
+def test_a_sequence_means_nothing_to_a_model_without_one(run):
+    """Sequence and priority are taken, as Triton's ordinary models take them."""
+    found = run(
+        """
+for name, sequence in (("number", 7), ("text", "talk")):
+    answer = client.infer(
+        "labels", [given("n", np.array([4]), "INT64")], sequence_id=sequence, sequence_start=True, priority=3
+    )
+    found[name] = answer.as_numpy("scores").size
+"""
+    )
+    assert found["number"] == found["text"] == 3
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])

@@ -189,6 +189,25 @@ for binary in (True, False):
     }  # fmt: skip
 
 
+def test_queries_and_sequences_are_taken_as_triton_takes_them(run):
+    """A query is for proxies on the way; sequence and priority mean nothing to a model that knows neither."""
+    found = run(
+        """
+query = {"tenant": "a b", "tag": ["x", "y"]}
+found["live"] = client.is_server_live(query_params=query)
+found["model"] = client.get_model_metadata("labels", query_params=query)["name"]
+inputs = [given("n", np.array([4]), "INT64")]
+for name, sequence in (("number", 7), ("text", "talk")):
+    answer = client.infer(
+        "labels", inputs, query_params=query, sequence_id=sequence, sequence_start=True, sequence_end=True, priority=3
+    )
+    found[name] = answer.as_numpy("scores").size
+"""
+    )
+    assert (found["live"], found["model"]) == (True, "labels")
+    assert found["number"] == found["text"] == 3
+
+
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_bodies_may_be_compressed_both_ways(run, algorithm):
     """What the client compresses is read, and it gets what it asks for."""

@@ -201,8 +201,11 @@ def test_missing_inputs_are_named():
         ({}, "missing_argument", "['prompt']"),
         ({"inputs": [PROMPT], "parameters": {"a": {"b": 1}}}, "invalid_field", "parameters"),
         ({"inputs": [PROMPT], "parameters": {"triton_x": 1}}, "unsupported_parameter", "reserved"),
-        ({"inputs": [PROMPT], "parameters": {"sequence_id": 7}}, "unsupported_parameter", "sequence_id"),
-        ({"inputs": [PROMPT], "parameters": {"priority": 2}}, "unsupported_parameter", "priority"),
+        ({"inputs": [PROMPT], "parameters": {"sequence_id": 1.5}}, "invalid_field", "sequence_id"),
+        ({"inputs": [PROMPT], "parameters": {"sequence_id": "x" * 129}}, "invalid_field", "128"),
+        ({"inputs": [PROMPT], "parameters": {"sequence_start": 1}}, "invalid_field", "sequence_start"),
+        ({"inputs": [PROMPT], "parameters": {"priority": -2}}, "invalid_field", "priority"),
+        ({"inputs": [PROMPT], "parameters": {"headers": "x"}}, "unsupported_parameter", "headers"),
         ({"inputs": [PROMPT], "parameters": {"timeout": -1}}, "invalid_field", "microseconds"),
         ({"inputs": [PROMPT], "parameters": {"binary_data_output": 1}}, "invalid_field", "binary_data_output"),
         ({"inputs": [PROMPT], "id": 5}, "invalid_field", "id"),
@@ -264,9 +267,11 @@ def test_unknown_keys_are_ignored():
 
 
 def test_parameters_without_meaning_here_pass():
-    """Scalars that the protocol leaves to a model, and defaults of those that it reserves, are taken."""
-    parameters = {"custom": "x", "other": 1.5, "sequence_id": 0, "sequence_start": False, "priority": 0}
-    assert asked({"inputs": [PROMPT], "parameters": parameters}, SEED).timeout_s is None
+    """Scalars that the protocol leaves to a model are taken, and what Triton's schedulers read, as its models do."""
+    parameters = {"custom": "x", "other": 1.5, "sequence_start": True, "sequence_end": False, "priority": 2}
+    for sequence in (0, 7, 2**64 - 1, "conversation"):
+        request = {"inputs": [PROMPT], "parameters": parameters | {"sequence_id": sequence}}
+        assert asked(request, SEED).timeout_s is None
 
 
 def test_a_timeout_is_in_microseconds():

@@ -160,7 +160,7 @@ class HttpRoot:
         spend = partial(self.gate.spend, caller)
         if operation.scope is not None and not operation.spends_itself:
             spend()
-        query = parse_query(scope["query_string"], operation.query)
+        query = None if operation.has_free_query else parse_query(scope["query_string"], operation.query)
         if operation.admits is not None:
             operation.admits(caller, found.parameters)
         place = reply.place

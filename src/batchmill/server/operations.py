@@ -113,6 +113,7 @@ class Operation(Struct, frozen=True):
     admits: Callable[[Caller, dict[str, str]], None] | None = None  # raises for what the path names, before the body
     is_vital: bool = False  # it is answered whatever else is under way, and waits for nobody
     last_slash_is_optional: bool = False  # "/things/" means what "/things" means
+    has_free_query: bool = False  # whatever stands in its query is for what lies between: it is not read
     spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`

@@ -22,6 +22,7 @@ ELEMENTS_MAX = 2**31 - 1
 EMPTY_MAX = 65_536  # lists without elements, which cost a request nothing and the worker memory
 HEAD_MAX = 2**31 - 1
 CHARS_SHOWN = 80
+SEQUENCE_CHARS_MAX = 128  # of a sequence that is named by a text
 Scalar = str | bool | int | float
 _NONE = Raw(b"null")
 
@@ -219,14 +220,9 @@ def _wanted(found: list[_Output] | None) -> list[Wanted] | None:
 def _heed(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
     """Take the request's own parameters over. What the protocol leaves to a model is a scalar, and means nothing."""
     _refuse_reserved(parameters, "the request")
-    for name in ("sequence_id", "sequence_start", "sequence_end", "priority", "headers"):
-        value = parameters.get(name)
-        if value:
-            why = {"priority": "live requests are called in the order in which they come", "headers": "it is reserved"}
-            told = why.get(name, "a function keeps no state between requests")
-            raise InvalidInput(
-                f"the parameter {name} ({value!r}) is not supported: {told}", code="unsupported_parameter"
-            )
+    if parameters.get("headers"):
+        raise InvalidInput("the parameter headers is not supported: it is reserved", code="unsupported_parameter")
+    _check_scheduling(parameters)
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         raise InvalidInput(f"timeout must be microseconds, 0 or more, not {timeout!r}", code="invalid_field")
@@ -235,6 +231,28 @@ def _heed(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
         raise InvalidInput(f"binary_data_output must be true or false, not {binary!r}", code="invalid_field")
     request.timeout_s = timeout / 1e6 if timeout else None
     request.binary = binary
+
+
+def _check_scheduling(parameters: dict[str, Scalar]) -> None:
+    """What Triton's schedulers of sequences and priorities read, of which a model without them has no use.
+
+    Source: Triton's sequence and schedule policy extensions.
+    """
+    name = parameters.get("sequence_id", 0)
+    if isinstance(name, str):
+        if len(name) > SEQUENCE_CHARS_MAX:
+            raise InvalidInput(
+                f"sequence_id has {len(name):,} characters; there may be {SEQUENCE_CHARS_MAX}", code="invalid_field"
+            )
+    elif type(name) is not int or not 0 <= name < 2**64:
+        raise InvalidInput(f"sequence_id must be an unsigned integer or a string, not {name!r}", code="invalid_field")
+    for key in ("sequence_start", "sequence_end"):
+        value = parameters.get(key, False)
+        if type(value) is not bool:
+            raise InvalidInput(f"{key} must be true or false, not {value!r}", code="invalid_field")
+    priority = parameters.get("priority", 0)
+    if type(priority) is not int or not 0 <= priority < 2**64:
+        raise InvalidInput(f"priority must be an unsigned integer, not {priority!r}", code="invalid_field")
 
 
 def _raw(body: bytes, interface: Interface) -> TensorRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from batchmill.dialects.open_inference import errors
@@ -36,7 +37,8 @@ class OpenInferenceDialect:
         )
 
     def operations(self) -> Sequence[Operation]:
-        return [operation for group in self._groups for operation in group.operations()]
+        """A query is read by none of them, as Triton reads none: its clients have one for the proxies on their way."""
+        return [replace(operation, has_free_query=True) for group in self._groups for operation in group.operations()]
 
     def refusal(self, error: BatchmillError) -> Response:
         return errors.refusal(error, self._hide(error.message))

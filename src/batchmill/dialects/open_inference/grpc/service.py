@@ -20,7 +20,7 @@ from batchmill.dialects.open_inference.inference import FORM
 from batchmill.dialects.open_inference.metadata import Metadata
 from batchmill.dialects.open_inference.repository import Index, Load, Repository, Unload, UnloadParameters
 from batchmill.dialects.open_inference.statistics import StatisticsCalls
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, UnknownName
 from batchmill.server.operations import Call
 from batchmill.services.functions.paths import locate
 from batchmill.services.services import Services
@@ -92,7 +92,11 @@ class Service:
         return await _told("ServerMetadata", self._metadata.server, call_of(caller))
 
     async def model_ready(self, caller: Caller, request: Any) -> Message:
-        reply = await self._metadata.model_ready(_call_of_model(caller, request))
+        """False for a model that there is not, too: it is what a client waits for that polls until it is deployed."""
+        try:
+            reply = await self._metadata.model_ready(_call_of_model(caller, request))
+        except UnknownName:
+            return METHODS["ModelReady"].response(ready=False)
         return METHODS["ModelReady"].response(ready=reply.status_code == 200)
 
     async def model_metadata(self, caller: Caller, request: Any) -> Message:
