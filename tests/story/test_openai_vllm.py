@@ -83,6 +83,26 @@ def test_a_text_and_a_response(client):
     ).output_text
 
 
+def test_a_response_that_was_cut_off_says_so(client):
+    """A stream of the Responses API ends with the event that its response is, as at OpenAI."""
+    for tokens, name in ((2, "incomplete"), (48, "completed")):
+        asked = {"model": "tiny", "input": "Say: hello world", "temperature": 0, "max_output_tokens": tokens}
+        events = list(client.responses.create(stream=True, **asked))
+        assert events[-1].type == f"response.{name}" and events[-1].response.status == name
+        assert not [each for each in events[:-1] if each.type in ("response.completed", "response.incomplete")]
+
+
+def test_openais_defaults_are_taken(client):
+    """Fields that ask for what OpenAI does anyway do no harm; what a text model cannot do is refused by name."""
+    plain = {"modalities": ["text"], "verbosity": "medium", "store": True, "metadata": {"a": "b"}}
+    assert ask(client, "tiny", **plain).choices[0].message.content == SAID["tiny"]
+    for name, value in (("modalities", ["text", "audio"]), ("verbosity", "low")):
+        with pytest.raises(openai.BadRequestError, match=name):
+            ask(client, "tiny", **{name: value})
+    with client.responses.stream(model="tiny", input="Say: hello world", temperature=0, store=False) as stream:
+        assert stream.get_final_response().output_text
+
+
 def test_adapters_are_models_with_a_parent(client):
     """Adapters are listed beside their model, and say whose they are."""
     listed = {each.id: each.model_extra["parent"] for each in client.models.list()}

@@ -14,9 +14,20 @@ def test_every_url_has_its_fields():
 
 def test_unknown_fields_are_named_in_order():
     """The fields that would be ignored are found, known ones and those without effect pass."""
-    names = ["model", "messages", "temprature", "top_k", "user", "zzz"]
+    names = dict.fromkeys(["model", "messages", "temprature", "top_k", "user", "zzz"], b"1")
     assert unknown_fields(CHAT, names) == ["temprature", "zzz"]
     assert unknown_fields("/v1/other", names) == []
+
+
+def test_what_openai_does_anyway_may_be_asked_for():
+    """Fields of OpenAI's that say what is so without them pass; with another value they are refused by name."""
+    said = {"model": b'"m"', "modalities": b'[ "text" ]', "verbosity": b'"medium"', "audio": b"null", "store": b"true"}
+    assert unknown_fields(CHAT, said) == []
+    more = said | {"modalities": b'["text","audio"]', "verbosity": b'"low"', "audio": b'{"voice": "alloy"}'}
+    assert unknown_fields(CHAT, more) == ["modalities", "verbosity", "audio"]
+    text = refusal(CHAT, ["modalities", "verbosity"])
+    assert "'modalities' (which may be left out, or null or [\"text\"])" in text and '"medium"' in text
+    assert unknown_fields(CHAT, {"functions": b"[" * 5000}) == ["functions"]
 
 
 def test_a_refusal_names_the_field_the_url_and_the_nearest():

@@ -18,14 +18,17 @@ from batchmill.engines.llm_flow import QUARANTINED, REFUSAL
 from batchmill.engines.llm_poison.deaths import Tracked
 from batchmill.engines.llm_poison.isolation import Isolation, busy
 from batchmill.engines.replies import read_reply
+from batchmill.engines.response_events import ResponseEvents
 from batchmill.engines.vllm_server import CallLost, VllmServer
 from batchmill.engines.yielding import Yielding
 from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
+from batchmill.wire.forms import RESPONSES
 
 RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
 END_S = 5.0  # a server that lost a call may take so long to have ended
+EVENTS = "text/event-stream"
 POLL_S = 0.05  # between looks at a server that takes no connection
 DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
 
@@ -186,6 +189,8 @@ class LiveWay:
         async with aclosing(server.predict(request.url, asked.body, self._limits.attempt_timeout_s)) as pieces:
             head = await anext(pieces)
             assert isinstance(head, LiveHead), "a reply begins with its head"
+            is_response = request.url == RESPONSES and head.content_type.startswith(EVENTS)
+            events = ResponseEvents() if is_response else None
             if head.status == 404:
                 first = await self._refusal(request, pieces)
             yield head
@@ -195,7 +200,11 @@ class LiveWay:
                 assert isinstance(piece, bytes), "a reply has one head"
                 count += piece.count(b"data: ")
                 first = first or piece
-                yield piece
+                told = piece if events is None else events.feed(piece)
+                if told:
+                    yield told
+            if events is not None and (rest := events.rest()):
+                yield rest
         if head.status == 200:
             asked.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
             tokens = 0 if asked.usage is None else asked.usage.output_tokens

@@ -7,8 +7,11 @@ pooling/scoring).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import msgspec
+from msgspec import Raw
 
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
@@ -16,6 +19,21 @@ from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK
 NO_EFFECT = frozenset(
     ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
 )
+
+# OpenAI's fields that an engine may lack -> values, as JSON, with which OpenAI does what it does without them. With any
+# other they are refused, as OpenAI refuses them for a model that cannot do what they ask for.
+DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "conversation": (None,),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "stream_options": (None, {"include_obfuscation": False}),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+DEFAULT_BYTES_MAX = 128  # of a value that can be one of these
 
 _GENERATE = """
     cache_salt ec_transfer_params frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params logit_bias
@@ -63,16 +81,33 @@ KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
 }
 
 
-def unknown_fields(url: str, members: Iterable[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> list[str]:
-    """The members of a request body that the engine would ignore; none for a URL that is not known."""
+def unknown_fields(
+    url: str, members: Mapping[str, bytes | Raw], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS
+) -> list[str]:
+    """The members of a request body that the engine would ignore, and that say something; none for an unknown URL."""
     fields = known.get(url)
-    return [] if fields is None else [name for name in members if name not in fields]
+    if fields is None or members.keys() <= fields:
+        return []
+    return [name for name, value in members.items() if name not in fields and not _is_default(name, value)]
+
+
+def _is_default(name: str, value: bytes | Raw) -> bool:
+    if name not in DEFAULTS or len(raw := bytes(value)) > DEFAULT_BYTES_MAX:
+        return False
+    try:
+        return msgspec.json.decode(raw) in DEFAULTS[name]
+    except (msgspec.MsgspecError, RecursionError):
+        return False
 
 
 def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> str:
     """The sentence that refuses unknown fields, each with the name that it may have been meant to be."""
     named = []
     for name in unknown[:8]:
+        if name in DEFAULTS:
+            values = " or ".join(msgspec.json.encode(each).decode() for each in DEFAULTS[name])
+            named.append(f"{name!r} (which may be left out, or {values})")
+            continue
         nearest = difflib.get_close_matches(name, known[url], n=1)
         named.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""

@@ -33,7 +33,7 @@ _QUIET: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "store": (False,),
+    "store": (False, True),  # where an answer lies changes nothing in it
     "metadata": ({},),
     "service_tier": ("auto",),
     "reasoning_effort": (),
