@@ -92,7 +92,7 @@ def test_the_memory_has_room_for_large_bodies():
 
 def test_a_rate_is_measured_over_a_window():
     """Whoever sends less than the rate over a window is late; a burst before counts for its own window alone."""
-    pacer = Pacer(Pace(rate_min=10, window_s=5.0), None)
+    pacer = Pacer(Pace(rate_min=10, window_s=5.0), None, lambda: 0.0)
     pacer.waited(4.0, 1000)
     assert not pacer.late() and pacer.patience_s == pytest.approx(1.0)
     pacer.waited(1.0, 0)
@@ -101,10 +101,16 @@ def test_a_rate_is_measured_over_a_window():
     assert "10 bytes a second" in pacer.late()
 
 
+def test_windows_that_began_at_once_do_not_end_at_once():
+    """Thousands of slow bodies that began together are refused one after another."""
+    pace, tenths = Pace(rate_min=10, window_s=30.0), [each / 10 for each in range(11)]
+    assert [round(Pacer(pace, None, lambda at=at: at).patience_s) for at in tenths] == list(range(30, 41))
+
+
 def test_a_body_has_a_total_time():
     """However fast it comes, a body that has a total time must end in it; an upload has none."""
     pace = Pace(total_s=8.0, rate_min=10, window_s=5.0)
-    pacer, upload = Pacer(pace, 8.0), Pacer(pace, None)
+    pacer, upload = Pacer(pace, 8.0, lambda: 0.0), Pacer(pace, None, lambda: 0.0)
     for each in (pacer, upload):
         each.waited(5.0, 1000)
         assert not each.late()
