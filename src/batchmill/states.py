@@ -58,6 +58,7 @@ class PauseReason(StrEnum):
     QUOTA = "quota"
     AUTH = "auth"
     STORAGE_FULL = "storage_full"
+    DISK_QUOTA = "disk_quota"  # its project has as many bytes on the disk as it may
     INPUT_CHANGED = "input_changed"
     ENGINE_FAILED = "engine_failed"
     SUBMIT_UNKNOWN = "submit_unknown"  # nobody can say whether a provider took a batch of rows: somebody must look

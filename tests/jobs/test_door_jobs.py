@@ -546,15 +546,18 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
 
 
 async def test_results_beyond_the_quota_pause_the_job(folder, opened):
-    """A job whose results find no room is paused where it is, says why, and goes on once there is room."""
+    """A job whose results find no room is paused where it is, says why, and goes on by itself once there is room."""
     service = await opened(quotas=ProjectQuotas(Quotas(disk=20_000_000)))
     write(folder, "slow")
     job = await midway(service, order(folder, "slow"))
     enough, service.room = service.room, DiskRoom(service.room.database, folder / "data", ProjectQuotas(Quotas(disk=1)))
-    await service._waiting()  # as the caretaker asks every few seconds
+    await service._caretaker.look()  # as it does every few seconds
     view = await end_of(service, job)
-    assert (view.state, view.reason) == ("paused", "quota") and "quotas.disk" in view.message
+    assert (view.state, view.reason) == ("paused", "disk_quota") and "quotas.disk" in view.message
+    assert "goes on by itself when there is room" in (await service.explain(job)).reasons[0]
+    await service._caretaker.look()
+    assert (await service.show(job)).state == "paused"
     service.room = enough
-    await service.resume(job)
+    await service._caretaker.look()
     view = await end_of(service, job)
     assert (view.state, view.rows_ok) == ("completed", ROWS)

@@ -78,7 +78,7 @@ class Drive:
     def refuse_more(self, error: OverQuota) -> None:
         """Pause while rows run: there is no room for further results. What is prepared or ends is left alone."""
         if self._run is not None:
-            self._halt(JobPaused(error.message, reason=PauseReason.QUOTA))
+            self._halt(JobPaused(error.message, reason=PauseReason.DISK_QUOTA))
 
     async def end_early(self, early: EarlyEnd) -> None:
         """End without the rows that have not run. Returns once that is written down, or too late: see its state."""

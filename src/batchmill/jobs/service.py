@@ -400,6 +400,9 @@ class JobService:
         """Jobs that a server tries again: those without room, and those that end while a provider does not answer."""
         await self._see_quotas()
         found = [*await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)]
+        kept_out = await self._read(job_records.paused_for, PauseReason.DISK_QUOTA)
+        has_room = {project: await self.room.has_room(project) for project in {each["project"] for each in kept_out}}
+        found += [record for record in kept_out if has_room[record["project"]]]
         stopped = await self._read(job_records.paused_for, PauseReason.ROUTE_FAILED)
         found += [record for record in stopped if record["cancelling"] is not None]
         paused = {record["id"] for record in found}

@@ -30,6 +30,7 @@ def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]
 # What holds bytes of a project: results of jobs are among the files, once somebody may fetch them.
 USED = sa.select(_of(files) + _of(upload_parts) + _of(adapters, adapters.c.state != "removed") + _of(jobs))
 RECENT_S = 1.0  # for so long a project with a tenth of its quota left is not looked at again
+ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free, or so small a part of its quota, before a job goes on
 WAY_OUT = "delete files, uploads or adapters"
 
 
@@ -64,6 +65,11 @@ class DiskRoom:
         has, most = await self.look(project)
         if has + adding > most:
             raise self.refusal(project)
+
+    async def has_room(self, project: str) -> bool:
+        """Whether a project has room for more than the next few bytes: what was stopped for want of it may go on."""
+        has, most = await self.look(project)
+        return most - has >= min(ROOM_BYTES, most // ROOM_SHARE)
 
     async def begin(self, project: str) -> Writing:
         """Something that is about to be written; `end` it in any case. Raises: OverQuota where there is no room."""
