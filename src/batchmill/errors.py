@@ -21,7 +21,8 @@ BatchmillError
 │   ├── QuotaExhausted      the account has nothing left to spend
 │   ├── SubmitUnknown       nobody can say whether a provider took a batch of rows
 │   ├── RouteFailed         this way to a model does not go on; another of its routes may
-│   └── StorageFull
+│   ├── StorageFull
+│   └── StorageFailed       the disk, or the bound of open files, is in the way
 ├── ModelFailed             user code or an engine could not be started
 ├── Unavailable             not now: the server is stopping, a model is still being loaded
 └── LedgerBroken            an invariant does not hold: stop rather than go on wrong
@@ -32,6 +33,9 @@ its own table.
 """
 
 from __future__ import annotations
+
+import errno
+import os
 
 from batchmill.states import PauseReason
 
@@ -159,6 +163,32 @@ class RouteFailed(JobPaused):
 class StorageFull(JobPaused):
     code = "storage_full"
     reason = PauseReason.STORAGE_FULL
+
+
+class StorageFailed(JobPaused):
+    code = "storage_failed"
+    reason = PauseReason.STORAGE_FAILED
+
+
+def of_system(error: OSError, *, refusals: bool = False) -> JobPaused | None:
+    """What an error of the file system is for people; None for one that says nothing of the machine's state.
+
+    Args: refusals: also where the file system is sound and this user may not.
+    """
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    told = f"{where}{error.strerror}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return StorageFull(f"there is no room left on the disk: {told}; free some, then do it again")
+        case errno.EMFILE | errno.ENFILE:
+            return StorageFailed(
+                f"no further file can be opened: {told}; raise the limit (`ulimit -n`), then do it again"
+            )
+        case errno.EIO | errno.ESTALE:
+            return StorageFailed(f"the disk failed: {told}; see to it, then do it again")
+        case errno.EACCES | errno.EPERM | errno.EROFS if refusals:
+            return StorageFailed(f"a file may not be used: {told}; see to its owner and mode, then do it again")
+    return None
 
 
 class ModelFailed(BatchmillError):

@@ -58,6 +58,7 @@ class PauseReason(StrEnum):
     QUOTA = "quota"
     AUTH = "auth"
     STORAGE_FULL = "storage_full"
+    STORAGE_FAILED = "storage_failed"  # the disk gives errors, or no further file may be opened
     DISK_QUOTA = "disk_quota"  # its project has as many bytes on the disk as it may
     INPUT_CHANGED = "input_changed"
     ENGINE_FAILED = "engine_failed"

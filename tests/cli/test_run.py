@@ -1,6 +1,7 @@
 """`batchmill run` as a user sees it: what is ordered, shown, summed up, and which exit code comes."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -180,6 +181,8 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("auth", "no key", "batchmill: the service refused the credentials: no key"),
         ("quota", "the account has nothing left to spend: x", "batchmill: the account has nothing left to spend: x"),
         ("storage_full", "", "batchmill: there is no room left on the disk"),
+        ("storage_failed", "", "batchmill: the disk, or the limit of open files, was in the way"),
+        ("disk_quota", "", "to go on: delete files, uploads or adapters; it goes on by itself then"),
         ("engine_failed", "boom", "batchmill: the engine failed: boom"),
         ("engine_failed", "boom", "the same command again with the flag mended"),
         ("submit_unknown", "", "batchmill remote job_1 lists them"),
@@ -399,6 +402,29 @@ def test_a_crash_is_one_line_and_a_file(app, call, view, place):
     assert details.is_relative_to(place / "data") and "Traceback" in details.read_text()
     result = call("--verbose", *RUN)
     assert result.exit_code == 1 and "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (errno.ENOSPC, 4, "there is no room left on the disk: /data/job.json: No space left on device; free some"),
+        (errno.EDQUOT, 4, "there is no room left on the disk"),
+        (errno.EMFILE, 1, "no further file can be opened: /data/job.json: Too many open files; raise the limit"),
+        (errno.EIO, 1, "the disk failed: /data/job.json: Input/output error"),
+        (errno.EACCES, 1, "a file may not be used: /data/job.json: Permission denied"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_no_crash(app, call, view, number, code, told):
+    """What the file system says is a sentence with the file and a way out, and no error of batchmill's own."""
+    app.jobs.add(view(), view())
+
+    def fail(at):
+        raise OSError(number, os.strerror(number), "/data/job.json")
+
+    app.jobs.before_view = fail
+    result = call(*RUN)
+    assert result.exit_code == code
+    assert result.stderr.splitlines()[-1].startswith(f"batchmill: {told}")
 
 
 def test_a_reader_that_left_is_no_crash():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.jobs import recovery
+from batchmill.jobs import drive, recovery
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 200
@@ -84,3 +84,24 @@ async def test_a_segment_that_cannot_be_read_is_not_adopted(folder, opened, monk
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)
     assert refused
+
+
+async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monkeypatch):
+    """A job that cannot read its files says which and the way out; a server lets it go on by itself."""
+    (folder / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    service = await opened()
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
+
+    def refused(folder):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drive, "PlanReader", refused)
+        job = (await service.submit(order)).id
+        view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.reason) == ("paused", "storage_failed")
+    assert "plan-0: Too many open files; raise the limit" in view.message and "internal" not in view.message
+    await service._caretaker.look()  # as a server does every few seconds
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok) == ("completed", ROWS)

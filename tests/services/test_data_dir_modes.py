@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, JobPaused
+from batchmill.services import data_dirs
 from batchmill.services.data_dir_modes import make_private
 from batchmill.services.data_dirs import prepare_data_dir
 from batchmill.store.database import Database
@@ -79,3 +81,37 @@ def test_the_database_is_never_readable_by_others(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert "batchmill.db-wal" in there and set(there.values()) == {0o600}
+
+
+def test_a_new_data_directory_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder on the way to a data directory that is made is brought to the disk in the one that it lies in."""
+    synced: list[Path] = []
+    monkeypatch.setattr(data_dirs, "sync_folder", synced.append)
+    place = tmp_path / "one" / "two" / "data"
+    prepare_data_dir(place)
+    assert synced == [tmp_path, tmp_path / "one", tmp_path / "one" / "two"]
+    assert mode(place) == 0o700
+    prepare_data_dir(place)
+    assert len(synced) == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "told"),
+    [
+        (errno.ENOSPC, JobPaused, "no room left on the disk"),
+        (errno.EMFILE, JobPaused, "no further file can be opened"),
+        (errno.EIO, JobPaused, "the disk failed"),
+        (errno.EROFS, InvalidConfig, "--data-dir"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], told: str
+) -> None:
+    """A data directory that the machine cannot open now is told as such; one that it never could is to be another."""
+
+    def fails(folder: Path) -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr(data_dirs, "sync_folder", fails)
+    with pytest.raises(kind, match=told):
+        prepare_data_dir(tmp_path / "data")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import sqlite3
 import threading
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from batchmill.errors import InvalidConfig, LedgerBroken
+from batchmill.errors import InvalidConfig, LedgerBroken, StorageFailed
 from batchmill.store import schema_version
 from batchmill.store.database import Database
 from batchmill.store.tables import schema
@@ -32,6 +34,21 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path):
         db.close()
         with pytest.raises(InvalidConfig, match=rf"batchmill.db has schema version {version},.*another --data-dir"):
             Database(tmp_path / "batchmill.db")
+
+
+def test_a_database_that_the_disk_keeps_closed_is_no_bad_input(tmp_path: Path):
+    """Where the kernel refuses further files, or SQLite gets none, that is said, and not that the database is wrong."""
+    path = tmp_path / "batchmill.db"
+    Database(path).close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))  # the first number that a file would get
+    for more in (0, 1):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
+        try:
+            with pytest.raises(StorageFailed, match=r"Too many open files|unable to open database file"):
+                Database(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path):

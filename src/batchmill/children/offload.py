@@ -24,7 +24,7 @@ import msgspec
 from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.process_end import end_reading, kill_group
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, of_system
 from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.raised import Raised
 
@@ -82,18 +82,16 @@ class Child:
     async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
         """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
         told = of_helpers(os.environ) if environ is None else dict(environ)
-        speech, its_speech = socket.socketpair()
-        errors, its_errors = socket.socketpair()
-        with its_speech, its_errors:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
-                    stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=told,
-                )  # fmt: skip
-            except BaseException:
-                speech.close()
-                errors.close()
-                raise
+        with contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
+            speech, its_speech = socket.socketpair()
+            ours.enter_context(speech), its.enter_context(its_speech)
+            errors, its_errors = socket.socketpair()
+            ours.enter_context(errors), its.enter_context(its_errors)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
+                stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=told,
+            )  # fmt: skip
+            ours.pop_all()  # they are the streams' from now on
         return cls(process, *[await asyncio.open_unix_connection(sock=each) for each in (speech, errors)])
 
     async def _listen(self, errors: Stream) -> None:
@@ -381,6 +379,9 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Boun
         signal.setitimer(signal.ITIMER_PROF, 0)
     except BatchmillError as error:
         _send(_ERROR, msgspec.json.encode(Raised.of(error)))
+    except OSError as error:
+        told = of_system(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
+        _send(_ERROR, msgspec.json.encode(Raised.of(told)))
     except MemoryError:
         if bounds is None:
             raise

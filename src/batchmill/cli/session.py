@@ -21,7 +21,7 @@ from batchmill import config
 from batchmill.cli.interrupts import Interrupts
 from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed
+from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
 from batchmill.models import redaction
 from batchmill.ports import Jobs
 from batchmill.types import EngineEvent, JobOrder, JobView, ModelSpec
@@ -285,6 +285,8 @@ class Session:
             return self._failed(_single(error))
 
     def _failed(self, error: BaseException) -> int:
+        if isinstance(error, OSError):
+            error = of_system(error, refusals=True) or error
         if not isinstance(error, BatchmillError):
             return self._crashed(error)
         if self.as_json:
@@ -293,7 +295,7 @@ class Session:
         self.say(f"batchmill: {clean(error.message, chars_max, lines=True)}")
         if self.verbose:
             self.say(_trace(error))
-        if isinstance(error, JobPaused):
+        if isinstance(error, JobPaused) and not isinstance(error, StorageFailed):
             return EXIT_PAUSED
         return EXIT_USAGE if isinstance(error, InvalidInput) else EXIT_FAILED
 

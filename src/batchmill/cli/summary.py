@@ -32,6 +32,7 @@ PAUSES = {
     PauseReason.QUOTA: ("the account has nothing left to spend", f"add to its quota; then {RESUME}"),
     PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
     PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),
+    PauseReason.STORAGE_FAILED: ("the disk, or the limit of open files, was in the way", f"see to it; then {RESUME}"),
     PauseReason.DISK_QUOTA: (
         "its project has no room left on the server's disk",
         "delete files, uploads or adapters; it goes on by itself then",

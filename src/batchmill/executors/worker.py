@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
-from batchmill.errors import BatchmillError, InputChanged, JobPaused
+from batchmill.errors import BatchmillError, InputChanged, JobPaused, of_system
 from batchmill.executors.allocator import keep_memory
 from batchmill.executors.answering import Answering
 from batchmill.executors.calling import Calling
@@ -137,7 +137,8 @@ class Worker:
         except BatchmillError as error:
             self._fail(error, PauseReason.ENGINE_FAILED)
         except Exception as error:  # an engine's own bug: the owner must hear of it before this process ends
-            self._fail(_told(error, f"the {self._model.engine} engine"), PauseReason.ENGINE_FAILED)
+            told = _told(error, f"the {self._model.engine} engine")
+            self._fail(told, told.reason if isinstance(told, JobPaused) else PauseReason.ENGINE_FAILED)
         self._recorder.flush()
         await self._recorder.sync()
         try:
@@ -332,7 +333,7 @@ class Worker:
         if error.errno in FULL:
             self._send(Failed("storage_full", told, PauseReason.STORAGE_FULL))
         elif error.errno in REFUSED_FOR_ALL:
-            self._send(Failed("storage_failed", told, PauseReason.ENGINE_FAILED))
+            self._send(Failed("storage_failed", told, PauseReason.STORAGE_FAILED))
         else:
             self._send(StorageBroken(told))
         self._failed = True
@@ -343,6 +344,8 @@ class Worker:
 def _told(error: BaseException, who: str) -> BatchmillError:
     """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
     redaction.print_exception(error)
+    if isinstance(error, OSError) and (of_machine := of_system(error)) is not None:
+        return of_machine
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 

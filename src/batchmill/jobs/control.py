@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput
+from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, of_system
 from batchmill.ports import Jobs
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, Once, RemoteJob, Submitted, Wait
 from batchmill.wire import messages
@@ -156,6 +156,9 @@ class ControlServer:
                         await writer.drain()
                 except BatchmillError as error:
                     writer.write(messages.pack(Raised.of(error)))
+                except OSError as error:
+                    told = of_system(error) or BatchmillError(f"{type(error).__name__}: {error}")
+                    writer.write(messages.pack(Raised.of(told)))
                 except Exception as error:  # the door: whoever asked is told, and does not ask for ever
                     text = f"the process that owns the data directory failed: {type(error).__name__}: {error}"
                     writer.write(messages.pack(Raised.of(BatchmillError(text))))

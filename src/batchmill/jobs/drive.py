@@ -18,7 +18,9 @@ from batchmill.errors import (
     InvalidTransition,
     JobPaused,
     OverQuota,
+    StorageFailed,
     SubmitUnknown,
+    of_system,
 )
 from batchmill.jobs import adapters, recovery, retry, routing, shard_notes, winding_up
 from batchmill.jobs.adapters import AdapterWork
@@ -168,6 +170,9 @@ class Drive:
                 await self._book.rest(PauseReason.ENGINE_FAILED, error.message)
         except BatchmillError as error:
             await self._book.rest(PauseReason.ENGINE_FAILED, error.message)
+        except OSError as error:
+            told = of_system(error) or StorageFailed(f"a file of the job cannot be used: {error}")
+            await self._book.rest(told.reason, told.message)
         except Exception as error:  # our own bug: the job must say so, not look as if it ran
             redaction.print_exception(error)
             await self._book.rest(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
-from batchmill.errors import BatchmillError, ModelFailed, StorageFull, TooLarge, Unavailable
+from batchmill.errors import BatchmillError, ModelFailed, StorageFailed, StorageFull, TooLarge, Unavailable
 from batchmill.jobs.live_asks import BYTES_IN_FLIGHT_MAX, Cancel, HearAnswer, Line, LiveAsk
 from batchmill.jobs.machine import veiled
 from batchmill.jobs.pool import Pool
@@ -25,6 +25,7 @@ BODY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # so that the message around it 
 TRY_AGAIN_S = 15.0  # a model that could not be started is started again for a request that comes later than this
 LOADING_S = 300.0  # how long a request waits for the first worker of its model
 HOLD_S = 5.0  # a pool is held for so long, and twice that at most, after the last call of its model
+_OF_THE_DISK = {PauseReason.STORAGE_FULL: StorageFull, PauseReason.STORAGE_FAILED: StorageFailed}
 LINES_MAX = 4096  # models whose calls are remembered; beyond that those without any are not
 
 
@@ -251,8 +252,8 @@ class LivePath:
                 )
             await pool.change()
             if pool.failure is not None and self._pools.is_current(pool):
-                if pool.failure.reason == PauseReason.STORAGE_FULL:  # it may work the next moment
-                    raise StorageFull(pool.failure.message)
+                if storage := _OF_THE_DISK.get(pool.failure.reason):  # it may work the next moment
+                    raise storage(pool.failure.message)
                 self._failed[key] = self._clock.monotonic(), pool.failure.message
                 raise ModelFailed(pool.failure.message)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import uuid
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, ModelFailed, Unavailable
+from batchmill.errors import BatchmillError, ModelFailed, Unavailable, of_system
 from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.deaths import Deaths
@@ -50,6 +49,7 @@ from batchmill.wire.messages import (
 )
 
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
+MENDED_ELSEWHERE = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # where other replicas go on
 DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
 REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
@@ -310,14 +310,16 @@ class Pool:
         if not self._deaths.are_too_many:
             return False
         text = f"{self._deaths.most} workers of {self.model.name!r} died one after another ({why}); see {log}"
-        failed = "storage_failed" if worker.storage_error else "worker_crashed"
-        self._give_up(worker, Failed(failed, text, PauseReason.ENGINE_FAILED))
+        if worker.storage_error:
+            self._give_up(worker, Failed("storage_failed", text, PauseReason.STORAGE_FAILED))
+        else:
+            self._give_up(worker, Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
         return True
 
     def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
         """One replica among others that are ready rests for a while; the only one is the model's failure."""
         others = [each for each in self.ready() if each is not worker]
-        if failure.reason is not PauseReason.ENGINE_FAILED or not others or self._deaths.are_of_rows:
+        if failure.reason not in MENDED_ELSEWHERE or not others or self._deaths.are_of_rows:
             self._fail(failure)
             return
         self._replicas[worker.replica].failures += 1
@@ -486,6 +488,6 @@ def rest_s(failures: int) -> float:
 def _not_started(error: OSError) -> Failed:
     """A full disk is no fault of the model's: its jobs go on when there is room."""
     text = f"a worker cannot be started: {error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failed("storage_full", text, PauseReason.STORAGE_FULL)
+    if (told := of_system(error)) is not None:
+        return Failed(told.code, text, told.reason)
     return Failed("worker_failed", text, PauseReason.ENGINE_FAILED)

@@ -399,7 +399,8 @@ class JobService:
     async def _waiting(self) -> Sequence[Waiting]:
         """Jobs that a server tries again: those without room, and those that end while a provider does not answer."""
         await self._see_quotas()
-        found = [*await self._read(job_records.paused_for, PauseReason.STORAGE_FULL)]
+        stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
+        found = [record for reason in stuck for record in await self._read(job_records.paused_for, reason)]
         kept_out = await self._read(job_records.paused_for, PauseReason.DISK_QUOTA)
         has_room = {project: await self.room.has_room(project) for project in {each["project"] for each in kept_out}}
         found += [record for record in kept_out if has_room[record["project"]]]

@@ -14,6 +14,7 @@ WAYS_OUT = {
     PauseReason.QUOTA: "see to the account at the service, then resume it",
     PauseReason.AUTH: "mend the credentials, then resume it",
     PauseReason.STORAGE_FULL: "a server goes on by itself when there is room",
+    PauseReason.STORAGE_FAILED: "a server tries it again by itself, less often each time; else resume it",
     PauseReason.DISK_QUOTA: "it goes on by itself when there is room",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",

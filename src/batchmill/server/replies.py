@@ -11,7 +11,7 @@ from email.utils import formatdate
 
 from starlette.responses import Response
 
-from batchmill.errors import BatchmillError, RateLimited
+from batchmill.errors import BatchmillError, RateLimited, of_system
 from batchmill.server.operations import Dialect
 
 log = logging.getLogger("batchmill.server")
@@ -70,4 +70,7 @@ def refusal(dialect: Dialect, error: BatchmillError, methods: Sequence[str]) -> 
 def hidden(error: Exception, request_id: str) -> BatchmillError:
     """Our own fault as whoever asked is told of it: that it is not theirs, and no more."""
     log.error("request %s failed", request_id, exc_info=error)
+    told = of_system(error) if isinstance(error, OSError) else None
+    if told is not None:  # without the path
+        return type(told)(f"the server's disk is in trouble; its log has more under request {request_id}")
     return BatchmillError(f"the server failed to answer; its log has more under request {request_id}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from batchmill.config import Config
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import InvalidConfig
+from batchmill.errors import InvalidConfig, of_system
 from batchmill.jobs.control import ControlClient, OwnerGone
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.models.isolation import of_config
@@ -41,6 +42,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.services.usage import QuotaClient, QuotaDoor
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
+from batchmill.store.segments import sync_folder
 
 log = logging.getLogger("batchmill.owner")
 
@@ -220,16 +222,28 @@ async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, Control
 def prepare_data_dir(data_dir: Path) -> None:
     """Have the folder there, and to ourselves. Raises: InvalidConfig where it cannot be used, or is another user's."""
     try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_durable(data_dir)
         if make_private(data_dir):
             log.warning("the data directory %s could be opened by other users: it is now this user's alone", data_dir)
         probe = data_dir / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InvalidConfig(
+        refused = InvalidConfig(
             f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
-        ) from None
+        )
+        raise of_system(error) or refused from None
+
+
+def make_durable(folder: Path) -> None:
+    """Have a folder there that a power cut does not take with all that it holds: each one that is made is synced."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True, mode=0o700 if each == folder else 0o777)
+        with contextlib.suppress(PermissionError):  # it may be written to and not be read
+            sync_folder(each.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def try_lock(data_dir: Path) -> int | None:

@@ -15,13 +15,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFull
+from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, of_system
 from batchmill.store import connector_tables, dataset_tables, llm_tables, schema_version, service_tables, tables
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = ["Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
+
+
+# Errors that say nothing of what lies in the database: SQLite was not given what it needs.
+_OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 
 
 class Database:
@@ -32,7 +36,7 @@ class Database:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
+            raise of_system(error) or InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:
@@ -42,6 +46,9 @@ class Database:
                 schema_version.write(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
+            if (code := getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in _OF_THE_DISK:
+                told = f"the database {path} cannot be opened: {error.orig}"
+                raise (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(told) from error
             raise InvalidConfig(f"the database {path} cannot be opened: {error.orig}") from error
         except InvalidConfig as error:
             self.writer.dispose()

@@ -79,6 +79,7 @@ BY_CODE: dict[str, Row] = {
     "invalid_api_key": Row(401),
     "rate_limit_exceeded": Row(429, RATE),
     "storage_full": Row(503, SERVER),
+    "storage_failed": Row(503, SERVER),
     "unavailable": Row(503, SERVER),
     "internal_error": Row(500, SERVER, code=None),
 }
