@@ -501,7 +501,7 @@ async def test_outage_burns_no_row(service: OpenAIService) -> None:
         sink = ListSink()
         feed = OpenFeed(sink, [chat_row(n, f"{n}") for n in range(60)], ended=True)
         running = asyncio.create_task(engine.run(feed, sink))
-        while len(service.calls) < 150:
+        while len(service.calls) < 100:
             await asyncio.sleep(0)
         service.every = None
         await running

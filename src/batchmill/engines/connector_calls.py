@@ -13,7 +13,7 @@ from batchmill.children.programs import PATIENCE_S, Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.connector_credentials import Credentials
 from batchmill.engines.connector_replies import Answer, settle
-from batchmill.engines.retry import Fault, Kind
+from batchmill.engines.retry import Fault, Kind, Stretch
 from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
 from batchmill.models.connectors.bounded import Processing
 from batchmill.models.connectors.preprocessing import prepare
@@ -35,6 +35,7 @@ class ConnectorCall:
         "attempts",
         "body",
         "charged",
+        "fault",
         "generation",
         "is_typed",
         "parameters",
@@ -42,6 +43,8 @@ class ConnectorCall:
         "row",
         "sent_at",
         "since",
+        "stretch",
+        "within",
     )
 
     def __init__(self, row: Row | None, parameters: Mapping[str, Any], *, is_typed: bool) -> None:
@@ -55,6 +58,9 @@ class ConnectorCall:
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
         self.charged = 0.0  # tokens that the last one was reckoned at
+        self.fault: Fault | None = None  # the last failure that counts
+        self.stretch: Stretch | None = None  # the failures in a row among which that was
+        self.within = 0  # of the attempts, those in this stretch
 
 
 class Caller:

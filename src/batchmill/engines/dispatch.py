@@ -24,6 +24,8 @@ from batchmill.types import Outcome, Row, RowError
 THROTTLED_MAX_S = 86400.0  # a row that the service keeps putting off for a day is given up
 GARBLED_CALLS_MAX = 2
 DRAIN_S = 30.0  # what calls in flight get when the job pauses
+LAST_WAIT_S = 10.0  # a last attempt waits so long where no other row was answered since the first one failed
+HELD_MAX = 2048  # rows that are held while a row is looked for that is answered
 
 Send = Callable[[Call], Awaitable[Outcome | Fault]]
 Prepare = Callable[[Row], Call]
@@ -49,10 +51,14 @@ class Dispatch:
         self._queue: deque[Call] = deque()
         self._done: list[Outcome] = []
         self._held = 0  # rows taken and not put
-        self._waiting = 0  # of these, rows that wait for their retry
+        self._waiting: set[Call] = set()  # of these, rows that wait for their retry
+        self._aside: list[Call] = []  # and rows that failed in the outage that lasts
+        self._reach = 0  # rows to hold while it lasts
+        self._given_up: set[str] = set()  # jobs whose failures stand, until a row is answered
         self._feed_ended = False
         self._stopped: JobPaused | None = None
         self._alarm: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None  # for the end of patience, while nothing may go
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_room, self._has_done, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -99,9 +105,12 @@ class Dispatch:
         self._end_if_done()
 
     def _room(self) -> int:
-        """How many rows more to hold: those in flight, half as many that are ready to go, and some that wait."""
+        """How many rows more to hold: those in flight, half as many that are ready to go, and some that wait.
+
+        In an outage more and more: one of them may be answered.
+        """
         limit = self._pacer.window.limit
-        return limit + max(1, limit // 2) + min(self._waiting, limit) - self._held
+        return max(limit + max(1, limit // 2) + min(len(self._waiting), limit), self._reach) - self._held
 
     def _enqueue(self, row: Row) -> None:
         try:
@@ -119,20 +128,101 @@ class Dispatch:
 
     def _next(self) -> Call | None:
         """The call that goes now, counted as sent; None when none may."""
-        if self._ahead.is_wanted() or not self._queue or self._stopped is not None:
+        if self._ahead.is_wanted() or self._stopped is not None:
             return None
-        call = self._queue[0]
+        is_down = self._pacer.outage.is_open
+        if (self._aside or self._reach) and not is_down:
+            self._take_back()
+        if not self._queue and not self._aside:
+            return None
         now = self._clock.monotonic()
+        call = self._test_row(now) if is_down else self._queue[0]
+        if call is None:
+            return None
         wait = self._pacer.wait_s(len(call.body), now)
         if wait > 0:
             if wait != math.inf and self._alarm is None:
                 self._alarm = self._spawn(self._pump_after(wait))
             return None
-        self._queue.popleft()
+        if is_down:
+            (self._aside if call in self._aside else self._queue).remove(call)
+        else:
+            self._queue.popleft()
         call.sent_at = now
         call.since = call.since or now
         call.charged = self._pacer.sent(len(call.body))
         return call
+
+    # a service that is down, as against rows that fail
+
+    def _test_row(self, now: float) -> Call | None:
+        """The row that tells whether an outage is over: best one that has not failed in it, and came last.
+
+        Rows that failed are tested with too where there are no others, but for their last attempt: that waits. A
+        refused connection costs none, so any row asks whether there is one.
+        """
+        if self._has_lasted_too_long(now):
+            return None
+        outage, last = self._pacer.outage, self._retries.attempts_max - 1
+        for call in reversed(self._queue):
+            if call.stretch is not outage.stretch and call.attempts < max(last, 1):
+                return call
+        failed = [*self._aside, *self._queue]
+        test = min(failed, key=lambda call: call.attempts)
+        if test.attempts < max(last, 1) or not outage.is_reachable:
+            return test
+        self._has_room.set()
+        if self._watch is None:
+            self._watch = self._spawn(self._watch_for(outage.patience_s(now)))
+        return None
+
+    async def _watch_for(self, wait_s: float) -> None:
+        await self._clock.sleep(wait_s)
+        self._watch = None
+        self._pump()
+
+    def _look_further(self) -> None:
+        """The row that was to tell has failed: more are looked at for the next."""
+        if self._pacer.outage.is_reachable and self._is_idle():
+            self._reach = min(HELD_MAX, max(self._pacer.window.limit, 2 * self._reach))
+        self._has_room.set()
+
+    def _take_back(self) -> None:
+        """The outage is over: its rows go again, while there are others left that tell whether it really is.
+
+        What it lasted is no time of theirs.
+        """
+        now = self._clock.monotonic()
+        for call in self._aside:
+            call.since += now - call.sent_at
+        self._queue.extendleft(reversed(self._aside))
+        self._aside.clear()
+        self._reach = 0
+
+    def _has_lasted_too_long(self, now: float) -> bool:
+        """Whether the outage has lasted too long; then the job pauses."""
+        trouble = self._pacer.outage.trouble(now)
+        if trouble is None:
+            return False
+        verb = "has not answered" if trouble.was_up else "cannot be reached"
+        text = f"the service {verb} for {trouble.lasted_s:.0f} s: {trouble.last}"
+        if failed := sum(call.attempts > 0 for call in [*self._aside, *self._queue]):
+            text += f"; {failed} rows were refused so: where they are to blame, `batchmill fail JOB` ends them"
+        self._stop(JobPaused(text, reason=PauseReason.ENGINE_FAILED))
+        return True
+
+    def fail_rows(self, job_id: str) -> None:
+        """The rows of a job that have failed are given up with their last error, and those that fail from now on.
+
+        Outages hold its rows back no more, until a row is answered. Rows that never had a reply go on waiting.
+        """
+        self._given_up.add(job_id)
+        for calls in (self._aside, self._queue, self._waiting):
+            for call in [call for call in calls if call.attempts and call.row.lease.job_id == job_id]:
+                assert call.fault is not None
+                calls.remove(call)
+                self._finish(call.fault.outcome(call.row, call.attempts))
+        self._pump()
 
     async def _pump_after(self, wait_s: float) -> None:
         await self._clock.sleep(wait_s)
@@ -145,6 +235,10 @@ class Dispatch:
             now = self._clock.monotonic()
             if isinstance(result, Outcome):
                 self._pacer.answered(now)
+                if call.stretch is not None:
+                    call.stretch.answered()
+                if self._given_up:
+                    self._given_up.clear()
                 if result.usage is not None:
                     tokens = (result.usage.input_tokens, result.usage.output_tokens)
                     self._pacer.correct(len(call.body), call.charged, tokens)
@@ -154,8 +248,12 @@ class Dispatch:
                 self._handle(call, result, now)
             call = self._next()
             self._pump()
-        if self._stopped is not None and self._pacer.window.in_flight == self._ahead.in_flight:
+        if self._stopped is not None and self._is_idle():
             self._ended.set()
+
+    def _is_idle(self) -> bool:
+        """No row is in flight."""
+        return self._pacer.window.in_flight == self._ahead.in_flight
 
     # what came back
 
@@ -191,37 +289,75 @@ class Dispatch:
             self._queue.appendleft(call)
 
     def _retry(self, call: Call, fault: Fault, now: float) -> None:
-        trouble = self._pacer.outage.trouble(now)
-        if trouble is not None:
-            verb = "has not answered" if trouble.was_up else "cannot be reached"
-            text = f"the service {verb} for {trouble.lasted_s:.0f} s: {trouble.last}"
-            self._stop(JobPaused(text, reason=PauseReason.ENGINE_FAILED))
-            return
-        if self._pacer.outage.is_open:
-            self._queue.appendleft(call)
-            return
-        self._try_again(call, fault, now, self._retries.attempts_max)
+        outage = self._pacer.outage
+        if outage.is_open:
+            self._look_further()
+        if fault.kind is not Kind.UNREACHABLE:
+            self._count(call, fault)
+            if self._is_given_up(call) or self._is_spent(call, now, self._retries.attempts_max):
+                self._finish(fault.outcome(call.row, call.attempts))
+                return
+        if outage.is_open:
+            if not self._has_lasted_too_long(now):
+                self._aside.append(call)
+        else:
+            self._go_again(call, fault)
 
     def _try_again(self, call: Call, fault: Fault, now: float, calls_max: int) -> None:
-        """An attempt is spent: go again after a while, unless it was the last."""
+        """An attempt is spent that says nothing against the service."""
         call.attempts += 1
-        told = self._retries.delay_s
-        if call.attempts >= calls_max or now - call.since >= self._retries.lasts_s:
+        call.fault = fault
+        if self._is_given_up(call) or self._is_spent(call, now, calls_max):
             self._finish(fault.outcome(call.row, call.attempts))
-        elif fault.rest_s == 0 and call.attempts == 1:
-            self._queue.appendleft(call)
         else:
-            if told is not None:
-                delay = told(call.attempts)
-            else:
-                delay = self._pacer.retry_in_s(call.attempts) if self._budget.spend() else BACKOFF_MAX_S
-            self._waiting += 1
-            self._spawn(self._return(call, delay))
+            self._go_again(call, fault)
+
+    def _count(self, call: Call, fault: Fault) -> None:
+        """An attempt is spent. Those of an outage that has turned out to be one are given back."""
+        stretch, earlier = self._pacer.outage.stretch, call.stretch
+        if earlier is not stretch:
+            if earlier is not None:
+                earlier.failed()
+                if earlier.was_down:
+                    call.attempts -= call.within
+            call.stretch, call.within = stretch, 0
+        call.attempts += 1
+        call.within += 1
+        call.fault = fault
+
+    def _is_spent(self, call: Call, now: float, calls_max: int) -> bool:
+        """No further attempt is left. An outage is no time of the row's."""
+        is_late = now - call.since >= self._retries.lasts_s and not self._pacer.outage.is_open
+        return call.attempts >= calls_max or is_late
+
+    def _is_given_up(self, call: Call) -> bool:
+        return bool(self._given_up) and call.row.lease.job_id in self._given_up
+
+    def _go_again(self, call: Call, fault: Fault) -> None:
+        """A further attempt, at once or after a while."""
+        told = self._retries.delay_s
+        if fault.rest_s == 0 and call.attempts == 1:
+            self._queue.appendleft(call)
+            return
+        if told is not None:
+            delay = told(call.attempts)
+        else:
+            delay = self._pacer.retry_in_s(call.attempts) if self._budget.spend() else BACKOFF_MAX_S
+            is_last = call.attempts == self._retries.attempts_max - 1
+            if is_last and call.within == call.attempts and self._held > 1:
+                delay = max(delay, LAST_WAIT_S)
+        self._waiting.add(call)
+        self._spawn(self._return(call, delay))
 
     async def _return(self, call: Call, delay_s: float) -> None:
         await self._clock.sleep(delay_s)
-        self._waiting -= 1
-        self._queue.appendleft(call)
+        if call not in self._waiting:  # it was given up
+            return
+        self._waiting.discard(call)
+        if self._pacer.outage.is_open and call.stretch is self._pacer.outage.stretch:
+            self._aside.append(call)
+        else:
+            self._queue.appendleft(call)
         self._pump()
 
     # results and the end
@@ -256,7 +392,7 @@ class Dispatch:
         if self._stopped is None:
             self._stopped = pause
             self._feeder.cancel()
-            self._spawn(self._give_up_after(DRAIN_S))
+            self._spawn(self._give_up_after(0.0 if self._is_idle() else DRAIN_S))
 
     async def _give_up_after(self, wait_s: float) -> None:
         await self._clock.sleep(wait_s)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from yarl import URL
 
+from batchmill.engines.retry import Fault, Stretch
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.models.paths import paths_of
 from batchmill.types import LiveRequest, ModelSpec, Row
@@ -28,7 +29,19 @@ _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 class Call:
     """One row on its way to a service, over all of its attempts."""
 
-    __slots__ = ("attempts", "body", "charged", "headers", "row", "sent_at", "since", "url")
+    __slots__ = (
+        "attempts",
+        "body",
+        "charged",
+        "fault",
+        "headers",
+        "row",
+        "sent_at",
+        "since",
+        "stretch",
+        "url",
+        "within",
+    )
 
     def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
         self.row = row
@@ -39,6 +52,9 @@ class Call:
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
         self.charged = 0.0  # tokens that the last one was reckoned at
+        self.fault: Fault | None = None  # the last failure that counts
+        self.stretch: Stretch | None = None  # the failures in a row among which that was
+        self.within = 0  # of the attempts, those in this stretch
 
 
 class LiveCall:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from batchmill.engines.learned_rate import LearnedRate, Verdict
-from batchmill.engines.retry import REST_MAX_S, Fault, Kind, backoff_s
+from batchmill.engines.retry import REST_MAX_S, Fault, Kind, Stretch, backoff_s
 from batchmill.types import Limits
 
 IN_FLIGHT_START = 32
@@ -186,7 +186,7 @@ class Outage:
     """Whether the service is down, as against a row that fails.
 
     A refused connection tells at once, other failures when many come without one reply between them. While the
-    service is down, one call at a time asks whether it is back, and no row loses an attempt.
+    service is down, one call at a time asks whether it is back.
     """
 
     def __init__(self) -> None:
@@ -194,6 +194,8 @@ class Outage:
         self.was_up = False
         self.failures = 0
         self.last = ""
+        self.is_reachable = True  # the last failure was no refused connection
+        self.stretch = Stretch()  # that failures belong to now
         self._since = 0.0
         self._probes = 0
 
@@ -202,22 +204,29 @@ class Outage:
             self._since = now
         self.failures += 1
         self.last = fault.error.message
-        self.is_open = self.is_open or fault.kind is Kind.UNREACHABLE or self.failures >= OUTAGE_FAILURES
+        self.is_reachable = fault.kind is not Kind.UNREACHABLE
+        self.is_open = self.is_open or not self.is_reachable or self.failures >= OUTAGE_FAILURES
+        self.stretch.is_outage = self.is_open
 
     def answered(self) -> None:
-        self.was_up, self.is_open, self.failures, self._probes = True, False, 0, 0
+        self.was_up = True
+        if self.failures:
+            self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
 
     def probe_in_s(self, jitter: Callable[[], float]) -> float:
         """Seconds until a call may ask again; called once for each."""
         self._probes += 1
         return min(max(0.1, backoff_s(self._probes, jitter)), PROBE_MAX_S)
 
+    def patience_s(self, now: float) -> float:
+        """Seconds for which it may last still; not more than 0: it has lasted too long."""
+        return self._since + (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S) - now
+
     def trouble(self, now: float) -> Trouble | None:
         """Set once patience has run out."""
-        lasted = now - self._since
-        if not self.is_open or lasted < (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S):
+        if not self.is_open or self.patience_s(now) > 0:
             return None
-        return Trouble(lasted, self.last, self.was_up)
+        return Trouble(now - self._since, self.last, self.was_up)
 
 
 class Pacer:

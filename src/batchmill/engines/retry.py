@@ -54,6 +54,26 @@ class Fault(Struct, frozen=True):
         return Outcome(row, self.reply.body, error, self.reply.status, self.reply.usage, self.request_id)
 
 
+class Stretch(Struct, eq=False):
+    """Failures in a row, without an answer between them, and what became of their rows when they were called again.
+
+    Rows that are answered then show that the service was down; rows that fail again are themselves to blame.
+    """
+
+    is_outage: bool = False  # there were enough of them to take the service for down
+    was_down: bool = False  # it was the service, for all that is known
+    balance: int = 0  # rows answered when they were called again, less those that failed again
+
+    def answered(self) -> None:
+        """A row of it was called again, and answered."""
+        self.balance += 1
+        self.was_down = self.was_down or (self.is_outage and self.balance > 0)
+
+    def failed(self) -> None:
+        """A row of it was called again, and failed."""
+        self.balance -= 1
+
+
 _QUOTA_CODES = frozenset(
     {
         "insufficient_quota",
