@@ -286,6 +286,9 @@ class OpenJobs:
     async def retry(self, job_id: str) -> JobView:
         return await self._steer("retry", job_id)
 
+    async def fail_rows(self, job_id: str) -> JobView:
+        return await self._steer("fail_rows", job_id)
+
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         return await self._ask("amend", job_id, change)
 

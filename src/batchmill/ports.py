@@ -73,6 +73,7 @@ class LeaseHandle(Protocol):
     notes: Mapping[str, bytes]  # what was noted for this shard, by earlier workers too
     adapters: AdapterSet  # those that rows of its job may use
     project: str  # of its job
+    job_id: str
 
     async def note(self, key: str, data: bytes) -> None:
         """Return once the note is durable, and what was put before counts; empty `data` takes it back.
@@ -189,6 +190,14 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
 
+@runtime_checkable
+class PatientEngine(Protocol):
+    """An engine whose rows may wait for their service."""
+
+    def fail_rows(self, job_id: str) -> None:
+        """Give up the rows of this job that have failed, and those that fail until a row is answered."""
+
+
 class Jobs(Protocol):
     """The one door to jobs. The owner's JobService is one; so is the client of its control socket.
 
@@ -230,6 +239,12 @@ class Jobs(Protocol):
 
     async def retry(self, job_id: str) -> JobView:
         """Open another generation over the rows that failed and may be run again."""
+
+    async def fail_rows(self, job_id: str) -> JobView:
+        """The rows of a job that failed and wait become errors now; a paused job goes on so.
+
+        Until a row is answered again, rows of it that fail are not tried again. Raises: InvalidTransition.
+        """
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         """Change the priority, deadline or budget of a job that has not ended."""

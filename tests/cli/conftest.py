@@ -88,6 +88,9 @@ class MemoryJobs:
     async def retry(self, job_id):
         return await self._steer("retry", job_id)
 
+    async def fail_rows(self, job_id):
+        return await self._steer("fail_rows", job_id)
+
     async def amend(self, job_id, change):
         self.asked.append((change, job_id))
         return replace(self._views(job_id)[-1], priority=change.priority or 0, deadline=change.deadline)

@@ -178,12 +178,16 @@ def test_steering_that_takes_long_is_watched(app, call, view, monkeypatch):
 
 @pytest.mark.parametrize(
     ("verb", "told"),
-    [("resume", "resuming job job_1: 2 of 10 rows are done"), ("retry", "retrying 8 rows of job job_1")],
+    [
+        ("resume", "resuming job job_1: 2 of 10 rows are done"),
+        ("fail_rows", "resuming job job_1"),
+        ("retry", "retrying 8 rows of job job_1"),
+    ],
 )
 def test_going_on_follows_the_job_to_its_end(app, call, view, verb, told):
     """resume and retry show the job like run does, with the same exit codes."""
     app.jobs.add(view(rows_ok=2), view(state="completed", rows_ok=9, rows_failed=1))
-    result = call(verb, "job_1")
+    result = call(verb.removesuffix("_rows"), "job_1")
     assert result.exit_code == 3 and app.jobs.asked == [(verb, "job_1")]
     assert told in result.stderr and "job job_1: completed" in result.stdout
 

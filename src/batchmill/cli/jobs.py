@@ -213,6 +213,19 @@ def retry(session: Session, job_id: str) -> int:
     return session.run(_go_on(session, lambda opened: opened.retry(job_id), "retried"))
 
 
+@click.command()
+@job_argument
+@global_options
+@click.pass_obj
+def fail(session: Session, job_id: str) -> int:
+    """Give up the rows of a job that their service answered with failures: they become errors now.
+
+    For a job that waits for a service which works, but for these rows. A paused job goes on so. Until a row is answered
+    again, further rows that fail are not tried again either. Rows that had no reply go on waiting.
+    """
+    return session.run(_go_on(session, lambda opened: opened.fail_rows(job_id), "resumed"))
+
+
 async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[JobView]]) -> int:
     """Ask for something and wait until the job has come to rest."""
     async with session.app.open_jobs(session.config()) as opened:

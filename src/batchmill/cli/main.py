@@ -27,6 +27,7 @@ COMMANDS = {
     "cancel": ("batchmill.cli.jobs:cancel", "Cancel a job; finished rows are kept."),
     "pause": ("batchmill.cli.jobs:pause", "Pause a job."),
     "resume": ("batchmill.cli.jobs:resume", "Go on with a paused job."),
+    "fail": ("batchmill.cli.jobs:fail", "Give up the rows of a job that fail and wait."),
     "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
     "remote": ("batchmill.cli.remote_jobs:remote", "Look at a job's jobs at providers; settle unknown ones."),
     "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),

@@ -227,6 +227,9 @@ class RemoteJobs:
     async def retry(self, job_id: str) -> JobView:
         return await self._steer(job_id, "retry")
 
+    async def fail_rows(self, job_id: str) -> JobView:
+        return await self._steer(job_id, "fail_rows")
+
     async def _steer(self, job_id: str, verb: calls.Steering) -> JobView:
         return self._told(await self._client.call(calls.steer(await self._full(job_id), verb)))
 

@@ -409,6 +409,10 @@ class AsyncJob:
         """Run the rows again that failed, and only those."""
         return await self._steer("retry")
 
+    async def fail_rows(self) -> JobView:
+        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
+        return await self._steer("fail_rows")
+
     async def amend(
         self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
     ) -> JobView:

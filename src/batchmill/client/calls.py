@@ -43,7 +43,7 @@ from batchmill.wire.native import (
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
-Steering = Literal["pause", "resume", "cancel", "retry"]
+Steering = Literal["pause", "resume", "cancel", "retry", "fail_rows"]
 NOTHING: type[None] = type(None)
 
 

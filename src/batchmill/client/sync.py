@@ -393,6 +393,10 @@ class Job:
         """Run the rows again that failed, and only those."""
         return self._steer("retry")
 
+    def fail_rows(self) -> JobView:
+        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
+        return self._steer("fail_rows")
+
     def amend(
         self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
     ) -> JobView:

@@ -57,6 +57,7 @@ class ConnectorEngine:
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
         )
         self._ahead = Ahead(self._pacer, self._clock)
+        self._dispatch: Dispatch | None = None  # while rows are run
         self._credentials = Credentials(connector.credential)
         self._connections = _connections(model, connector, self._limits)
         self._programs = Programs(self._clock)
@@ -89,7 +90,16 @@ class ConnectorEngine:
             retries=self._retries,
             clock=self._clock,
         )
-        await dispatch.run(feed, sink)
+        self._dispatch = dispatch
+        try:
+            await dispatch.run(feed, sink)
+        finally:
+            self._dispatch = None
+
+    def fail_rows(self, job_id: str) -> None:
+        """See `ports.PatientEngine`."""
+        if self._dispatch is not None:
+            self._dispatch.fail_rows(job_id)
 
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         return self._live.predict(request)

@@ -56,6 +56,7 @@ class HttpEngine:
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
         )
         self._ahead = Ahead(self._pacer, self._clock)
+        self._dispatch: Dispatch | None = None  # while rows are run
         self._live = LiveWay(self._connections, self._composer, self._pacer, self._ahead, self._clock)
 
     async def start(self) -> None:
@@ -82,7 +83,16 @@ class HttpEngine:
             retries=Retries(self._limits.attempts_max),
             clock=self._clock,
         )
-        await dispatch.run(feed, sink)
+        self._dispatch = dispatch
+        try:
+            await dispatch.run(feed, sink)
+        finally:
+            self._dispatch = None
+
+    def fail_rows(self, job_id: str) -> None:
+        """See `ports.PatientEngine`."""
+        if self._dispatch is not None:
+            self._dispatch.fail_rows(job_id)
 
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         if provisions.version() != self._provided:

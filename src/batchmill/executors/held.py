@@ -91,6 +91,10 @@ class Held(Struct, eq=False):
         return self.job.project
 
     @property
+    def job_id(self) -> str:
+        return self.job.id
+
+    @property
     def notes(self) -> Mapping[str, bytes]:
         return self.noted
 

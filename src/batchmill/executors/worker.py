@@ -29,7 +29,7 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.held import OVER, PAUSE, REFUSED, Held, NoteDesk, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import provisions, redaction
-from batchmill.ports import Engine, MortalEngine
+from batchmill.ports import Engine, MortalEngine, PatientEngine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
@@ -40,6 +40,7 @@ from batchmill.wire.messages import (
     Asks,
     Drain,
     Failed,
+    FailRows,
     Grant,
     Heartbeat,
     Learn,
@@ -182,6 +183,9 @@ class Worker:
                     self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
             case Weigh(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
+            case FailRows(job):
+                if isinstance(self._engine, PatientEngine):
+                    self._engine.fail_rows(job)
             case Revoke(job, is_over):
                 self._revoke(job, OVER if is_over else PAUSE)
             case Noted():

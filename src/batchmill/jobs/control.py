@@ -118,7 +118,7 @@ _reply = msgspec.msgpack.Decoder(
     Viewed | Listed | Taken | Known | Audited | Explained | Remotes | Written | Told | End | Raised
 )
 ANSWER_S = 15.0
-VERBS = {"show", "pause", "resume", "cancel", "retry", "explain", "partial", "remote", "verify", "rebuild"}
+VERBS = {"show", "pause", "resume", "cancel", "retry", "fail_rows", "explain", "partial", "remote", "verify", "rebuild"}
 
 
 Door = Callable[[bytes], Awaitable[bytes]]
@@ -310,6 +310,9 @@ class ControlClient:
 
     async def retry(self, job_id: str) -> JobView:
         return (await self._ask(Ask("retry", job_id))).view
+
+    async def fail_rows(self, job_id: str) -> JobView:
+        return (await self._ask(Ask("fail_rows", job_id))).view
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         return (await self._ask(Amend(job_id, change))).view

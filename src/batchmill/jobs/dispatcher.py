@@ -30,7 +30,7 @@ from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
-from batchmill.wire.messages import Ack, Failed, Note, Noted, Open, Revoke, Weigh
+from batchmill.wire.messages import Ack, Failed, FailRows, Note, Noted, Open, Revoke, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
@@ -141,6 +141,13 @@ class Dispatcher:
             run.take_over(self._left.pop(job_id).shards)
             self._behind[job_id] = run
         self._work.set()
+
+    def fail_rows(self, run: JobRun) -> None:
+        """Rows of it that failed and wait are given up, by workers that have some now and those that get some."""
+        run.fails_rows = True
+        for worker in self._pools.workers():
+            if run.spec.id in worker.opened:
+                worker.handle.send(FailRows(run.spec.id))
 
     async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
         """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
@@ -335,6 +342,8 @@ class Dispatcher:
             worker.handle.send(
                 Open(spec.id, spec.identity, spec.form, *places, spec.models[model].adapter_set(), spec.project)
             )
+            if run.fails_rows:
+                worker.handle.send(FailRows(spec.id))
 
     # -- claims -------------------------------------------------------------------------------------------------------
 

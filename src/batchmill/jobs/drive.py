@@ -22,7 +22,7 @@ from batchmill.errors import (
     SubmitUnknown,
     of_system,
 )
-from batchmill.jobs import adapters, recovery, retry, routing, shard_notes, winding_up
+from batchmill.jobs import adapters, recovery, routing, shard_notes, winding_up
 from batchmill.jobs.adapters import AdapterWork
 from batchmill.jobs.drive_room import Tools, preparing
 from batchmill.jobs.endings import EarlyEnd, early_end_of
@@ -32,6 +32,7 @@ from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.preparation import Prepared, PrepareOrder
 from batchmill.jobs.publishing import Publishing
+from batchmill.jobs.reopening import is_planned
 from batchmill.jobs.specs import columns_of, with_used
 from batchmill.jobs.ways import Ways, with_code
 from batchmill.models import redaction
@@ -39,7 +40,7 @@ from batchmill.states import JobState, PauseReason
 from batchmill.types import ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
-PREPARE, PLAN_RETRY = "batchmill.jobs.preparation:prepare", "batchmill.jobs.retry:plan_offloaded"
+PREPARE = "batchmill.jobs.preparation:prepare"
 T = TypeVar("T")
 
 
@@ -54,6 +55,7 @@ class Drive:
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
         self.task: asyncio.Task[None] | None = None
+        self.fails_rows = False  # rows that fail are not to wait for their service
         self.leaves_remote = False  # end without what providers still have
         self._ways = Ways(tools.books.ledger.database, tools.clock)
         self._run: JobRun | None = None
@@ -104,6 +106,12 @@ class Drive:
         if self.task is not None:
             await asyncio.wait({self.task})
 
+    def fail_rows(self) -> None:
+        """Rows that failed and wait are given up."""
+        self.fails_rows = True
+        if self._run is not None:
+            self._dispatcher.fail_rows(self._run)
+
     def amend(self, policy: Policy) -> None:
         """Go on under another policy."""
         self.spec = msgspec.structs.replace(self.spec, policy=policy)
@@ -148,7 +156,7 @@ class Drive:
             )
 
     def _is_planned(self, record: sa.RowMapping) -> bool:
-        return bool(record["rows"]) and (self.files.plan(0) / "plan.json").exists()
+        return is_planned(record, self.files)
 
     async def run(self) -> None:
         """Take the job as far as it goes."""
@@ -350,6 +358,7 @@ class Drive:
     async def _run_rows(self, run: JobRun) -> BatchmillError | None:
         """Let workers run the rows; what stopped them before the last one, unless they were to stop."""
         self._run = run
+        run.fails_rows, self.fails_rows = self.fails_rows, False
         if self._early is not None:
             run.cancel()
         run.check_budget()
@@ -464,27 +473,6 @@ class Drive:
         faults.point("after_publish")
         left = winding_up.leftovers(await self._book.remotes(generation))
         await self._book.end(early.state, manifest, "; ".join(left))
-
-    async def open_retry(self) -> None:
-        """Open a generation over the rows that failed. Raises: InvalidTransition when none may be run again."""
-        record = await self._book.record()
-        if not self._is_planned(record):
-            raise InvalidTransition(f"the job {self.spec.id} ended before its rows were planned: submit it again")
-        spec = await self._adapters.check_again(self.spec)
-        if spec != self.spec:
-            await asyncio.to_thread(self.files.write_spec, spec)
-        self.spec = spec
-        blocks = await self._book.call(self._book.ledger.committed, spec.id)
-        generation = record["generation"] + 1
-        order = retry.RetryOrder(spec, str(self.files.data_dir), blocks, generation)
-        answer = await self._offload(PLAN_RETRY, msgspec.json.encode(order), lambda _: None)
-        opened = msgspec.json.decode(answer, type=retry.Opened)
-        if opened.rows == 0:
-            raise InvalidTransition(f"the job {spec.id} has no failed rows that could be run again")
-        await self._book.call(
-            self._book.ledger.open_generation, spec.id, generation, opened.settled, opened.rows_ok,
-            None if (most := self._tools.quota_of(spec)) is None else (spec.project, most), **columns_of(spec),
-        )  # fmt: skip
 
     def _show(self, share: float) -> None:
         self.progress = share

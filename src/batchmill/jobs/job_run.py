@@ -50,6 +50,7 @@ class JobRun:
         """`is_over`: no row begins any more; what providers have of the shards that are loaded is collected."""
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
         self.is_over = is_over
+        self.fails_rows = False  # rows of it that fail are not to wait for their service
         self.failing: set[int] = set()  # numbers of models whose way has failed
         self.rates = Rates(clock)
         self._clock = clock

@@ -6,12 +6,14 @@ import math
 
 from msgspec.structs import replace
 
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.models import registry
+from batchmill.states import JobState
 from batchmill.types import Amendment, ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
 PRIORITY_MAX = 100
+WAITING_ENGINES = frozenset({"connector", "http"})  # a row that failed waits there until its service is back
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
 
@@ -45,6 +47,18 @@ def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
     # A deadline that has passed meanwhile is left alone: it ends the job by itself.
     check(policy if "deadline" in told else replace(policy, deadline=None), spec.models, now)
     return policy
+
+
+def check_rows_may_wait(spec: JobSpec, state: str) -> None:
+    """Raises: InvalidTransition for a job none of whose rows waits for a service."""
+    engines = {model.engine for model in spec.models}
+    if engines.isdisjoint(WAITING_ENGINES):
+        raise InvalidTransition(
+            f"the job {spec.id} runs on {', '.join(sorted(engines))}: only rows of services that are called row by row "
+            f"({', '.join(sorted(WAITING_ENGINES))}) wait after they failed; `cancel` ends a job without its other rows"
+        )
+    if state not in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED):
+        raise InvalidTransition(f"the job {spec.id} is {state}: rows wait only while a job runs or is paused")
 
 
 def without_past_deadline(spec: JobSpec, now: float) -> JobSpec:

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from batchmill.errors import BatchmillError
 from batchmill.jobs.drive import Drive, Tools
 from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.reopening import open_retry
 from batchmill.jobs.specs import columns_of
 from batchmill.types import Policy
 from batchmill.wire.job_spec import JobSpec
@@ -91,7 +92,7 @@ class Roster:
 
     async def open_retry(self, spec: JobSpec) -> Drive:
         """The rows of an ended job that failed run again. Raises: InvalidTransition when none may."""
-        await Drive(spec, self._tools).open_retry()
+        await open_retry(spec, self._tools)
         await asyncio.to_thread(JobFiles(self._tools.data_dir, spec.id).write_spec, spec)
         return self.start(spec)
 

@@ -280,6 +280,14 @@ class JobService:
         await drive.pause(PauseReason.ASKED, f"paused; `batchmill resume {record['id']}` goes on")
         return await self.show(record["id"])
 
+    async def fail_rows(self, job_id: str) -> JobView:
+        record = await self._record(job_id)
+        policies.check_rows_may_wait(read_spec(record["spec"]), record["state"])
+        await self.resume(record["id"])
+        if (drive := self._roster.active(record["id"])) is not None:
+            drive.fail_rows()
+        return await self.show(record["id"])
+
     async def resume(self, job_id: str) -> JobView:
         record = await self._record(job_id)
         async with self._roster.steering(record):

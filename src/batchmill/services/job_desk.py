@@ -108,6 +108,10 @@ class JobDesk:
         await self._own(caller, job_id)
         return await self._jobs.retry(job_id)
 
+    async def fail_rows(self, caller: Caller, job_id: str) -> JobView:
+        await self._own(caller, job_id)
+        return await self._jobs.fail_rows(job_id)
+
     async def amend(self, caller: Caller, job_id: str, change: Amendment) -> JobView:
         await self._own(caller, job_id)
         return await self._jobs.amend(job_id, change)

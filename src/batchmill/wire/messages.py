@@ -93,6 +93,12 @@ class Weigh(Struct, frozen=True, tag="weigh"):
     row_cost: float
 
 
+class FailRows(Struct, frozen=True, tag="fail_rows"):
+    """Owner: give up the rows of this job that have failed and wait, and those that fail from now on."""
+
+    job: str
+
+
 class Revoke(Struct, frozen=True, tag="revoke"):
     """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
 
@@ -270,7 +276,21 @@ class Answers(Struct, frozen=True, tag="answers"):
 
 
 ToWorker = (
-    Start | Open | Grant | Ack | Weigh | Revoke | Noted | Provide | Learn | Predict | Asks | Abandon | Taken | Drain
+    Start
+    | Open
+    | Grant
+    | Ack
+    | Weigh
+    | FailRows
+    | Revoke
+    | Noted
+    | Provide
+    | Learn
+    | Predict
+    | Asks
+    | Abandon
+    | Taken
+    | Drain
 )
 ToOwner = (
     Ready

@@ -81,6 +81,7 @@ class Jobs:
             self._steering("resumeJob", "resume", "Go on with a paused job", self._desk.resume),
             self._steering("cancelJob", "cancel", "Run no more rows; finished ones are kept", self._desk.cancel),
             self._steering("retryJob", "retry", "Run the rows again that failed", self._desk.retry),
+            self._steering("failRows", "fail_rows", "Give up rows that failed and wait", self._desk.fail_rows),
         )  # fmt: skip
 
     def _steering(
