@@ -22,9 +22,11 @@ from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.worker_environment import of_worker
 from batchmill.ports import Jobs
+from batchmill.services import salvage
 from batchmill.services.adapters.door import AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
+from batchmill.services.backups import Backups, keep_backups
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.data_dirs import (
     ADAPTERS_DOOR,
@@ -89,11 +91,13 @@ class Owner:
         self.remote: RemoteServices | None = None
         self.adapters: AdapterService | None = None
         self.llms: LlmService | None = None
+        self.backups: Backups | None = None
         self._catalogue = catalogue
         self._server: ControlServer | None = None
 
     async def open(self) -> None:
         redaction.guard_logs()
+        await asyncio.to_thread(salvage.make_ready, self._data_dir)
         preview.sweep(self._data_dir, LEFTOVER_S)
         for leftover in self._data_dir.glob("jobs/*/partial-*.jsonl"):
             leftover.unlink()
@@ -101,6 +105,8 @@ class Owner:
         executor.sweep()
         ledger = await asyncio.to_thread(open_ledger, self._data_dir / DATABASE)
         self.database = ledger.database
+        self.backups = Backups(self._data_dir, SystemClock(), self._told.backups)
+        await keep_backups(self.backups)
         self.room = DiskRoom(self.database, self._data_dir, self._told.project_quotas)
         config = self._config
         self.vault = open_vault(self._told, self.database)

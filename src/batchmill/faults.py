@@ -55,6 +55,17 @@ DATASET_POINTS = (  # and of a dataset that gets a name
     "after_name",  # it has its name, nobody has begun to look at its rows
     "after_check",  # its rows were looked at, what was found is not written down
 )
+SALVAGE_POINTS = (  # and of a database that another takes the place of
+    "before_salvaged",  # the new one is whole, in the folder where it was made
+    "after_salvaged",  # it waits beside the old one
+    "after_set_aside",  # the old one has a second name
+    "after_strays",  # what has no record any more lies apart
+    "after_logs",  # the old one's log is gone
+)
+BACKUP_POINTS = (
+    "before_backup",  # the copy is whole, under another name
+    "after_backup",  # it has its name, the oldest is still there
+)
 
 _name, _, _rest = os.environ.get("BATCHMILL_FAULT", "").partition(":")
 _count, _, _file = _rest.partition(":")

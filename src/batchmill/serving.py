@@ -29,6 +29,8 @@ from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
+from batchmill.services import salvage
+from batchmill.services.backups import Backups
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
@@ -136,7 +138,7 @@ class _Server:
         if not is_loopback(config.server.host):
             await _refuse_open_door(config, clock)
         await self._owner.open()
-        assert self._owner.jobs is not None and self._owner.database is not None
+        assert self._owner.jobs is not None and self._owner.database is not None and self._owner.backups is not None
         database = self._owner.database
         services = await self._services(database)
         jobs = self._owner.jobs
@@ -161,7 +163,7 @@ class _Server:
             programs=services.programs,
         )
         own.document = openapi.document(self._root.routes.all())
-        self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock))
+        self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock, self._owner.backups))
         self._late = services.late
         self._late.open()
         self._tasks = services.remote_tasks
@@ -276,6 +278,7 @@ class _Server:
 
 async def _refuse_open_door(config: Config, clock: Clock) -> None:
     """An address that other machines can reach needs a key. Before anything runs."""
+    await asyncio.to_thread(salvage.make_ready, config.data_dir)
     database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
     try:
         if await KeyService(database, clock).any_exist():
@@ -289,11 +292,11 @@ async def _refuse_open_door(config: Config, clock: Clock) -> None:
     )
 
 
-async def _sweep_for_ever(services: Services, clock: Clock) -> None:
+async def _sweep_for_ever(services: Services, clock: Clock, backups: Backups) -> None:
     """What has had its time goes, and what was only remembered is written down."""
     duties: list[Callable[[], Awaitable[object]]] = [
         services.files.sweep, services.uploads.sweep, services.keys.write_uses, services.datasets.sweep,
-        services.links.sweep, services.adapters.sweep, services.llms.sweep,
+        services.links.sweep, services.adapters.sweep, services.llms.sweep, backups.sweep,
     ]  # fmt: skip
     while True:
         await clock.sleep(SWEEP_S)

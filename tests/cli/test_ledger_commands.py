@@ -4,6 +4,8 @@ import json
 
 from msgspec.structs import replace
 
+from batchmill.types import SalvagedTable, SalvageReport
+
 
 def test_a_sound_ledger_is_said_to_be(app, call, view):
     """A ledger without findings is exit code 0, with its figures."""
@@ -35,3 +37,18 @@ def test_rebuild_says_what_it_lost(app, call, view):
     result = call("ledger", "rebuild", "job_1")
     assert result.exit_code == 0 and "5 rows cannot be read; resuming the job runs them again" in result.stdout
     assert "bytes 65 to 300" in result.stderr
+
+
+def test_salvage_says_what_it_made(app, call, tmp_path):
+    """A salvage names what could not be read, what it took from a backup, and which jobs it could not have."""
+    tables = [SalvagedTable("keys", 3, 2, True), SalvagedTable("files", 0, 0, True), SalvagedTable("jobs", 1)]
+    report = SalvageReport(False, tables, "b.db", ["job_1"], [], ["lost+found/x"], "damaged")
+    app.salvage = lambda config, progress: report
+    result = call("ledger", "salvage")
+    assert result.exit_code == 0
+    for told in ("nothing could be read of files", "keys: some of it", "2 come from the backup", "resume job_1"):
+        assert told in result.stdout
+    app.salvage = lambda config, progress: replace(report, failed=["job_2: no plan"])
+    assert call("ledger", "salvage").exit_code == 1
+    app.salvage = lambda config, progress: SalvageReport(True)
+    assert "nothing was changed" in call("ledger", "salvage").stdout

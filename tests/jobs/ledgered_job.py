@@ -23,21 +23,22 @@ USAGE = Usage(3, 1, 2)  # of every block
 
 
 class LedgeredJob:
-    def __init__(self, folder: Path, rows: int, shard_rows: int) -> None:
+    def __init__(self, folder: Path, rows: int, shard_rows: int, job_id: str = "job") -> None:
+        self.id = job_id
         self.data_dir, self.rows, self.shard_rows = folder / "data", rows, shard_rows
         source = write_requests(folder / "in.jsonl", [f"text {number}" for number in range(rows)])
-        self.files = JobFiles(self.data_dir, "job")
+        self.files = JobFiles(self.data_dir, job_id)
         self.job = FinishedJob(self.files.home, source, OpenAIForm())
         make(PlanOrder(targets=[(0, None)], shard_rows=[shard_rows]), self.job.dataset, self.job.plan, quiet)
         self.spec = JobSpec(
-            id="job", dataset=DatasetSpec([str(source)]), models=[ModelSpec("m", "function", "app.py:f")],
+            id=job_id, dataset=DatasetSpec([str(source)]), models=[ModelSpec("m", "function", "app.py:f")],
             form=OpenAIForm(), policy=Policy(), output=None, identity="identity", code={}, created=1.0,
         )  # fmt: skip
         self.open()
         self.ledger.create(self.spec)
-        self.ledger.move("job", JobState.PLANNING)
-        self.ledger.move("job", JobState.QUEUED, rows=rows)
-        self.ledger.move("job", JobState.RUNNING)
+        self.ledger.move(job_id, JobState.PLANNING)
+        self.ledger.move(job_id, JobState.QUEUED, rows=rows)
+        self.ledger.move(job_id, JobState.RUNNING)
 
     def open(self) -> None:
         self.ledger = open_ledger(self.data_dir / "batchmill.db")
@@ -54,7 +55,7 @@ class LedgeredJob:
         return len(self.job.plans) - 1
 
     def segment(self, worker: str = "w1") -> SegmentFile:
-        return SegmentFile(self.files.segments, SegmentHead("job", "identity", worker))
+        return SegmentFile(self.files.segments, SegmentHead(self.id, "identity", worker))
 
     def block(self, positions: Sequence[int], *, failed: bool = False, epoch: int = 1) -> bytes:
         """A block of the shard that the first position is in."""
@@ -71,7 +72,7 @@ class LedgeredJob:
         """Commit a block under a new lease of its shard."""
         number, n = positions[0] // self.shard_rows, len(positions)
         shard = self.shard(number)
-        standing = self.ledger.lease("job", self.generation, shard)
+        standing = self.ledger.lease(self.id, self.generation, shard)
         commit = Commit(
             lease=standing.lease, seq=standing.seq, ref=ref, done=pack_positions(positions, shard.lo),
             rows_ok=0 if failed else n, rows_failed=n if failed else 0, usage=USAGE,
@@ -100,7 +101,7 @@ class LedgeredJob:
         path.write_bytes(data)
 
     def order(self) -> AuditOrder:
-        return AuditOrder(self.spec, str(self.data_dir), self.ledger.snapshot("job"))
+        return AuditOrder(self.spec, str(self.data_dir), self.ledger.snapshot(self.id))
 
     def rebuild(self) -> Rebuilt:
         order = self.order()

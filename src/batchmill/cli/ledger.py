@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 
 from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.text import clean, count, size
-from batchmill.types import LedgerReport
+from batchmill.types import LedgerReport, SalvageReport
 
 
 @click.group()
 def ledger() -> None:
-    """Verify or rebuild the record of which rows are done."""
+    """Verify or rebuild the record of which rows are done; salvage a damaged database."""
 
 
 @ledger.command()
@@ -31,6 +33,48 @@ def rebuild(session: Session, job_id: str) -> int:
     """Make the ledger anew from the job's description and its segments."""
     session.local_only("ledger rebuild", "who looks after the server runs it there, in its data directory")
     return session.run(_rebuild(session, job_id))
+
+
+@ledger.command()
+@global_options
+@click.pass_obj
+def salvage(session: Session) -> int:
+    """Make another database where it is damaged or gone: of what can be read, of backups and of the jobs' files."""
+    session.local_only("ledger salvage", "who looks after the server stops it and runs it there")
+    report = session.app.salvage(session.config(), session.say)
+    code = EXIT_FAILED if report.failed else EXIT_OK
+    if session.as_json:
+        session.emit("salvage", exit_code=code, report=report)
+        return code
+    if report.is_sound:
+        session.print("the database is sound: nothing was changed")
+        return code
+    for line in _salvaged(report):
+        session.print(clean(line, 1000))
+    for text in report.failed:
+        session.say(f"  not had: {clean(text, 1000)}")
+    return code
+
+
+def _salvaged(report: SalvageReport) -> Iterator[str]:
+    lost = [table for table in report.tables if table.is_damaged]
+    yield f"the database is whole again; what it was lies in {report.damaged}"
+    nothing = [table.name for table in lost if not table.rows and not table.from_backup]
+    if nothing:
+        yield f"  nothing could be read of {'it' if len(nothing) == len(report.tables) else ', '.join(nothing)}"
+    for table in lost:
+        if table.name in nothing:
+            continue
+        text = f"  {table.name}: some of it could not be read, {count(table.rows, 'row')} could"
+        yield text + (f", {count(table.from_backup)} come from the backup" if table.from_backup else "")
+    if any(table.name == "keys" and table.from_backup for table in lost):
+        yield "  look at `batchmill keys list`: keys of the backup are as they were then, revoked since or not"
+    if lost and report.backup is None:
+        yield "  there was no backup: rows that could not be read are lost, unless the jobs' own files tell them"
+    for job_id in report.rebuilt:
+        yield f"  {job_id}: its ledger was made anew; `batchmill resume {job_id}` goes on with it"
+    for path in report.moved:
+        yield f"  {path}: nobody's any more; it was moved there"
 
 
 async def _verify(session: Session, job_id: str) -> int:

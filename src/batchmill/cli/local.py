@@ -37,6 +37,7 @@ class LocalApp:
     preview_plan = staticmethod(root.preview_plan)
     preview_estimate = staticmethod(root.preview_estimate)
     partial_results = staticmethod(root.partial_results)
+    salvage = staticmethod(data_dirs.salvage)
 
     @contextlib.asynccontextmanager
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:

@@ -40,7 +40,7 @@ COMMANDS = {
     "quotas": ("batchmill.cli.quotas:quotas", "What a project has of what it may have."),
     "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
     "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
-    "ledger": ("batchmill.cli.ledger:ledger", "Verify or rebuild the record of which rows are done."),
+    "ledger": ("batchmill.cli.ledger:ledger", "Verify, rebuild or salvage the record of which rows are done."),
 }
 
 

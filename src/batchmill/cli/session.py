@@ -24,7 +24,7 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
 from batchmill.models import redaction
 from batchmill.ports import Jobs
-from batchmill.types import EngineEvent, JobOrder, JobView, ModelSpec
+from batchmill.types import EngineEvent, JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import (
     AliasInfo,
     DeployReply,
@@ -127,6 +127,9 @@ class Llms(Protocol):
 
 class App(Protocol):
     """What commands call: the same whether jobs run on this machine or at a server."""
+
+    def salvage(self, config: Config, progress: Callable[[str], None]) -> SalvageReport:
+        """On this machine alone. Raises: InvalidConfig while another process uses the data directory."""
 
     def open_jobs(self, config: Config) -> AbstractAsyncContextManager[Jobs]: ...
 

@@ -3,6 +3,7 @@
 from batchmill.config.checks import LIMITS_MAX, MODEL_NAME, PROJECT_NAME, SERVER_MAX, WORKERS_MAX, limit_flaw
 from batchmill.config.entries import (
     KEY_FILE,
+    BackupsEntry,
     Config,
     DeploymentsEntry,
     InputLimits,
@@ -17,7 +18,7 @@ from batchmill.config.entries import (
 from batchmill.config.loading import load
 
 __all__ = [
-    "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "Config", "DeploymentsEntry",
-    "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry", "ServerEntry", "StatusRegex",
-    "WebhookEntry", "limit_flaw", "load",
+    "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",
+    "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry", "ServerEntry",
+    "StatusRegex", "WebhookEntry", "limit_flaw", "load",
 ]  # fmt: skip

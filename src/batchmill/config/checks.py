@@ -63,6 +63,7 @@ SERVER_MAX = {
     "requests_per_minute": 10**9,
     "idle_unload_s": 365 * 86_400.0,
 }
+BACKUP_INTERVAL_S_MAX, BACKUPS_MAX = 366 * 86_400.0, 1000
 QUARANTINE_MAX = {"deaths_per_hour": 10_000, "expires_s": 365 * 86_400.0, "entries_max": 1_000_000}
 WEIGHT_MAX = 1_000_000.0
 BATCH_TASKS_MAX = 10_000  # as ML Commons has it
@@ -183,6 +184,13 @@ def _check_serving(read: File) -> None:
         value = getattr(read.quarantine, name)
         if not 0 < value <= most:
             raise InvalidConfig(f"quarantine.{name} must be more than 0 and at most {most:,.0f}, not {value}")
+    if not 0 < read.backups.interval_s <= BACKUP_INTERVAL_S_MAX:
+        raise InvalidConfig(
+            f"backups.interval_s must be more than 0 and at most {BACKUP_INTERVAL_S_MAX:,.0f}, not "
+            f"{read.backups.interval_s}"
+        )
+    if not 0 <= read.backups.keep <= BACKUPS_MAX:
+        raise InvalidConfig(f"backups.keep must be 0 to {BACKUPS_MAX:,}, not {read.backups.keep}")
     for name in server.worker_environment:
         if not VARIABLES.fullmatch(name):
             raise InvalidConfig(

@@ -216,6 +216,13 @@ class QuarantineEntry(Struct, frozen=True):
     entries_max: int = 10_000
 
 
+class BackupsEntry(Struct, frozen=True):
+    """`[backups]`: copies of the database. `keep` 0: none are made."""
+
+    interval_s: float = 86_400.0
+    keep: int = 3
+
+
 class DeploymentsEntry(Struct, frozen=True):
     """`[deployments]`: what callers may have batchmill serve."""
 
@@ -244,6 +251,7 @@ class File(Struct, frozen=True):
     secrets: SecretsEntry = SecretsEntry()
     machine: MachineEntry = MachineEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
+    backups: BackupsEntry = BackupsEntry()
 
 
 class Config(Struct, frozen=True):
@@ -263,6 +271,7 @@ class Config(Struct, frozen=True):
     deployments: DeploymentsEntry = DeploymentsEntry()
     machine: MachineEntry = MachineEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
+    backups: BackupsEntry = BackupsEntry()
     key_file: Path | None = None  # None: `secrets.key` in the data directory
 
     @property

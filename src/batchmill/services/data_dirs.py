@@ -11,7 +11,7 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from batchmill.config import Config
@@ -20,6 +20,7 @@ from batchmill.errors import InvalidConfig, of_system
 from batchmill.jobs.control import ControlClient, OwnerGone
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.models.isolation import of_config
+from batchmill.services import salvage as salvaging
 from batchmill.services.adapters.door import AdapterClient, AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
@@ -40,13 +41,15 @@ from batchmill.services.secrets.door import SecretClient
 from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
 from batchmill.services.usage import QuotaClient, QuotaDoor
+from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
 from batchmill.store.segments import sync_folder
+from batchmill.types import SalvageReport
 
 log = logging.getLogger("batchmill.owner")
 
-DATABASE, LOCK, SOCKET = "batchmill.db", "owner.lock", "control.sock"
+LOCK, SOCKET = "owner.lock", "control.sock"
 KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
 ADAPTERS_DOOR, LLMS_DOOR, QUOTAS_DOOR = "adapters", "llms", "quotas"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
@@ -204,11 +207,14 @@ async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, Control
     client = ControlClient(config.data_dir / SOCKET)
     for _ in range(TAKEOVER_TRIES):
         if (lock := try_lock(config.data_dir)) is not None:
-            database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
+            database = None
             try:
+                await asyncio.to_thread(salvaging.make_ready, config.data_dir)
+                database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
                 yield database, client
             finally:
-                database.close()
+                if database is not None:
+                    database.close()
                 os.close(lock)
             return
         with contextlib.suppress(OwnerGone):
@@ -217,6 +223,25 @@ async def _owned(config: Config) -> AsyncIterator[tuple[Database | None, Control
             return
         await asyncio.sleep(TAKEOVER_S)
     raise InvalidConfig(f"{config.data_dir} is locked by a process that does not answer on its control socket; end it")
+
+
+def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
+    """Make another database of what can be had of one that is damaged or gone.
+
+    Raises: InvalidConfig while another process uses the data directory.
+    """
+    prepare_data_dir(config.data_dir)
+    lock = try_lock(config.data_dir)
+    if lock is None:
+        raise InvalidConfig(
+            f"another process owns the data directory {config.data_dir}: end it first, so that nothing writes to the "
+            "database meanwhile",
+            code="data_dir_owned",
+        )
+    try:
+        return salvaging.salvage(config.data_dir, progress)
+    finally:
+        os.close(lock)
 
 
 def prepare_data_dir(data_dir: Path) -> None:

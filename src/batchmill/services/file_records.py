@@ -13,6 +13,7 @@ from batchmill.states import ENDED
 from batchmill.store.service_tables import files
 from batchmill.store.tables import jobs
 
+BATCH = "batch"  # the purpose of what jobs read
 SHOWN_CHARS = 80  # of an id nobody knows, in a message
 
 

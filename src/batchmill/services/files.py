@@ -23,7 +23,7 @@ from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services import file_records
-from batchmill.services.file_records import FileQuery, FileRecord, unknown
+from batchmill.services.file_records import BATCH, FileQuery, FileRecord, unknown
 from batchmill.services.incoming import (
     ROOM_BYTES,
     Disk,
@@ -42,14 +42,13 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.segments import sync_folder
 from batchmill.types import JobView, ProjectQuotas
 
-__all__ = ["FileRecord", "FileService", "FileWriter", "OpenFile"]
+__all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile"]
 
 WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # of a file, at once
 FILENAME_CHARS_MAX = 512
 PAGE_MAX = 10_000
 SWEEP_MAX = 500  # files looked at at once
-BATCH = "batch"  # the purpose of what jobs read
 ARRIVING = ".incoming"
 Within = Callable[[sa.Connection, FileRecord], None]
 

@@ -21,8 +21,10 @@ from batchmill.store import connector_tables, dataset_tables, llm_tables, schema
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
+NAME = "batchmill.db"
+DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
+__all__ = ["NAME", "Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
 
 # Errors that say nothing of what lies in the database: SQLite was not given what it needs.
 _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
@@ -46,10 +48,7 @@ class Database:
                 schema_version.write(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
-            if (code := getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in _OF_THE_DISK:
-                told = f"the database {path} cannot be opened: {error.orig}"
-                raise (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(told) from error
-            raise InvalidConfig(f"the database {path} cannot be opened: {error.orig}") from error
+            raise _unopened(path, error) from error
         except InvalidConfig as error:
             self.writer.dispose()
             raise InvalidConfig(f"the database {path} {error.message}") from None
@@ -116,6 +115,30 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
 def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
     cause = getattr(error, "orig", None)
     text = str(cause or error)
-    if getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+    if _code(error) == sqlite3.SQLITE_FULL:
         return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
+    if _code(error) in DAMAGED:
+        return LedgerBroken(
+            f"the database is damaged: {text}; stop what uses it and run `batchmill ledger salvage`",
+            code="database_damaged",
+        )
     return LedgerBroken(f"the database failed: {text}", code="database_failed")
+
+
+def _unopened(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
+    """Why a database cannot be opened, and the way out."""
+    code, told = _code(error), f"the database {path} cannot be opened: {error.orig}"
+    if code in _OF_THE_DISK:
+        return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(told)
+    if code in DAMAGED:
+        return InvalidConfig(
+            f"the database {path} is damaged: {error.orig}; run `batchmill ledger salvage`, which makes another of "
+            "what can be read, of backups and of the jobs' own files",
+            code="database_damaged",
+        )
+    return InvalidConfig(told)
+
+
+def _code(error: sa.exc.SQLAlchemyError) -> int:
+    """What SQLite calls it, without what it says besides."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF

@@ -7,7 +7,7 @@ from batchmill.types.datasets import DatasetSpec, Problem, Seal, SealedFile
 from batchmill.types.engines import EngineEvent, EngineState, EngineView
 from batchmill.types.isolation import Isolation
 from batchmill.types.jobs import Amendment, JobOrder, JobQuery, JobView, Once, Policy, Submitted, Wait
-from batchmill.types.ledger import Commit, Lease, LedgerReport, SegmentRef, Shard
+from batchmill.types.ledger import Commit, Lease, LedgerReport, SalvagedTable, SalvageReport, SegmentRef, Shard
 from batchmill.types.llms import LlmSettings
 from batchmill.types.models import (
     AdapterSet,
@@ -29,6 +29,7 @@ __all__ = [
     "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionSpec",
     "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead",
     "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
-    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError", "Scaling", "Scope", "Seal",
-    "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError",
+    "SalvageReport", "SalvagedTable", "Scaling", "Scope",
+    "Seal", "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -60,3 +60,24 @@ class LedgerReport(Struct, frozen=True):
     reopened: int = 0  # rows that the ledger counted and a rebuild could not read: they run again
     damaged: list[str] = []  # what a rebuild could not read
     broken: list[str] = []
+
+
+class SalvagedTable(Struct, frozen=True):
+    """What became of one table of a database that was damaged."""
+
+    name: str
+    rows: int  # that could be read
+    from_backup: int = 0  # rows that could not, and that a backup had
+    is_damaged: bool = False
+
+
+class SalvageReport(Struct, frozen=True):
+    """What was made of a damaged database."""
+
+    is_sound: bool  # nothing had to be done
+    tables: list[SalvagedTable] = []
+    backup: str | None = None  # the one that rows were taken from, if any were missing
+    rebuilt: list[str] = []  # jobs whose ledger was made anew; they are paused
+    failed: list[str] = []  # jobs that could not be had: which, and why
+    moved: list[str] = []  # what lay on the disk without a record
+    damaged: str | None = None  # the folder with the files that were replaced

@@ -1,0 +1,97 @@
+"""Copies of the database, made while it is used: the way back where the file itself is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+from batchmill import faults
+from batchmill.config import BackupsEntry
+from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
+from batchmill.ports import Clock
+from batchmill.store.damaged_database import is_sound
+from batchmill.store.database import NAME
+from batchmill.store.segments import sync_folder
+
+log = logging.getLogger("batchmill.owner")
+
+FOLDER, PREFIX, SUFFIX, PART = "backups", "batchmill-", ".db", "batchmill.db.part"
+
+
+async def keep_backups(backups: Backups) -> None:
+    """As `Backups.sweep`, for who has other work to do all the same."""
+    try:
+        await backups.sweep()
+    except (BatchmillError, OSError) as error:
+        log.warning("%s", error)
+
+
+class Backups:
+    """The backups of a data directory that this process owns."""
+
+    def __init__(self, data_dir: Path, clock: Clock, entry: BackupsEntry) -> None:
+        self._data_dir, self._clock, self._entry = data_dir, clock, entry
+
+    async def sweep(self) -> Path | None:
+        """Make a backup if the newest is old enough, and remove those beyond the number that is kept.
+
+        Raises: StorageFull, LedgerBroken when the database cannot be read as a whole.
+        """
+        return await asyncio.to_thread(self._sweep)
+
+    def _sweep(self) -> Path | None:
+        folder = self._data_dir / FOLDER
+        (folder / PART).unlink(missing_ok=True)  # of a process that was killed
+        if self._entry.keep == 0 or not self._is_due(folder):
+            return None
+        folder.mkdir(exist_ok=True, mode=0o700)
+        target = folder / time.strftime(f"{PREFIX}%Y%m%dT%H%M%SZ{SUFFIX}", time.gmtime(self._clock.now()))
+        _copy(self._data_dir / NAME, folder / PART)
+        faults.point("before_backup")
+        os.replace(folder / PART, target)
+        sync_folder(folder)
+        faults.point("after_backup")
+        for old in found(self._data_dir)[self._entry.keep :]:
+            old.unlink()
+        return target
+
+    def _is_due(self, folder: Path) -> bool:
+        there = found(self._data_dir)
+        if not there:
+            return True
+        age_s = self._clock.now() - there[0].stat().st_mtime
+        return not 0 <= age_s < self._entry.interval_s  # one of the future says nothing
+
+
+def found(data_dir: Path) -> list[Path]:
+    """The backups there are, the newest first."""
+    return sorted((data_dir / FOLDER).glob(f"{PREFIX}*{SUFFIX}"), reverse=True)
+
+
+def newest(data_dir: Path) -> Path | None:
+    """The newest backup that is sound."""
+    return next((path for path in found(data_dir) if is_sound(path)), None)
+
+
+def _copy(database: Path, target: Path) -> None:
+    """A copy as of one moment, durable. Whoever writes meanwhile does not wait."""
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5.0)) as db:
+            db.execute("VACUUM INTO ?", (str(target),))
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+    except sqlite3.Error as error:
+        target.unlink(missing_ok=True)
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+            raise StorageFull(f"no space is left for a backup of the database in {target.parent}") from error
+        raise LedgerBroken(
+            f"the database {database} could not be copied: {error}; the backups before it are kept. Where it is "
+            "damaged, stop the server and run `batchmill ledger salvage`",
+            code="backup_failed",
+        ) from error

@@ -1,0 +1,263 @@
+"""`ledger salvage`: another database in the place of one that is damaged or gone, of all that can still be had.
+
+Rows of tables come from the damaged file and, where they were lost, from the newest backup; jobs from their folders.
+All of it is done beside the database. A whole one takes its place in steps that can each be done again: whoever opens
+the data directory next finishes what was killed between two of them (`finish`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill import faults
+from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.jobs import audit, ledger_snapshot, repair
+from batchmill.jobs.audit import AuditOrder
+from batchmill.jobs.job_files import JobFiles, read_spec
+from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.plan import PLAN
+from batchmill.services import backups, strays
+from batchmill.services.file_records import BATCH, FileRecord
+from batchmill.states import JobState
+from batchmill.store import schema_version
+from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_sound
+from batchmill.store.database import NAME, Database
+from batchmill.store.segments import sync_folder
+from batchmill.store.service_tables import files as file_table
+from batchmill.store.tables import metadata
+from batchmill.types import SalvagedTable, SalvageReport
+from batchmill.wire.job_spec import JobSpec
+
+WORK, SALVAGED = "salvage", f"{NAME}.salvaged"
+DAMAGED = "damaged"  # the folder for the files that were replaced
+LOGS = ("-wal", "-shm")
+LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # what a job's own folder tells again
+Progress = Callable[[str], None]
+
+
+def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
+    """Make another database of what can be had. The caller holds the lock of the data directory.
+
+    Raises: InvalidConfig for a database of another version of batchmill.
+    """
+    finish(data_dir)
+    old, work = data_dir / NAME, data_dir / WORK
+    if old.exists() and is_sound(old) and not _unknown_jobs(data_dir, old):
+        return SalvageReport(is_sound=True)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(mode=0o700)
+    making = _Salvage(data_dir, work, progress)
+    try:
+        making.copy_tables()
+        making.restore_uploads()
+        making.rebuild_jobs()
+    finally:
+        making.close()
+    report = making.report()
+    with open(making.path, "rb") as file:
+        os.fsync(file.fileno())
+    (work / strays.WHERE).write_bytes(msgspec.json.encode(sorted(map(str, making.incomplete))))
+    faults.point("before_salvaged")
+    os.replace(making.path, data_dir / SALVAGED)
+    sync_folder(data_dir)
+    faults.point("after_salvaged")
+    moved = finish(data_dir)
+    return msgspec.structs.replace(report, moved=moved, damaged=str(data_dir / DAMAGED))
+
+
+def finish(data_dir: Path) -> list[str]:
+    """Put a salvaged database into its place, if there is one that waits for it; what was moved aside for it."""
+    ready, old, work = data_dir / SALVAGED, data_dir / NAME, data_dir / WORK
+    moved: list[str] = []
+    if ready.exists():
+        aside = data_dir / DAMAGED / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(ready.stat().st_mtime))
+        aside.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (old, *(old.with_name(NAME + each) for each in LOGS)):
+            if path.exists() and not (aside / path.name).exists():
+                os.link(path, aside / path.name)
+        sync_folder(aside)
+        faults.point("after_set_aside")
+        moved = strays.move_aside(data_dir, ready, work)
+        faults.point("after_strays")
+        for each in LOGS:  # they are of the old one: its successor must not meet them
+            old.with_name(NAME + each).unlink(missing_ok=True)
+        sync_folder(data_dir)
+        faults.point("after_logs")
+        os.replace(ready, old)
+        sync_folder(data_dir)
+    if work.exists():
+        shutil.rmtree(work)
+    return moved
+
+
+def make_ready(data_dir: Path) -> None:
+    """What comes before the database is opened. The caller holds the lock of the data directory.
+
+    Raises: InvalidConfig where there are jobs, and no database that knows them.
+    """
+    finish(data_dir)
+    _refuse_missing(data_dir)
+
+
+def _refuse_missing(data_dir: Path) -> None:
+    old = data_dir / NAME
+    if old.exists() and old.stat().st_size:
+        return
+    if next((data_dir / "jobs").glob("*/job.json"), None) is not None:
+        raise InvalidConfig(
+            f"the database {old} is gone, and there are jobs in {data_dir / 'jobs'}: put it back, or run "
+            "`batchmill ledger salvage`, which makes another of backups and the jobs' own files",
+            code="database_missing",
+        )
+
+
+def _unknown_jobs(data_dir: Path, path: Path) -> list[str]:
+    """Jobs that have a folder with work in it and no record."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        known = {job_id for (job_id,) in db.execute("SELECT id FROM jobs")}
+    homes = [home.name for home in (data_dir / "jobs").glob("job_*") if home.name not in known]
+    return [name for name in homes if not JobFiles(data_dir, name).is_untouched()]
+
+
+class _Salvage:
+    def __init__(self, data_dir: Path, work: Path, progress: Progress) -> None:
+        self._data_dir, self._work, self._progress = data_dir, work, progress
+        self.path = work / NAME
+        self._damaged = DamagedDatabase(data_dir / NAME, work)
+        self._backup = backups.newest(data_dir)
+        version = self._damaged.version()
+        if version not in (None, schema_version.VERSION):
+            self._damaged.close()
+            raise InvalidConfig(
+                f"the database {data_dir / NAME} has schema version {version}, this batchmill knows "
+                f"{schema_version.VERSION}: salvage it with the batchmill that wrote it"
+            )
+        self._database = Database(self.path)
+        self._ledger = Ledger(self._database)
+        self._tables: list[SalvagedTable] = []
+        self.incomplete: set[str] = set()  # tables of which something was lost
+        self._from_backup: set[str] = set()  # jobs whose record is the backup's
+        self._rebuilt: list[str] = []
+        self._failed: list[str] = []
+
+    def close(self) -> None:
+        self._damaged.close()
+        self._database.close()
+        for each in LOGS:
+            assert not self.path.with_name(NAME + each).exists(), "whoever closes a database last empties its log"
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def copy_tables(self) -> None:
+        """Every row that can be read; of a table that lost some, the backup's too."""
+        for table in metadata.sorted_tables:
+            if table.name == "schema":
+                continue
+            found = self._damaged.read(table)
+            kept = self._insert(table, found.rows)
+            added = []
+            if found.is_damaged:
+                self.incomplete.add(table.name)
+                added = self._missing_rows(table)
+                self._insert(table, added)
+            if found.rows or found.is_damaged:
+                self._tables.append(SalvagedTable(str(table.name), kept, len(added), found.is_damaged))
+            if found.rows or added:
+                self._progress(f"{table.name}: {kept} rows read" + (f", {len(added)} of the backup" if added else ""))
+
+    def _missing_rows(self, table: sa.Table) -> list[Row]:
+        """The rows that a backup has and the damaged file does not give."""
+        if self._backup is None or table.name in LEDGER - {"jobs"}:
+            return []
+        key = [number for number, column in enumerate(table.columns) if column.primary_key]
+        query = in_sql(sa.select(*table.columns))
+        with contextlib.closing(sqlite3.connect(f"file:{self._backup}?mode=ro&immutable=1", uri=True)) as db:
+            rows = db.execute(query).fetchall()
+        with self._database.writer.begin() as db:
+            keys = [column for column in table.columns if column.primary_key]
+            known = {tuple(found) for found in db.execute(sa.select(*keys))}
+        missing = [row for row in rows if tuple(row[number] for number in key) not in known]
+        if table.name == "jobs":
+            missing = [row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists()]  # others were removed
+            self._from_backup = {row[0] for row in missing}
+        return missing
+
+    def _insert(self, table: sa.Table, rows: list[Row]) -> int:
+        names = [column.name for column in table.columns]
+        statement = in_sql(table.insert().prefix_with("OR IGNORE").values(dict.fromkeys(names)))
+        with self._database.writer.begin() as db:
+            cursor = db.connection.cursor()
+            cursor.executemany(statement, rows)
+            return max(cursor.rowcount, 0)
+
+    # -- what follows from folders ------------------------------------------------------------------------------------
+
+    def restore_uploads(self) -> None:
+        """Records of the files that jobs read, where they were lost: a job says whose they are."""
+        if file_table.name not in self.incomplete:
+            return
+        home = self._data_dir / "files"
+        for spec in self._specs():
+            names = (spec.origin or {}).get("files") or []
+            for number, path in enumerate(map(Path, spec.dataset.paths)):
+                if path.parent == home and path.is_file():
+                    name = names[number] if number < len(names) else path.name
+                    record = FileRecord(
+                        path.name, spec.project, BATCH, str(name), path.stat().st_size, None, spec.created, None, None
+                    )
+                    with self._database.writer.begin() as db:
+                        values = msgspec.structs.asdict(record)
+                        db.execute(file_table.insert().prefix_with("OR IGNORE").values(values))
+
+    def _specs(self) -> Iterator[JobSpec]:
+        """The descriptions of all jobs that have a folder."""
+        for home in sorted((self._data_dir / "jobs").glob("job_*")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                yield JobFiles(self._data_dir, home.name).read_spec()
+
+    def rebuild_jobs(self) -> None:
+        """Jobs that have no record any more, or one that does not fit their segments."""
+        for home in sorted((self._data_dir / "jobs").glob("job_*")):
+            try:
+                if self._rebuild(home.name):
+                    self._rebuilt.append(home.name)
+                    self._progress(f"{home.name}: its ledger is rebuilt")
+            except (OSError, BatchmillError, msgspec.MsgspecError) as error:
+                self._failed.append(f"{home.name}: {error}")
+
+    def _rebuild(self, job_id: str) -> bool:
+        before = self._ledger.snapshot(job_id)
+        if before.state is None:
+            spec = JobFiles(self._data_dir, job_id).read_spec()
+        else:
+            spec = read_spec(self._ledger.job(job_id)["spec"])
+            if not self._is_in_doubt(spec, before):
+                return False
+        after = repair.rebuild(AuditOrder(spec, str(self._data_dir), before), lambda _: None)
+        self._ledger.replace(spec, before, after)
+        return True
+
+    def _is_in_doubt(self, spec: JobSpec, before: ledger_snapshot.Snapshot) -> bool:
+        """Whether something of the job's record may have been lost, and it has one to rebuild."""
+        if not self.incomplete & LEDGER or before.state == JobState.FAILED:
+            return False
+        if not (JobFiles(self._data_dir, spec.id).plan(0) / PLAN).exists():
+            return False  # no row of it ran
+        if spec.id in self._from_backup:
+            return True
+        return bool(audit.verify(AuditOrder(spec, str(self._data_dir), before), lambda _: None).broken)
+
+    def report(self) -> SalvageReport:
+        return SalvageReport(
+            is_sound=False, tables=self._tables, backup=None if self._backup is None else str(self._backup),
+            rebuilt=self._rebuilt, failed=self._failed,
+        )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Reading what SQLite can still give of a damaged database: every table row by row, around the pages that are bad.
+
+Works on copies and writes nothing beside them. A row counts only where each of its values fits its column: of a page
+that was overwritten with another one nothing is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Struct
+from sqlalchemy.dialects import sqlite
+
+from batchmill.store.database import Database
+from batchmill.store.tables import metadata
+
+FAILURES_MAX = 50_000  # reads of one table that may fail: each finds one end of a gap, or one row of it
+GAP_ROWS = 2000  # so many rows that fail one after the other are a gap, which is passed in growing steps
+ROWID_MAX = 2**63 - 1
+HEADER = struct.Struct(">16sHBBBBBBII")
+HEADER_BYTES, PAGES_AT = 100, 28  # of the file's first page: its own header, and where it counts the pages
+FREELIST = slice(32, 40)
+INTERIOR = 0x05  # the kind of a page that only names others
+Row = tuple[Any, ...]
+
+
+class TableFound(Struct):
+    """What could be read of a table, in the order of its columns."""
+
+    rows: list[Row]
+    is_damaged: bool  # something of it could not be read
+
+
+def is_sound(path: Path) -> bool:
+    """SQLite finds nothing wrong with a database. Its log is heeded, and nothing is changed."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            if db.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
+                return False
+            names = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+            return names >= set(metadata.tables)
+    except sqlite3.DatabaseError:
+        return False
+
+
+class DamagedDatabase:
+    """A database read as it lies; where SQLite cannot, with another header, or with other pages for its schema."""
+
+    def __init__(self, path: Path, work: Path) -> None:
+        """
+        Args: work: an empty folder for copies.
+        """
+        self._db: sqlite3.Connection | None = None
+        if not path.exists() or not path.stat().st_size:
+            return
+        blank = work / "blank-donor.db"
+        Database(blank).close()
+        vacuumed = work / "vacuumed-donor.db"
+        with contextlib.closing(sqlite3.connect(blank)) as db:
+            db.execute("VACUUM INTO ?", (str(vacuumed),))
+        page = _page_bytes(blank)
+        for name, donor in (("as-it-lies", None), ("header", blank)):
+            if self._db is None:
+                self._db = _try(path, work / f"{name}.db", donor, page, whole=False)
+        if self._db is None:  # where its tables begin follows from how it was made
+            ways = [
+                _try(path, work / f"{donor.stem}-schema.db", donor, page, whole=True) for donor in (blank, vacuumed)
+            ]
+            sums = [-1 if way is None else _rows_in(way) for way in ways]
+            self._db = ways.pop(sums.index(max(sums)))
+            if ways[0] is not None:
+                ways[0].close()
+
+    def read(self, table: sa.Table) -> TableFound:
+        """The rows of a table that can be read."""
+        return TableFound([], True) if self._db is None else _read(self._db, table)
+
+    def version(self) -> int | None:
+        """The version of its tables, where that can be read."""
+        rows = self.read(metadata.tables["schema"]).rows
+        return rows[0][0] if rows else None
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+
+
+def in_sql(statement: sa.Select | sa.Insert) -> str:
+    """A statement as SQLite's own module takes it, its values bound by place."""
+    return str(statement.compile(dialect=sqlite.dialect()))
+
+
+def _try(path: Path, copy: Path, donor: Path | None, page: int, *, whole: bool) -> sqlite3.Connection | None:
+    """A copy that SQLite reads; None: it does not."""
+    _copied(path, copy)
+    if donor is not None:
+        _transplant(copy, donor, page, whole=whole)
+    try:
+        return _opened(copy)
+    except sqlite3.DatabaseError:
+        return None
+
+
+def _rows_in(db: sqlite3.Connection) -> int:
+    return sum(len(_read(db, table).rows) for table in metadata.sorted_tables)
+
+
+def _page_bytes(path: Path) -> int:
+    with open(path, "rb") as file:
+        return HEADER.unpack(file.read(HEADER.size))[1]
+
+
+def _copied(path: Path, target: Path) -> Path:
+    """With the log that belongs to it: its newest pages are there."""
+    shutil.copyfile(path, target)
+    log = path.with_name(path.name + "-wal")
+    if log.exists():
+        shutil.copyfile(log, target.with_name(target.name + "-wal"))
+    return target
+
+
+def _transplant(copy: Path, donor: Path, page: int, *, whole: bool) -> None:
+    """Put the header of a sound database into a copy; `whole`: and the pages that its schema lies on."""
+    data = donor.read_bytes()
+    size = copy.stat().st_size
+    header = bytearray(data[:HEADER_BYTES])
+    header[PAGES_AT : PAGES_AT + 4] = struct.pack(">I", -(-size // page))
+    header[FREELIST] = bytes(8)  # nothing is written to the copy: what is free in it does not matter
+    with open(copy, "r+b") as file:
+        file.write(header)
+        if not whole:
+            return
+        for number in _schema_pages(data, page):
+            start = HEADER_BYTES if number == 1 else 0
+            file.seek((number - 1) * page + start)
+            file.write(data[(number - 1) * page + start : number * page])
+
+
+def _schema_pages(data: bytes, page: int) -> Iterator[int]:
+    """The pages of the table that names all others: the first, and those below it."""
+    waiting = [1]
+    while waiting:
+        number = waiting.pop()
+        yield number
+        own = data[(number - 1) * page : number * page]
+        at = HEADER_BYTES if number == 1 else 0
+        if own[at] == INTERIOR:
+            cells = struct.unpack_from(">H", own, at + 3)[0]
+            places = struct.unpack_from(f">{cells}H", own, at + 12)
+            waiting += [struct.unpack_from(">I", own, place)[0] for place in places]
+            waiting.append(struct.unpack_from(">I", own, at + 8)[0])
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path)
+    try:
+        # With a schema that may be written SQLite bears a file that is shorter than its header says.
+        db.executescript("PRAGMA writable_schema=ON; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;")
+        db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    return db
+
+
+def _read(db: sqlite3.Connection, table: sa.Table) -> TableFound:
+    number = sa.literal_column("rowid")
+    between = number.between(sa.bindparam("first", 0), sa.bindparam("last", 0))
+    chosen = sa.select(number, *table.columns).where(between).order_by(number)
+    query = in_sql(chosen.with_hint(table, "NOT INDEXED"))
+    found, failures, in_a_row = TableFound([], False), 0, 0
+    waiting = [(1, ROWID_MAX)]
+    while waiting:
+        first, last = waiting.pop()
+        try:
+            for place, *values in db.execute(query, (first, last)):
+                first, in_a_row = place + 1, 0
+                if _fits(table, values):
+                    found.rows.append(tuple(values))
+                else:
+                    found.is_damaged = True
+            continue
+        except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError):
+            found.is_damaged, failures, in_a_row = True, failures + 1, in_a_row + 1
+        if failures > FAILURES_MAX:
+            break
+        if in_a_row > GAP_ROWS:
+            in_a_row = 0
+            behind = _behind(db, query, first)
+            waiting = [] if behind is None else [(behind, ROWID_MAX)]
+        elif first < last:
+            middle = (first + last) // 2
+            waiting += [(middle + 1, last), (first, middle)]  # the lower one is looked at first
+    return found
+
+
+def _behind(db: sqlite3.Connection, query: str, first: int) -> int | None:
+    """Where a gap ends that `first` lies in: what is behind it can be read. None: it goes on to the end."""
+
+    def can_read(place: int) -> bool:
+        try:
+            return db.execute(query, (place, ROWID_MAX)).fetchone() is not None
+        except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError):
+            return False
+
+    step = GAP_ROWS
+    while not can_read(first + step):
+        step *= 2
+        if first + step > ROWID_MAX:
+            return None
+    before, behind = first, first + step
+    while behind - before > 1:
+        middle = (before + behind) // 2
+        before, behind = (before, middle) if can_read(middle) else (middle, behind)
+    return behind
+
+
+def _fits(table: sa.Table, values: list[Any]) -> bool:
+    """Whether every value is one that its column can hold."""
+    for column, value in zip(table.columns, values, strict=True):
+        if value is None:
+            if not column.nullable or column.primary_key:
+                return False
+            continue
+        kinds: tuple[type, ...] = (str,)
+        if isinstance(column.type, sa.LargeBinary):
+            kinds = (bytes,)
+        elif isinstance(column.type, sa.Float):
+            kinds = (float, int)
+        elif isinstance(column.type, sa.Integer | sa.Boolean):
+            kinds = (int,)
+        if not isinstance(value, kinds):
+            return False
+    return True
