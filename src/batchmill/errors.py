@@ -6,6 +6,7 @@ BatchmillError
 │   ├── InvalidRow          one row is wrong; `code` says how
 │   ├── InvalidDataset      the file as a whole cannot be read
 │   ├── UnknownName         a job, file, model, adapter or engine nobody knows
+│   │   └── Gone            it was there and was deleted: the message says by whom and when
 │   ├── InvalidTransition   what was asked does not fit the job's state
 │   ├── Conflict            it contradicts something that is there: a repeated key, a file in use
 │   ├── TooLarge            more bytes, rows or parts than are taken
@@ -76,6 +77,10 @@ class InvalidDataset(InvalidInput):
 
 class UnknownName(InvalidInput):
     code = "unknown_name"
+
+
+class Gone(UnknownName):
+    code = "deleted"
 
 
 class InvalidTransition(InvalidInput):

@@ -20,6 +20,7 @@ SOURCE = Path(batchmill.__file__).parent
 # Raised to callers of a server by these; what only a command line says needs no row of its own.
 DOORS = ("services", "server", "dialects", "jobs", "datasets", "engines", "store", "wire")
 STATUS = (  # of a class of errors, whatever a dialect calls it
+    (errors.Gone, {404, 410}),
     (errors.UnknownName, {404}),
     (errors.TooLarge, {400, 413}),
     (errors.Conflict, {400, 409, 422}),

@@ -208,7 +208,7 @@ async def test_a_dataset_whose_file_was_deleted(room):
     upload = await room.arrived()
     await room.datasets.name("one", upload, "rows")
     record = await room.checked("rows")
-    await room.files.delete("one", record.file)
+    await room.files.delete("one", record.file, "ada")
     with pytest.raises(UnknownName, match="was deleted"):
         async with room.datasets.hold(record):
             pass

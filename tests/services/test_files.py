@@ -185,7 +185,7 @@ from file_room import FileRoom
 
 async def main():
     room = FileRoom(Path(sys.argv[1]))
-    await room.files.delete("one", (await room.upload(b"first")).id)
+    await room.files.delete("one", (await room.upload(b"first")).id, "ada")
     print("survived")
 
 asyncio.run(main())
@@ -237,7 +237,7 @@ async def test_projects_do_not_see_each_other(room):
     never = "file-" + "0" * 24
     for ask in (
         lambda file_id: room.files.get("two", file_id),
-        lambda file_id: room.files.delete("two", file_id),
+        lambda file_id: room.files.delete("two", file_id, "ada"),
         lambda file_id: room.files.list("two", after=file_id),
         lambda file_id: room.files.hold("two", file_id).__aenter__(),
     ):
@@ -310,7 +310,7 @@ async def test_an_open_file_outlives_its_deletion(room):
     """Who reads a file reads it to its end, also when it is deleted meanwhile; then it cannot be opened again."""
     record = await room.upload(b"a" * READ_BYTES + b"b")
     file = await room.files.open(record)
-    await room.files.delete("one", record.id)
+    await room.files.delete("one", record.id, "ada")
     assert await file.read(0, 2 * READ_BYTES) == b"a" * READ_BYTES
     assert await file.read(READ_BYTES, 5) == b"b"
     await file.close()
@@ -330,12 +330,12 @@ async def test_a_file_that_a_job_reads_stays(room, state):
     other = await room.upload()
     await room.put_job(state, reads=str(room.files.path(record)))
     with pytest.raises(Conflict) as caught:
-        await room.files.delete("one", record.id)
+        await room.files.delete("one", record.id, "ada")
     assert caught.value.code == "file_in_use"
     room.clock.at += 4000
     assert await room.files.sweep() == 0
     assert record.id in room.left()
-    await room.files.delete("one", other.id)
+    await room.files.delete("one", other.id, "ada")
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
@@ -343,7 +343,7 @@ async def test_a_file_goes_when_its_job_has_ended(room, state):
     """The input of a job at rest is a file like any other."""
     record = await room.upload()
     await room.put_job(state, reads=str(room.files.path(record)))
-    await room.files.delete("one", record.id)
+    await room.files.delete("one", record.id, "ada")
     assert room.left() == []
 
 
@@ -353,8 +353,8 @@ async def test_a_file_that_is_held_stays(room):
     async with room.files.hold("one", record.id) as held, room.files.hold("one", record.id):
         assert held == record
         with pytest.raises(Conflict, match="being made"):
-            await room.files.delete("one", record.id)
-    deleting = asyncio.create_task(room.files.delete("one", record.id))
+            await room.files.delete("one", record.id, "ada")
+    deleting = asyncio.create_task(room.files.delete("one", record.id, "ada"))
     async with room.files.hold("one", (await room.upload()).id):
         await deleting
     with pytest.raises(UnknownName):
@@ -382,7 +382,7 @@ async def test_a_file_that_expires_while_its_job_is_made_stays(room, monkeypatch
 async def test_a_file_is_deleted_once(room):
     """Of two who delete a file at once, one is told that there is none."""
     record = await room.upload()
-    done = await asyncio.gather(*(room.files.delete("one", record.id) for _ in range(2)), return_exceptions=True)
+    done = await asyncio.gather(*(room.files.delete("one", record.id, "ada") for _ in range(2)), return_exceptions=True)
     assert sorted(type(each).__name__ for each in done) == ["NoneType", "UnknownName"]
 
 

@@ -248,13 +248,13 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     assert all(isinstance(each, str | OverQuota) for each in sent)
     assert (await files.room.look("one"))[0] == 30_000 * len(stored) <= quota
     for each in stored:
-        await files.delete("one", each)
+        await files.delete("one", each, "ada")
     whole = await send(100)
     with pytest.raises(OverQuota, match="quotas.disk"):
         await send(1)
     with pytest.raises(OverQuota):
         await uploads.create("one", NewUpload("batch", "f", "", 1))
-    await files.delete("one", whole)
+    await files.delete("one", whole, "ada")
     upload = (await uploads.create("one", NewUpload("batch", "f", "", quota))).id
     part = await uploads.part_writer("one", upload)
     for _ in range(100):

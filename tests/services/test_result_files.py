@@ -8,6 +8,7 @@ import os
 import pytest
 from file_room import JOB, FileRoom
 
+from batchmill.errors import Gone, UnknownName
 from batchmill.services.result_files import result_id
 from batchmill.states import JobState
 
@@ -87,20 +88,35 @@ async def test_a_deleted_result_stays_deleted(room):
     """Deleting a result removes the job's own copy too, so that the next look at the job does not bring it back."""
     view = await room.ended_job()
     output, errors = await room.files.adopt_results(view)
-    await room.files.delete("one", output.id)
+    await room.files.delete("one", output.id, "ada")
     assert not os.path.exists(view.output) and os.path.exists(view.errors_output)
-    assert await room.files.adopt_results(view) == (None, errors)
+    gone, other = await room.files.adopt_results(view)
+    assert other == errors and (gone.id, gone.by, gone.at) == (output.id, "ada", room.clock.now())
+    with pytest.raises(Gone, match=r"deleted by ada at 2023-\d\d-\d\d"):
+        await room.files.get("one", output.id)
+    with pytest.raises(UnknownName, match="No such File"):
+        await room.files.get("two", output.id)
+
+
+async def test_a_result_that_somebody_removed(room):
+    """A result file that is gone from the disk reads as deleted, never as one without rows."""
+    view = await room.ended_job()
+    os.unlink(view.output)
+    gone, errors = await room.files.adopt_results(view)
+    assert gone.by == "somebody outside of batchmill" and errors.bytes
+    with pytest.raises(Gone):
+        await room.files.get("one", gone.id)
 
 
 async def test_a_deleted_result_of_an_earlier_generation(room):
     """The copy that lies with the job is removed only where it is the very file that was deleted."""
     first, _ = await room.files.adopt_results(await room.ended_job())
     second = await room.ended_job(generation=1)
-    await room.files.delete("one", first.id)
+    await room.files.delete("one", first.id, "ada")
     assert os.path.exists(second.output)
     output, _ = await room.files.adopt_results(second)
     await room.put_job(JobState.RUNNING, generation=2, output=second.output)
-    await room.files.delete("one", output.id)
+    await room.files.delete("one", output.id, "ada")
     assert os.path.exists(second.output)  # its job is not at rest: it may be reading it
 
 

@@ -16,6 +16,7 @@ from batchmill.errors import (
     BatchmillError,
     Conflict,
     Forbidden,
+    Gone,
     InvalidInput,
     InvalidTransition,
     Unauthenticated,
@@ -111,6 +112,24 @@ def test_a_job_from_its_file_to_its_results(client: Client, tmp_path):
     assert len(list(job.partial())) == 3
     assert job.view.origin == {"door": "native", "files": {job.view.input[0]: "in.jsonl"}}
     client.delete_file(job.view.input[0])
+
+
+def test_a_deleted_result_is_no_empty_one(client: Client, server: RunningServer, tmp_path):
+    """Whoever asks for a result that was deleted is told so by every door, with who did it and when."""
+    job = client.submit(requests(tmp_path / "in.jsonl", "a"))
+    job.wait()
+    output = job.view.output
+    assert httpx.delete(f"{server.url}/batchmill/v1/files/{output}").status_code == 204
+    for path in (f"jobs/{job.id}/results", f"files/{output}", f"files/{output}/content"):
+        reply = httpx.get(f"{server.url}/batchmill/v1/{path}")
+        assert reply.status_code == 410, path
+        assert "was deleted by somebody without a key at 20" in reply.json()["error"]["message"]
+    for path in (f"files/{output}", f"files/{output}/content"):
+        assert httpx.get(f"{server.url}/v1/{path}").status_code == 410
+    with pytest.raises(Gone, match="was deleted by"):
+        list(job.results())
+    job.refresh()
+    assert job.view.output == output
 
 
 def test_failed_rows_run_again_and_only_those(client: Client, folder, tmp_path):

@@ -28,6 +28,7 @@ BY_STATUS: dict[int, type[BatchmillError]] = {
     404: errors.UnknownName,
     405: errors.InvalidInput,
     409: errors.Conflict,
+    410: errors.Gone,
     413: errors.TooLarge,
     415: errors.InvalidInput,
     416: errors.InvalidInput,

@@ -19,6 +19,6 @@ from batchmill.config.loading import load
 
 __all__ = [
     "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",
-    "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry", "ServerEntry",
-    "StatusRegex", "WebhookEntry", "limit_flaw", "load",
+    "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry",
+    "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import ServerEntry
-from batchmill.errors import Conflict, InvalidInput, UnknownName
+from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services import file_records
 from batchmill.services.file_records import BATCH, FileQuery, FileRecord, unknown
@@ -36,13 +36,15 @@ from batchmill.services.incoming import (
 )
 from batchmill.services.result_files import link, result_id, result_record, unlink_same
 from batchmill.states import JobState
+from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom, Writing
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
 from batchmill.types import JobView, ProjectQuotas
 
-__all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile"]
+__all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
 
 WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # of a file, at once
@@ -50,6 +52,8 @@ FILENAME_CHARS_MAX = 512
 PAGE_MAX = 10_000
 SWEEP_MAX = 500  # files looked at at once
 ARRIVING = ".incoming"
+EXPIRY = "the server, because it had expired,"
+Result = FileRecord | Removal | None
 Within = Callable[[sa.Connection, FileRecord], None]
 
 
@@ -58,7 +62,8 @@ def new_id(prefix: str) -> str:
 
 
 class FileService:
-    """Raises, everywhere: UnknownName (`unknown_file`) for a file that this project does not have (any more)."""
+    """Raises, everywhere: UnknownName (`unknown_file`) for a file that this project does not have (any more), and Gone
+    for a result that was deleted."""
 
     def __init__(
         self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
@@ -128,8 +133,13 @@ class FileService:
     async def get(self, project: str, file_id: str) -> FileRecord:
         record = await self._database.read(file_records.find, file_id)
         now = self._clock.now()
-        if record is None or record.project != project or (record.expires is not None and record.expires <= now):
+        if record is None:
+            removal = await self._database.read(removals.find, file_id)
+            raise removal.error() if removal is not None and removal.project == project else unknown(file_id)
+        if record.project != project:
             raise unknown(file_id)
+        if record.expires is not None and record.expires <= now:
+            raise unknown(file_id) if record.job is None else _removal(record, EXPIRY, record.expires).error()
         return record
 
     @contextlib.asynccontextmanager
@@ -139,7 +149,11 @@ class FileService:
         try:
             if file_id in self._leaving:
                 raise unknown(file_id)
-            yield await self.get(project, file_id)
+            try:
+                record = await self.get(project, file_id)
+            except Gone:
+                raise unknown(file_id) from None  # to read it is to be told that of any other
+            yield record
         finally:
             self._held[file_id] -= 1
             if not self._held[file_id]:
@@ -173,38 +187,44 @@ class FileService:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    async def adopt_results(self, view: JobView) -> tuple[FileRecord | None, FileRecord | None]:
+    async def adopt_results(self, view: JobView) -> tuple[Result, Result]:
         """The output and the error file of a job that has ended, made files of its project; done twice, it is once.
 
-        None: there is no such file. Only files that lie with the job are adopted: one that its caller named is theirs.
+        None: there is no such file. A Removal: there was one. Only files that lie with the job are adopted: one that
+        its caller named is theirs.
         """
         if not JobState(view.state).is_at_rest:
             return None, None
         is_apart = view.errors_output is not None  # else results hold the rows that failed too
         wanted = {"output": view.output if view.rows_ok or not is_apart else None, "errors": view.errors_output}
         ids = {which: result_id(view.id, view.generation, which) for which in wanted}
-        known = await self._database.read(file_records.find_all, list(ids.values()))
+        known = await self._database.read(_find_results, list(ids.values()))
         if any(path is not None and ids[which] not in known for which, path in wanted.items()):
             async with self._adopting.setdefault(view.id, asyncio.Lock()):
-                known = await self._database.read(file_records.find_all, list(ids.values()))
+                known = await self._database.read(_find_results, list(ids.values()))
                 for which, path in wanted.items():
                     if path is not None and ids[which] not in known:
-                        known[ids[which]] = await self._adopt(view, ids[which], Path(path))
+                        found = await self._adopt(view, ids[which], Path(path))
+                        known |= {} if found is None else {found.id: found}
         return known.get(ids["output"]), known.get(ids["errors"])
 
-    async def _adopt(self, view: JobView, file_id: str, path: Path) -> FileRecord | None:
+    async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
         if path.parent != self._jobs_home / view.id:
             return None
         self._arriving.add(file_id)
         try:
             target = self.home / file_id
             size_bytes = await self.disk.run(link, path, target)
-            if size_bytes is None:
-                return None
             now = await self._database.read(file_records.results_of, view.id)
             if now is None or now.generation != view.generation or now.state != view.state:
-                await self.disk.run(target.unlink)  # a retry has begun: the next one to look sees its results
+                await self.disk.run(
+                    target.unlink, missing_ok=True
+                )  # a retry has begun: the next one to look sees its results
                 return None
+            if size_bytes is None:
+                gone = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
+                await self._database.write(removals.insert, gone)
+                return gone
             record = result_record(view, file_id, path.suffixes, size_bytes)
             await self._database.write(file_records.insert_missing, [record])
             return record
@@ -213,15 +233,15 @@ class FileService:
 
     # -- away -------------------------------------------------------------------------------------------------------
 
-    async def delete(self, project: str, file_id: str) -> None:
-        """Remove a file, and the copy of a result that lies with its job.
+    async def delete(self, project: str, file_id: str, by: str) -> None:
+        """Remove a file, and the copy of a result that lies with its job. Who did it is remembered of results.
 
         Raises: Conflict (`file_in_use`) while a job that has not ended reads it.
         """
         record = await self.get(project, file_id)
-        await to_its_end(self._remove(record, project))
+        await to_its_end(self._remove(record, project, by))
 
-    async def _remove(self, record: FileRecord, readers: str | None) -> None:
+    async def _remove(self, record: FileRecord, readers: str | None, by: str) -> None:
         """`readers`: the project whose jobs may read it; None: none does."""
         if record.id in self._leaving:
             raise unknown(record.id)
@@ -237,7 +257,7 @@ class FileService:
                 )
             if record.job is not None:
                 await self._remove_copies(record)
-            await self._database.write(file_records.delete, record.id)
+            await self._database.write(_forget, record, by, self._clock.now())
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
         finally:
@@ -259,6 +279,7 @@ class FileService:
             if not self._swept_orphans:
                 await self._sweep_orphans()
                 self._swept_orphans = True
+            await self._database.write(removals.forget_old, self._clock.now())
             return await self._sweep_expired()
 
     async def _sweep_expired(self) -> int:
@@ -272,7 +293,7 @@ class FileService:
                 if record.id in held or str(self.path(record)) in used:
                     continue
                 with contextlib.suppress(Conflict, UnknownName):  # held, or deleted just now
-                    await self._remove(record, None)
+                    await self._remove(record, None, EXPIRY)
                     gone += 1
         return gone
 
@@ -369,3 +390,19 @@ def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota:
     file_records.insert(db, record)
     if within is not None:
         within(db, record)
+
+
+def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord | Removal]:
+    return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
+
+
+def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:
+    """Remove a record; of a result it stays known who did it."""
+    file_records.delete(db, record.id)
+    if record.job is not None:
+        removals.insert(db, _removal(record, by, now))
+
+
+def _removal(record: FileRecord, by: str, at: float) -> Removal:
+    assert record.job is not None, "only results are remembered"
+    return Removal(record.id, record.project, record.job, by, at)

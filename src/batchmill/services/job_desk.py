@@ -16,7 +16,7 @@ from batchmill.errors import StorageFull, UnknownName
 from batchmill.jobs.machine import veiled
 from batchmill.ports import Jobs
 from batchmill.services.catalogue import Catalogue
-from batchmill.services.files import FileRecord, FileService
+from batchmill.services.files import FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
 from batchmill.types import (
@@ -38,7 +38,7 @@ _ID = re.compile(r"job_[0-9a-f]{20}")
 
 
 class ResultIds(Struct, frozen=True):
-    """The files an ended job left: None where it wrote none."""
+    """The files an ended job left, those too that were deleted since: None where it wrote none."""
 
     output: str | None = None
     errors: str | None = None
@@ -141,8 +141,8 @@ class JobDesk:
         await self._own(caller, job_id)
         return await self._jobs.verify(job_id)
 
-    async def results_of(self, view: JobView) -> tuple[FileRecord | None, FileRecord | None]:
-        """The output and the error file of an ended job, ready to be downloaded."""
+    async def results_of(self, view: JobView) -> tuple[Result, Result]:
+        """The output and the error file of an ended job, ready to be downloaded; or who deleted them."""
         return await self._files.adopt_results(view)
 
     async def _own(self, caller: Caller, job_id: str) -> JobView:

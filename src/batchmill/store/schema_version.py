@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from batchmill.errors import InvalidConfig
 from batchmill.store.tables import schema
 
-VERSION = 3
+VERSION = 4
 
 
 def check(db: sa.Connection) -> None:

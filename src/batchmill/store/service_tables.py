@@ -22,6 +22,19 @@ files = Table(
     Index("files_by_bytes", "project", "job", "bytes"),
 )
 
+removals = Table(  # what was deleted, so that whoever asks for it hears of that; `pending`: some of it still lies there
+    "removals",
+    metadata,
+    Column("id", String(64), primary_key=True),  # of a result file or a job
+    Column("project", String(64), nullable=False),
+    Column("job", String(64), nullable=False),
+    Column("by", String(256), nullable=False),  # in words
+    Column("at", Float, nullable=False),
+    Column("pending", Boolean, nullable=False, server_default="0"),
+    Index("removals_by_job", "job"),
+    Index("removals_pending", "pending"),
+)
+
 uploads = Table(  # a file that arrives in parts
     "uploads",
     metadata,

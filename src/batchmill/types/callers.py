@@ -28,6 +28,11 @@ class Caller(Struct, frozen=True):
     minted_by: tuple[tuple[str, int | None], ...] = ()
     expires: float | None = None  # when its key ends; None: never
 
+    @property
+    def in_words(self) -> str:
+        """Who it is, for those who ask later what became of something."""
+        return "somebody without a key" if self.key is None else f"the key {self.key}"
+
     def may(self, scope: Scope) -> bool:
         order = list(Scope)
         return order.index(self.scope) >= order.index(scope)

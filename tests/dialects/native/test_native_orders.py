@@ -119,8 +119,8 @@ async def test_a_file_cannot_go_while_its_order_is_made(kit):
     file_id = await kit.stored()
     async with Orders(kit.services).inputs(CALLER, Work([file_id])):
         with pytest.raises(Conflict):
-            await kit.files.delete("default", file_id)
-    await kit.files.delete("default", file_id)
+            await kit.files.delete("default", file_id, "ada")
+    await kit.files.delete("default", file_id, "ada")
 
 
 def test_views_name_files_and_no_places(tmp_path):

@@ -19,6 +19,7 @@ ARGUMENT, PARSE, STATUS = "illegal_argument_exception", "parse_exception", "stat
 SECURITY, ILLEGAL_STATE = "security_exception", "illegal_state_exception"
 # Order matters: the first class that fits.
 BY_CLASS: tuple[tuple[type[BatchmillError], int, str], ...] = (
+    (errors.Gone, 410, STATUS),
     (errors.UnknownName, 404, STATUS),
     (errors.TooLarge, 413, STATUS),
     (errors.Conflict, 409, STATUS),

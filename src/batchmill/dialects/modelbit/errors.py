@@ -27,6 +27,7 @@ BY_CODE: dict[str, int] = {
     "function_error": 400,
     "bad_return": 400,
     "link_expired": 410,
+    "deleted": 410,
     "method_not_allowed": 405,
     "request_timeout": 408,
     "unsupported_media_type": 415,

@@ -15,6 +15,7 @@ from batchmill.wire.native import ErrorDetail, ErrorReply
 
 # The first class that fits has the status, unless the code has one of its own.
 BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
+    (errors.Gone, 410),
     (errors.UnknownName, 404),
     (errors.TooLarge, 413),
     (errors.Conflict, 409),

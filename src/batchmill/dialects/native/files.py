@@ -20,7 +20,7 @@ from batchmill.wire.native import PAGE_DEFAULT, PAGE_MAX, PREFIX, FileInfo, File
 FILES = f"{PREFIX}/files"
 ONE = f"{FILES}/{{file_id}}"
 EXPIRES_S_MAX = 10 * 365 * 86_400
-MISSING, CONFLICT = 404, 409
+MISSING, CONFLICT, GONE = 404, 409, 410
 
 
 class Upload(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,15 +50,17 @@ class Files:
                 "listStoredFiles", "GET", FILES, "Files, the newest first", Scope.READ, self.list,
                 query=ListFiles, reply=FilePage, errors=(MISSING,),
             ),
-            Operation("showFile", "GET", ONE, "One file", Scope.READ, self.show, reply=FileInfo, errors=(MISSING,)),
+            Operation(
+                "showFile", "GET", ONE, "One file", Scope.READ, self.show, reply=FileInfo, errors=(MISSING, GONE),
+            ),
             Operation(
                 "removeFile", "DELETE", ONE, "Delete a file", Scope.SUBMIT, self.delete,
-                reply=None, status=204, errors=(MISSING, CONFLICT),
+                reply=None, status=204, errors=(MISSING, CONFLICT, GONE),
             ),
             Operation(
                 "fileContent", "GET", f"{ONE}/content", "The bytes of a file, whole or a range", Scope.READ,
                 self.content, reply=Content(OCTETS, FILE), also={206: Content(OCTETS, FILE), 416: None},
-                errors=(MISSING,),
+                errors=(MISSING, GONE),
             ),
         )  # fmt: skip
 
@@ -85,7 +87,7 @@ class Files:
         return json_reply(file_info(await self._files.get(call.caller.project, call.path["file_id"])))
 
     async def delete(self, call: Call) -> Response:
-        await self._files.delete(call.caller.project, call.path["file_id"])
+        await self._files.delete(call.caller.project, call.path["file_id"], call.caller.in_words)
         return Response(None, 204)
 
     async def content(self, call: Call) -> Response:

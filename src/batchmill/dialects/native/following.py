@@ -19,7 +19,7 @@ from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, Un
 from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, PieceReply
-from batchmill.services.files import FileRecord
+from batchmill.services.files import FileRecord, Removal, Result
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import JobView, Scope
@@ -30,6 +30,7 @@ MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.
 OCTETS = "application/octet-stream"
 FILE = {"type": "string", "format": "binary"}
 HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
+GONE = 410
 NO_RESULTS = "no_results"  # no row of the job was planned yet
 PIECE_BYTES = 256 * 1024
 LAST_EVENT_CHARS_MAX = 64
@@ -61,11 +62,11 @@ class Following:
             Operation(
                 "jobResults", "GET", f"{ONE}/results", "The results of a job, whole, a range, or what there is so far",
                 Scope.READ, self.results, query=Results, reply=files, also={206: files, 416: None},
-                errors=(MISSING, CONFLICT),
+                errors=(MISSING, CONFLICT, GONE),
             ),
             Operation(
                 "jobErrors", "GET", f"{ONE}/errors", "The rows that failed", Scope.READ, self.errors,
-                reply=lines, also={206: lines, 416: None}, errors=(MISSING, CONFLICT),
+                reply=lines, also={206: lines, 416: None}, errors=(MISSING, CONFLICT, GONE),
             ),
         )  # fmt: skip
 
@@ -134,7 +135,7 @@ class Following:
             raise UnknownName(f"the job {view.id} has no error file", code="no_file")
         return await self._file(call, errors)
 
-    async def _ended(self, call: Call) -> tuple[JobView, FileRecord | None, FileRecord | None]:
+    async def _ended(self, call: Call) -> tuple[JobView, Result, Result]:
         view = await self._desk.show(call.caller, call.path["job_id"])
         if not JobState(view.state).is_at_rest:
             raise InvalidTransition(
@@ -145,7 +146,10 @@ class Following:
             raise UnknownName(f"the job {view.id} has no result file", code="no_file")
         return view, *await self._desk.results_of(view)
 
-    async def _file(self, call: Call, record: FileRecord) -> Response:
+    async def _file(self, call: Call, record: FileRecord | Removal) -> Response:
+        """Raises: Gone."""
+        if isinstance(record, Removal):
+            raise record.error()
         file = await self._services.files.open(record)
         return FileReply(call.request, file, filename=record.filename, media=media_of(record.filename))
 

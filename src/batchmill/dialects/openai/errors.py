@@ -32,6 +32,7 @@ class Row(Struct, frozen=True):
 
 # Order matters: the first class that fits.
 BY_CLASS: tuple[tuple[type[BatchmillError], Row], ...] = (
+    (errors.Gone, Row(410)),
     (errors.UnknownName, Row(404)),
     (errors.TooLarge, Row(413)),
     (errors.Conflict, Row(409)),

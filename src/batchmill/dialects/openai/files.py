@@ -134,16 +134,16 @@ def operations(services: Services) -> list[Operation]:
         ),
         Operation(
             "retrieveFile", "GET", one, "One file", Scope.READ, partial(retrieve, files), reply=FileObject,
-            errors=(404,),
+            errors=(404, 410),
         ),
         Operation(
             "deleteFile", "DELETE", one, "Delete a file", Scope.SUBMIT, partial(delete, files), reply=FileDeleted,
-            errors=(404, 409),
+            errors=(404, 409, 410),
         ),
         Operation(
             "downloadFile", "GET", f"{one}/content", "The bytes of a file, whole or a range", Scope.READ,
             partial(download, files), reply=Content("application/octet-stream"),
-            also={206: Content("application/octet-stream"), 416: None}, errors=(404,),
+            also={206: Content("application/octet-stream"), 416: None}, errors=(404, 410),
         ),
     ]  # fmt: skip
 
@@ -185,7 +185,7 @@ async def retrieve(files: FileService, call: Call) -> Response:
 
 
 async def delete(files: FileService, call: Call) -> Response:
-    await files.delete(call.caller.project, call.path["file_id"])
+    await files.delete(call.caller.project, call.path["file_id"], call.caller.in_words)
     return json_reply(FileDeleted(call.path["file_id"]))
 
 

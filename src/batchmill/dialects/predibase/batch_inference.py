@@ -63,7 +63,7 @@ class ResultLink(Struct, frozen=True):
 class BatchInference:
     def __init__(self, services: Services, downloads: Downloads) -> None:
         self._services, self._downloads = services, downloads
-        self._desk = services.jobs
+        self._desk, self._files = services.jobs, services.files
         self._show = partial(job_of, hide=Places(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
@@ -84,7 +84,7 @@ class BatchInference:
             ),
             Operation(
                 "linkBatchInferenceResults", "GET", f"{ONE}/results", "A link to the results, which works once",
-                Scope.READ, self.results, reply=ResultLink, errors=(MISSING, CONFLICT),
+                Scope.READ, self.results, reply=ResultLink, errors=(MISSING, CONFLICT, 410),
             ),
         )  # fmt: skip
 
@@ -139,6 +139,7 @@ class BatchInference:
             raise InvalidTransition(
                 f"the job {view.id} is {shown.status} and has no results{why}", code="no_results"
             )  # fmt: skip
+        await self._files.get(call.caller.project, results.output)  # one that was deleted is known to be
         return json_reply(ResultLink(self._downloads.url(call.request, call.caller.project, results.output)))
 
     async def _own(self, caller: Caller, job_id: str) -> tuple[JobView, ResultIds]:

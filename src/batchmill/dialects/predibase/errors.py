@@ -23,6 +23,7 @@ BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
 )
 BY_CODE: dict[str, int] = {
     "link_expired": 410,
+    "deleted": 410,
     "link_used": 410,
     "method_not_allowed": 405,
     "request_timeout": 408,

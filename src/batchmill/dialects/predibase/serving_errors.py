@@ -23,6 +23,7 @@ STATUSES = (404, 422, 424)  # besides those that any operation may answer
 SHOWN_CHARS = 4_000  # of what an engine said
 # Order matters: the first class that fits.
 BY_CLASS: tuple[tuple[type[BatchmillError], int, str], ...] = (
+    (errors.Gone, 410, "not_found"),
     (errors.UnknownName, 404, "not_found"),
     (errors.TooLarge, 413, VALIDATION),
     (errors.InvalidInput, 422, VALIDATION),

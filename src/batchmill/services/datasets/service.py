@@ -253,7 +253,7 @@ class DatasetService:
         """The bytes first: a record without them is met, bytes without one would stay for ever."""
         if record.file is not None:
             with contextlib.suppress(UnknownName):
-                await self._files.delete(record.project, record.file)
+                await self._files.delete(record.project, record.file, "the deletion of its dataset")
         await self._database.write(records.delete, record.id)
         if (check := self._checks.get(record.id)) is not None:
             check.cancel()

@@ -1,0 +1,56 @@
+"""What was deleted: by whom, and when. Each function runs in its caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import Gone
+from batchmill.store.service_tables import removals
+from batchmill.store.tables import jobs
+
+REMEMBERED_S = 90 * 86_400.0  # what was deleted so long ago with its job is unknown again
+ELSEWHERE = "somebody outside of batchmill"
+
+
+class Removal(Struct, frozen=True):
+    """A result file or a job that is not there any more."""
+
+    id: str
+    project: str
+    job: str
+    by: str  # in words: "the key k1"
+    at: float  # seconds since the epoch, UTC
+    pending: bool = False  # some of it still lies on the disk
+
+    def error(self) -> Gone:
+        when = datetime.fromtimestamp(self.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        what = "the job" if self.id == self.job else f"a result of the job {self.job},"
+        return Gone(f"{what} {self.id} was deleted by {self.by} at {when}")
+
+
+_FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
+
+
+def insert(db: sa.Connection, removal: Removal) -> None:
+    """Remember it; the first word stands."""
+    db.execute(removals.insert().prefix_with("OR IGNORE").values(msgspec.structs.asdict(removal)))
+
+
+def find(db: sa.Connection, removed_id: str) -> Removal | None:
+    return find_all(db, [removed_id]).get(removed_id)
+
+
+def find_all(db: sa.Connection, ids: Sequence[str]) -> dict[str, Removal]:
+    found = db.execute(sa.select(*_FIELDS).where(removals.c.id.in_(ids)))
+    return {removal.id: removal for removal in (Removal(*row) for row in found)}
+
+
+def forget_old(db: sa.Connection, now: float) -> None:
+    """Of jobs that are still there every deleted result is remembered."""
+    known = sa.select(jobs.c.id).where(jobs.c.id == removals.c.job).exists()
+    db.execute(removals.delete().where(removals.c.at < now - REMEMBERED_S, ~removals.c.pending, ~known))
