@@ -122,6 +122,7 @@ class Owner:
             provisions=provisions,
             room=self.room,
         )
+        self.jobs.retention.entry = self._told.retention
         self.jobs.dispatcher.quarantine.settings = self._told.quarantine
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
@@ -132,6 +133,8 @@ class Owner:
         await self.remote.load()
         await self._open_llms(self.jobs, None if gpus is None else len(gpus))
         await self.jobs.recover(resume_doors=config is not None)
+        if config is None:  # a server has its rounds
+            await self.jobs.retention.sweep()
         self.keys = KeyService(self.database, SystemClock(), self._told.project_quotas)
         doors = {
             KEYS_DOOR: KeyDoor(self.keys).answer,
@@ -309,6 +312,9 @@ class OpenJobs:
 
     async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
         return await self._ask("settle_remote", job_id, tag, remote_id)
+
+    async def remove(self, job_id: str, by: str = "") -> JobView:
+        return await self._ask("remove", job_id)
 
     async def verify(self, job_id: str) -> LedgerReport:
         return await self._ask("verify", job_id)

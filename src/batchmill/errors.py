@@ -81,6 +81,7 @@ class UnknownName(InvalidInput):
 
 class Gone(UnknownName):
     code = "deleted"
+    project: str | None = None  # whose it was: others are not told
 
 
 class InvalidTransition(InvalidInput):

@@ -62,6 +62,12 @@ SALVAGE_POINTS = (  # and of a database that another takes the place of
     "after_strays",  # what has no record any more lies apart
     "after_logs",  # the old one's log is gone
 )
+RETENTION_POINTS = (  # and of a job that is removed, or of which only the results stay
+    "after_remove",  # its record is gone, its files are there
+    "after_ending",  # its record lies beside its results, the ledger knows its segments still
+    "after_parts_dropped",  # the ledger knows them no more, they are there
+    "after_clear",  # they are gone, and still written down as pending
+)
 BACKUP_POINTS = (
     "before_backup",  # the copy is whole, under another name
     "after_backup",  # it has its name, the oldest is still there

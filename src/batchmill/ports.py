@@ -264,6 +264,14 @@ class Jobs(Protocol):
         Raises: InvalidTransition for one that is not unknown, or while the job runs; UnknownName for a tag nobody has.
         """
 
+    async def remove(self, job_id: str, by: str = "a command on this machine") -> JobView:
+        """Remove an ended job and all that is kept of it; how it was. Results that lie elsewhere stay.
+
+        Args: by: who does it, in words, for those who ask for it later.
+
+        Raises: InvalidTransition for one that has not ended.
+        """
+
     async def verify(self, job_id: str) -> LedgerReport:
         """Audit the ledger against the segments; changes nothing."""
 

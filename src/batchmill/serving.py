@@ -30,7 +30,6 @@ from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services import salvage
-from batchmill.services.backups import Backups
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
@@ -163,7 +162,9 @@ class _Server:
             programs=services.programs,
         )
         own.document = openapi.document(self._root.routes.all())
-        self._sweeping = asyncio.create_task(_sweep_for_ever(services, clock, self._owner.backups))
+        self._sweeping = asyncio.create_task(
+            _sweep_for_ever(services, clock, self._owner.backups.sweep, jobs.retention.sweep)
+        )
         self._late = services.late
         self._late.open()
         self._tasks = services.remote_tasks
@@ -292,11 +293,11 @@ async def _refuse_open_door(config: Config, clock: Clock) -> None:
     )
 
 
-async def _sweep_for_ever(services: Services, clock: Clock, backups: Backups) -> None:
+async def _sweep_for_ever(services: Services, clock: Clock, *more: Callable[[], Awaitable[object]]) -> None:
     """What has had its time goes, and what was only remembered is written down."""
     duties: list[Callable[[], Awaitable[object]]] = [
         services.files.sweep, services.uploads.sweep, services.keys.write_uses, services.datasets.sweep,
-        services.links.sweep, services.adapters.sweep, services.llms.sweep, backups.sweep,
+        services.links.sweep, services.adapters.sweep, services.llms.sweep, *more,
     ]  # fmt: skip
     while True:
         await clock.sleep(SWEEP_S)

@@ -91,6 +91,13 @@ class MemoryJobs:
     async def fail_rows(self, job_id):
         return await self._steer("fail_rows", job_id)
 
+    async def remove(self, job_id):
+        view = self._views(job_id)[-1]
+        if not JobState(view.state).is_at_rest:
+            raise InvalidTransition(f"the job {view.id} is {view.state}: cancel it before it is removed")
+        del self.views[view.id]
+        return view
+
     async def amend(self, job_id, change):
         self.asked.append((change, job_id))
         return replace(self._views(job_id)[-1], priority=change.priority or 0, deadline=change.deadline)

@@ -13,6 +13,7 @@ from batchmill.cli.displays import Display, display_for, done
 from batchmill.cli.following import follow
 from batchmill.cli.order_options import written_by
 from batchmill.cli.output_file import written_whole
+from batchmill.cli.removing import prune, rm
 from batchmill.cli.run import attend
 from batchmill.cli.session import EXIT_OK, EXIT_PAUSED, ResultFile, Session, global_options, job_argument
 from batchmill.cli.summary import lines, pause_lines, show_problems
@@ -26,12 +27,17 @@ from batchmill.types import JobView, Submitted
 QUIET_S = 2.0  # somebody who waits longer is told for what
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @global_options
-@click.pass_obj
-def jobs(session: Session) -> int:
-    """List the jobs, the newest first."""
-    return session.run(_list(session))
+@click.pass_context
+def jobs(ctx: click.Context) -> int | None:
+    """List the jobs, the newest first; `rm` and `prune` remove those that have ended."""
+    session: Session = ctx.obj
+    return session.run(_list(session)) if ctx.invoked_subcommand is None else None
+
+
+jobs.add_command(rm)
+jobs.add_command(prune)
 
 
 async def _list(session: Session) -> None:

@@ -246,6 +246,9 @@ class RemoteJobs:
     async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
         return await self._client.call(calls.settle_remote(await self._full(job_id), tag, remote_id))
 
+    async def remove(self, job_id: str, by: str = "") -> JobView:
+        return await self._client.call(calls.remove(await self._full(job_id)))
+
     async def verify(self, job_id: str) -> LedgerReport:
         return await self._client.call(calls.verify(await self._full(job_id)))
 

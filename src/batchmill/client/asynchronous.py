@@ -436,6 +436,10 @@ class AsyncJob:
         """
         return await self._client.call(calls.settle_remote(self.id, tag, remote_id))
 
+    async def remove(self) -> JobView:
+        """Remove the job, which has ended, and its results."""
+        return await self._client.call(calls.remove(self.id))
+
     async def verify(self) -> LedgerReport:
         """Audit the record of which rows are done; needs an admin's key."""
         return await self._client.call(calls.verify(self.id))

@@ -83,6 +83,10 @@ def steer(job_id: str, verb: Steering) -> Ask[JobView]:
     return _post(JobView, _path("jobs", job_id, verb))
 
 
+def remove(job_id: str) -> Ask[JobView]:
+    return Ask(Request("DELETE", _path("jobs", job_id)), JobView)
+
+
 def amend(job_id: str, change: Change) -> Ask[JobView]:
     """Setting the same values twice is setting them once."""
     body, headers = msgspec.json.encode(change), {"content-type": "application/json"}

@@ -420,6 +420,10 @@ class Job:
         """
         return self._client.call(calls.settle_remote(self.id, tag, remote_id))
 
+    def remove(self) -> JobView:
+        """Remove the job, which has ended, and its results."""
+        return self._client.call(calls.remove(self.id))
+
     def verify(self) -> LedgerReport:
         """Audit the record of which rows are done; needs an admin's key."""
         return self._client.call(calls.verify(self.id))

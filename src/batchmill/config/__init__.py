@@ -11,6 +11,7 @@ from batchmill.config.entries import (
     ModelEntry,
     ProjectEntry,
     QuarantineEntry,
+    RetentionEntry,
     ServerEntry,
     StatusRegex,
     WebhookEntry,
@@ -20,5 +21,5 @@ from batchmill.config.loading import load
 __all__ = [
     "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",
     "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry",
-    "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
+    "RetentionEntry", "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from batchmill.config.entries import (
     MlCommonsEntry,
     ModelEntry,
     ProjectEntry,
+    RetentionEntry,
     SecretsEntry,
     ServerEntry,
     StatusRegex,
@@ -63,6 +64,7 @@ SERVER_MAX = {
     "requests_per_minute": 10**9,
     "idle_unload_s": 365 * 86_400.0,
 }
+RETENTION_S_MAX = 100 * 366 * 86_400.0
 BACKUP_INTERVAL_S_MAX, BACKUPS_MAX = 366 * 86_400.0, 1000
 QUARANTINE_MAX = {"deaths_per_hour": 10_000, "expires_s": 365 * 86_400.0, "entries_max": 1_000_000}
 WEIGHT_MAX = 1_000_000.0
@@ -189,6 +191,10 @@ def _check_serving(read: File) -> None:
             f"backups.interval_s must be more than 0 and at most {BACKUP_INTERVAL_S_MAX:,.0f}, not "
             f"{read.backups.interval_s}"
         )
+    for each in fields(RetentionEntry):
+        value = getattr(read.retention, each.name)
+        if value is not None and not 0 <= value <= RETENTION_S_MAX:
+            raise InvalidConfig(f"retention.{each.name} must be 0 to {RETENTION_S_MAX:,.0f}, not {value}")
     if not 0 <= read.backups.keep <= BACKUPS_MAX:
         raise InvalidConfig(f"backups.keep must be 0 to {BACKUPS_MAX:,}, not {read.backups.keep}")
     for name in server.worker_environment:

@@ -223,6 +223,14 @@ class BackupsEntry(Struct, frozen=True):
     keep: int = 3
 
 
+class RetentionEntry(Struct, frozen=True):
+    """`[retention]`: how long after its end something of a job stays. `jobs_s` None: until it is removed."""
+
+    jobs_s: float | None = None
+    retry_s: float = 7 * 86_400.0
+    intermediate_s: float = 3600.0
+
+
 class DeploymentsEntry(Struct, frozen=True):
     """`[deployments]`: what callers may have batchmill serve."""
 
@@ -252,6 +260,7 @@ class File(Struct, frozen=True):
     machine: MachineEntry = MachineEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
+    retention: RetentionEntry = RetentionEntry()
 
 
 class Config(Struct, frozen=True):
@@ -272,6 +281,7 @@ class Config(Struct, frozen=True):
     machine: MachineEntry = MachineEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
+    retention: RetentionEntry = RetentionEntry()
     key_file: Path | None = None  # None: `secrets.key` in the data directory
 
     @property

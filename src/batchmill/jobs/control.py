@@ -118,7 +118,10 @@ _reply = msgspec.msgpack.Decoder(
     Viewed | Listed | Taken | Known | Audited | Explained | Remotes | Written | Told | End | Raised
 )
 ANSWER_S = 15.0
-VERBS = {"show", "pause", "resume", "cancel", "retry", "fail_rows", "explain", "partial", "remote", "verify", "rebuild"}
+VERBS = {
+    "show", "pause", "resume", "cancel", "retry", "fail_rows", "explain", "partial", "remote", "verify", "rebuild",
+    "remove",
+}  # fmt: skip
 
 
 Door = Callable[[bytes], Awaitable[bytes]]
@@ -328,6 +331,9 @@ class ControlClient:
 
     async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
         return (await self._ask(Settle(job_id, tag, remote_id))).jobs[0]
+
+    async def remove(self, job_id: str, by: str = "") -> JobView:
+        return (await self._ask(Ask("remove", job_id))).view
 
     async def verify(self, job_id: str) -> LedgerReport:
         return (await self._ask(Ask("verify", job_id))).report

@@ -122,6 +122,8 @@ class Entrance:
     @staticmethod
     def _is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
         """The caller wants the known job to be run from its beginning again."""
+        if record["compacted"] is not None and not os.path.exists(record["output"]):
+            return True  # its results are gone, and what they could be written from
         return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
 
     async def _take_up(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,11 @@ class JobFiles:
     @property
     def spec(self) -> Path:
         return self.home / "job.json"
+
+    @property
+    def ending(self) -> Path:
+        """The record of a job of which only the results are left."""
+        return self.home / "ending.json"
 
     @property
     def dataset(self) -> Path:
@@ -85,6 +90,12 @@ def bytes_in(folder: Path) -> int:
             with suppress(FileNotFoundError):
                 total += entry.stat(follow_symlinks=False).st_size
     return total
+
+
+def clear_unsealed(data_dir: Path, job_ids: Iterable[str]) -> None:
+    """Remove what a kill left of datasets that were being unpacked."""
+    for job_id in job_ids:
+        JobFiles(data_dir, job_id).clear_unsealed()
 
 
 def sweep_orphans(data_dir: Path, known: Container[str]) -> None:

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from batchmill.errors import UnknownName
 from batchmill.states import ENDED, JobState, PauseReason
+from batchmill.store import removals
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import error_counts, jobs
 from batchmill.types import JobQuery
@@ -27,6 +28,8 @@ def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
     found = db.execute(begins).mappings().all()
     if len(found) == 1:
         return found[0]
+    if not found and (removal := removals.find(db, job_id)) is not None:
+        raise removal.error()
     why = "is the beginning of several ids; write more of it" if found else "is unknown; `batchmill jobs` lists them"
     raise UnknownName(f"the job {job_id[:SHOWN_CHARS]!r} {why}", code="unknown_job")
 

@@ -33,10 +33,11 @@ from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.drive import Drive, Tools
 from batchmill.jobs.endings import EarlyEnd
 from batchmill.jobs.entrance import Entrance
-from batchmill.jobs.job_files import JobFiles, read_spec, sweep_orphans
+from batchmill.jobs.job_files import JobFiles, clear_unsealed, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.roster import Roster
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
@@ -59,6 +60,7 @@ from batchmill.wire.job_spec import JobSpec
 
 REMOTE_ID_CHARS_MAX = 512
 ENDING_S = 60.0  # a command waits so long for the ends of jobs before it; what providers still have may take longer
+HERE = "a command on this machine"
 INTERRUPTED = "the process that ran this job ended; resume it and it goes on where it was"
 
 
@@ -98,6 +100,7 @@ class JobService:
             lambda: self.adapters, lambda: self.room,
         )  # fmt: skip
         self._roster = Roster(tools)
+        self.retention = Retention(data_dir, ledger.database, self._roster, clock)
         self._entrance = Entrance(tools, self._roster)
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
         self._caretaker = Caretaker(clock, self._ballast, self._waiting, self._resume_or_note, self._tidy)
@@ -126,10 +129,11 @@ class JobService:
         that wait for room on the disk.
         """
         await self._dispatcher.quarantine.load()
+        await self.retention.finish()
         ending: list[Drive] = []
         doors: list[str] = []
         unfinished = await self._read(job_records.unfinished)
-        await asyncio.to_thread(self._clear_unsealed, [record["id"] for record in unfinished])
+        await asyncio.to_thread(clear_unsealed, self._data_dir, [record["id"] for record in unfinished])
         for record in unfinished:
             state, spec = JobState(record["state"]), read_spec(record["spec"])
             if state is JobState.CANCELLING:
@@ -147,11 +151,6 @@ class JobService:
             self._resuming = asyncio.create_task(self._resume_all(doors))
         elif ending:
             await asyncio.wait({drive.task for drive in ending if drive.task is not None}, timeout=ENDING_S)
-
-    def _clear_unsealed(self, job_ids: Sequence[str]) -> None:
-        """What a kill left of datasets that were being unpacked."""
-        for job_id in job_ids:
-            JobFiles(self._data_dir, job_id).clear_unsealed()
 
     async def _set_down(self, job_id: str) -> bool:
         """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
@@ -254,6 +253,7 @@ class JobService:
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
+        refuse_compacted(record, "--partial")
         files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
         committed = await self._call(self._ledger.committed, spec.id)
         path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
@@ -360,6 +360,7 @@ class JobService:
                 raise InvalidTransition(
                     f"the job {record['id']} is {record['state']}: only rows of an ended job are retried"
                 )
+            refuse_compacted(record, "a retry")
             spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
             await self._refuse_if_taken(spec, record)
             # Code that was mended is what a retry is for.
@@ -445,8 +446,13 @@ class JobService:
 
     # -- the ledger itself --------------------------------------------------------------------------------------------
 
+    async def remove(self, job_id: str, by: str = HERE) -> JobView:
+        await self.retention.remove((view := await self.show(job_id)).id, by)
+        return view
+
     async def verify(self, job_id: str) -> LedgerReport:
         record = await self._record(job_id)
+        refuse_compacted(record, "an audit")
         order = await self._audit_order(read_spec(record["spec"]))
         work = self._children.offload(
             "batchmill.jobs.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
@@ -459,6 +465,8 @@ class JobService:
     async def rebuild(self, job_id: str) -> LedgerReport:
         spec = await self._spec_or_file(job_id)
         self._refuse_running(spec.id)
+        if JobFiles(self._data_dir, spec.id).ending.exists():
+            refuse_compacted(await self._record(spec.id), "a rebuild")
         order = await self._audit_order(spec)
         work = self._children.offload(
             "batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None

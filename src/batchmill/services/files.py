@@ -241,6 +241,16 @@ class FileService:
         record = await self.get(project, file_id)
         await to_its_end(self._remove(record, project, by))
 
+    async def refuse_in_use(self, records: Sequence[FileRecord]) -> None:
+        """Raises: Conflict (`file_in_use`) while a job that has not ended reads one of them."""
+        for record in records:
+            used = await self._database.read(file_records.in_use, [str(self.path(record))], record.project)
+            if used or self._held[record.id]:
+                raise Conflict(
+                    f"{record.id} is in use: a job that has not ended reads it; cancel it, or wait for its end",
+                    code="file_in_use",
+                )
+
     async def _remove(self, record: FileRecord, readers: str | None, by: str) -> None:
         """`readers`: the project whose jobs may read it; None: none does."""
         if record.id in self._leaving:

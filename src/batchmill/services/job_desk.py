@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import StorageFull, UnknownName
+from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.machine import veiled
 from batchmill.ports import Jobs
 from batchmill.services.catalogue import Catalogue
-from batchmill.services.files import FileService, Result
+from batchmill.services.files import FileRecord, FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
 from batchmill.types import (
@@ -112,6 +112,13 @@ class JobDesk:
         await self._own(caller, job_id)
         return await self._jobs.fail_rows(job_id)
 
+    async def remove(self, caller: Caller, job_id: str) -> JobView:
+        """As `ports.Jobs.remove`; who did it is remembered. Raises: Conflict while another job reads its results."""
+        view = await self._own(caller, job_id)
+        output, errors = await self._files.adopt_results(view)
+        await self._files.refuse_in_use([each for each in (output, errors) if isinstance(each, FileRecord)])
+        return await self._jobs.remove(view.id, caller.in_words)
+
     async def amend(self, caller: Caller, job_id: str, change: Amendment) -> JobView:
         await self._own(caller, job_id)
         return await self._jobs.amend(job_id, change)
@@ -149,6 +156,10 @@ class JobDesk:
         if _ID.fullmatch(job_id):
             try:
                 view = await self._jobs.show(job_id)
+            except Gone as error:
+                if error.project == caller.project:
+                    raise
+                view = None
             except UnknownName:
                 view = None
             if view is not None and view.project == caller.project:

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, InvalidConfig
-from batchmill.jobs import audit, ledger_snapshot, repair
+from batchmill.jobs import audit, ledger_snapshot, repair, retention
 from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.ledger import Ledger
@@ -33,7 +33,7 @@ from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_so
 from batchmill.store.database import NAME, Database
 from batchmill.store.segments import sync_folder
 from batchmill.store.service_tables import files as file_table
-from batchmill.store.tables import metadata
+from batchmill.store.tables import jobs, metadata
 from batchmill.types import SalvagedTable, SalvageReport
 from batchmill.wire.job_spec import JobSpec
 
@@ -235,15 +235,27 @@ class _Salvage:
                 self._failed.append(f"{home.name}: {error}")
 
     def _rebuild(self, job_id: str) -> bool:
+        files = JobFiles(self._data_dir, job_id)
+        if files.ending.exists() and not (files.plan(0) / PLAN).exists():
+            return self._restore_ended(files)
         before = self._ledger.snapshot(job_id)
         if before.state is None:
-            spec = JobFiles(self._data_dir, job_id).read_spec()
+            spec = files.read_spec()
         else:
             spec = read_spec(self._ledger.job(job_id)["spec"])
             if not self._is_in_doubt(spec, before):
                 return False
         after = repair.rebuild(AuditOrder(spec, str(self._data_dir), before), lambda _: None)
         self._ledger.replace(spec, before, after)
+        return True
+
+    def _restore_ended(self, files: JobFiles) -> bool:
+        """The record of a job of which only the results are left, where it was lost."""
+        if self._ledger.snapshot(files.home.name).state is not None and files.home.name not in self._from_backup:
+            return False
+        values = retention.read_ending(files) | {"spec": files.spec.read_bytes()}
+        with self._database.writer.begin() as db:
+            db.execute(jobs.insert().prefix_with("OR REPLACE").values(values))
         return True
 
     def _is_in_doubt(self, spec: JobSpec, before: ledger_snapshot.Snapshot) -> bool:

@@ -30,7 +30,9 @@ class Removal(Struct, frozen=True):
     def error(self) -> Gone:
         when = datetime.fromtimestamp(self.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         what = "the job" if self.id == self.job else f"a result of the job {self.job},"
-        return Gone(f"{what} {self.id} was deleted by {self.by} at {when}")
+        error = Gone(f"{what} {self.id} was deleted by {self.by} at {when}")
+        error.project = self.project
+        return error
 
 
 _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]

@@ -14,6 +14,7 @@ metadata = MetaData()
 schema = Table("schema", metadata, Column("version", Integer, primary_key=True))
 
 _UNANNOUNCED = column("announced") <= column("generation")  # true of few, so that looking for them costs little
+_WHOLE = column("compacted").is_(None)
 
 jobs = Table(
     "jobs",
@@ -50,9 +51,11 @@ jobs = Table(
     Column("cancelling", Float),  # when it was asked to end early
     Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was made known, plus 1
     Column("bytes", BigInteger, nullable=False, server_default="0"),  # on the disk, its results apart
+    Column("compacted", Float),  # when its segments went: what is left of it are its results
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
+    Index("jobs_to_compact", "finished", sqlite_where=_WHOLE, postgresql_where=_WHOLE),
     Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
 )
 

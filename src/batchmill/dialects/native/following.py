@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.native.jobs import CONFLICT, MISSING, ONE
+from batchmill.dialects.native.jobs import CONFLICT, GONE, MISSING, ONE
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.file_reply import FileReply
@@ -30,7 +30,6 @@ MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.
 OCTETS = "application/octet-stream"
 FILE = {"type": "string", "format": "binary"}
 HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
-GONE = 410
 NO_RESULTS = "no_results"  # no row of the job was planned yet
 PIECE_BYTES = 256 * 1024
 LAST_EVENT_CHARS_MAX = 64

@@ -31,7 +31,7 @@ from batchmill.wire.native import (
 JOBS = f"{PREFIX}/jobs"
 ONE = f"{JOBS}/{{job_id}}"
 SCANNED_MAX = 5000  # jobs that one page with a filter looks at
-CONFLICT, MISSING = 409, 404
+CONFLICT, MISSING, GONE = 409, 404, 410
 
 
 class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class Jobs:
                 "listJobs", "GET", JOBS, "Jobs, the newest first", Scope.READ, self.list,
                 query=ListJobs, reply=JobPage, errors=(MISSING,),
             ),
-            Operation("showJob", "GET", ONE, "One job", Scope.READ, self.show, reply=JobView, errors=(MISSING,)),
+            Operation("showJob", "GET", ONE, "One job", Scope.READ, self.show, reply=JobView, errors=(MISSING, GONE)),
             Operation(
                 "amendJob", "PATCH", ONE, "Change priority, deadline or budget", Scope.SUBMIT, self.amend,
                 body=Change, reply=JobView, errors=(MISSING, CONFLICT),
@@ -76,6 +76,10 @@ class Jobs:
             Operation(
                 "verifyJob", "POST", f"{ONE}/verify", "Audit the record of which rows are done", Scope.ADMIN,
                 self.verify, reply=LedgerReport, errors=(MISSING, CONFLICT),
+            ),
+            Operation(
+                "removeJob", "DELETE", ONE, "Remove an ended job and its results", Scope.SUBMIT, self.remove,
+                reply=JobView, errors=(MISSING, CONFLICT, GONE),
             ),
             self._steering("pauseJob", "pause", "Pause; rows in flight may finish", self._desk.pause),
             self._steering("resumeJob", "resume", "Go on with a paused job", self._desk.resume),
@@ -151,6 +155,9 @@ class Jobs:
 
     async def show(self, call: Call) -> Response:
         return json_reply(self._shown.job(*await self._desk.show_with_results(call.caller, call.path["job_id"])))
+
+    async def remove(self, call: Call) -> Response:
+        return json_reply(self._shown.job(await self._desk.remove(call.caller, call.path["job_id"])))
 
     async def amend(self, call: Call) -> Response:
         change: Change = call.body

@@ -1,0 +1,206 @@
+"""What becomes of jobs that have ended: what they need no more goes, and so do they when they are removed.
+
+The order is the promise: written down, then removed from the disk. What a kill leaves is written down as pending, and
+the next owner finishes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill import faults
+from batchmill.config import RetentionEntry
+from batchmill.datasets.layout import SEAL
+from batchmill.errors import InvalidTransition
+from batchmill.jobs import job_records
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.part_file import PartFile
+from batchmill.jobs.roster import Roster
+from batchmill.ports import Clock
+from batchmill.states import ENDED, JobState
+from batchmill.store import removals
+from batchmill.store.database import Database
+from batchmill.store.removals import Removal
+from batchmill.store.segments import sync_folder
+from batchmill.store.service_tables import files as file_table
+from batchmill.store.service_tables import removals as removal_table
+from batchmill.store.tables import commits, error_counts, jobs, notes, shards, submissions
+
+PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
+BY_AGE = "the server, because retention.jobs_s had passed,"
+SWEPT_MAX = 100  # jobs that one sweep takes in hand
+LEAVING = ".leaving-"  # before the name of a folder that is being removed
+
+
+class Retention:
+    """The ended jobs of a data directory that this process owns."""
+
+    def __init__(self, data_dir: Path, database: Database, roster: Roster, clock: Clock) -> None:
+        self._data_dir, self._database, self._roster, self._clock = data_dir, database, roster, clock
+        self.entry = RetentionEntry()
+
+    async def finish(self) -> None:
+        """Remove what was written down as removed and still lies on the disk."""
+        for leaving in (self._data_dir / "jobs").glob(f"{LEAVING}*"):
+            await asyncio.to_thread(shutil.rmtree, leaving, ignore_errors=True)
+        for removal in await self._database.read(_pending):
+            await self._clear(removal)
+
+    async def remove(self, job_id: str, by: str) -> None:
+        """Remove an ended job and all that is kept of it; a result that lies where its caller wanted it stays.
+
+        Raises: InvalidTransition for one that has not ended.
+        """
+        async with self._roster.alone(job_id):
+            await self._roster.let_rest(job_id)
+            removal = await self._database.write(_remove, job_id, by, self._clock.now())
+            faults.point("after_remove")
+            await self._clear(removal)
+
+    async def sweep(self) -> None:
+        """Remove jobs that are old enough, and what others need no more."""
+        now, entry = self._clock.now(), self.entry
+        if entry.jobs_s is not None:
+            for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
+                await self.remove(job_id, BY_AGE)
+        for record in await self._database.read(_whole, now - min(entry.intermediate_s, entry.retry_s)):
+            if record["finished"] <= now - self._kept_s(record):
+                await self._compact(record["id"], now)
+
+    def _kept_s(self, record: sa.RowMapping) -> float:
+        """How long the segments of a job stay: a retry needs them, and whoever has lost its results."""
+        may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
+        is_there = record["output"] is None or os.path.exists(record["output"])
+        return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s
+
+    async def _compact(self, job_id: str, now: float) -> None:
+        async with self._roster.alone(job_id):
+            if await self._roster.let_rest(job_id) is not None:
+                return  # a retry was faster
+            record = await self._database.read(job_records.find, job_id)
+            if record["state"] not in ENDED or record["compacted"] is not None:
+                return
+            files = JobFiles(self._data_dir, job_id)
+            if not files.home.is_dir():
+                return
+            await asyncio.to_thread(_write_ending, files, record, now)
+            faults.point("after_ending")
+            removal = await self._database.write(_drop_parts, record, now)
+            faults.point("after_parts_dropped")
+            await self._clear(removal)
+
+    async def _clear(self, removal: Removal) -> None:
+        if removal.id.endswith(PARTS):
+            await asyncio.to_thread(_clear_parts, JobFiles(self._data_dir, removal.job))
+        else:
+            results = await self._database.read(_results_of, removal.job)
+            await asyncio.to_thread(self._clear_job, removal.job, results)
+        faults.point("after_clear")
+        await self._database.write(_cleared, removal)
+
+    def _clear_job(self, job_id: str, results: Sequence[str]) -> None:
+        home = self._data_dir / "jobs" / job_id
+        leaving = home.with_name(LEAVING + job_id)
+        if home.exists():
+            os.rename(home, leaving)
+            sync_folder(home.parent)
+        for name in results:
+            (self._data_dir / "files" / name).unlink(missing_ok=True)
+        shutil.rmtree(leaving, ignore_errors=True)
+
+
+def refuse_compacted(record: sa.RowMapping, what: str) -> None:
+    """Raises: InvalidTransition for a job that keeps only its results."""
+    if record["compacted"] is not None:
+        raise InvalidTransition(
+            f"the job {record['id']} keeps only its results: what {what} needs was removed a while after its end (see "
+            "retention in the configuration); submit it again",
+            code="compacted",
+        )
+
+
+def read_ending(files: JobFiles) -> dict[str, Any]:
+    """The columns of a compacted job's record, as they lie in its folder."""
+    return msgspec.json.decode(files.ending.read_bytes())
+
+
+def _write_ending(files: JobFiles, record: sa.RowMapping, now: float) -> None:
+    """The record of a job whose segments go, beside its results: a database that is lost can be made from it."""
+    values = {name: value for name, value in record.items() if not isinstance(value, bytes)}
+    with PartFile(files.ending, 0o600) as file:
+        file.write(msgspec.json.encode(values | {"compacted": now}))
+        file.publish()
+
+
+def _clear_parts(files: JobFiles) -> None:
+    for folder in (files.segments, *files.home.glob("plan-*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for path in files.dataset.glob("*"):
+        if path.name != SEAL:  # the same command again is known by it
+            path.unlink()
+
+
+def _remove(db: sa.Connection, job_id: str, by: str, now: float) -> Removal:
+    record = job_records.find(db, job_id)
+    if record["state"] not in ENDED:
+        raise InvalidTransition(f"the job {job_id} is {record['state']}: cancel it before it is removed")
+    for result in db.execute(sa.select(file_table.c.id).where(file_table.c.job == job_id)).scalars().all():
+        removals.insert(db, Removal(result, record["project"], job_id, by, now))
+    db.execute(file_table.delete().where(file_table.c.job == job_id))
+    for table in (shards, commits, notes, error_counts, submissions):
+        db.execute(table.delete().where(table.c.job == job_id))
+    db.execute(jobs.delete().where(jobs.c.id == job_id))
+    db.execute(removal_table.delete().where(removal_table.c.id == job_id + PARTS))
+    removal = Removal(job_id, record["project"], job_id, by, now, True)
+    removals.insert(db, removal)
+    return removal
+
+
+def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float) -> Removal:
+    job_id = record["id"]
+    for table in (shards, commits, notes):
+        db.execute(table.delete().where(table.c.job == job_id))
+    size_bytes = 2 * len(record["spec"])
+    db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=now, bytes=size_bytes))
+    removal = Removal(job_id + PARTS, record["project"], job_id, "", now, True)
+    removals.insert(db, removal)
+    return removal
+
+
+def _cleared(db: sa.Connection, removal: Removal) -> None:
+    own = removal_table.c.id == removal.id
+    db.execute(
+        removal_table.delete().where(own)
+        if removal.id.endswith(PARTS)
+        else removal_table.update().where(own).values(pending=False)
+    )
+
+
+def _pending(db: sa.Connection) -> list[Removal]:
+    ids = db.execute(sa.select(removal_table.c.id).where(removal_table.c.pending)).scalars().all()
+    return list(removals.find_all(db, ids).values())
+
+
+def _results_of(db: sa.Connection, job_id: str) -> list[str]:
+    query = sa.select(removal_table.c.id).where(removal_table.c.job == job_id, removal_table.c.id != job_id)
+    return [name for name in db.execute(query).scalars() if not name.endswith(PARTS)]
+
+
+def _ended_before(db: sa.Connection, finished: float) -> list[str]:
+    query = sa.select(jobs.c.id).where(jobs.c.state.in_(ENDED), jobs.c.finished <= finished)
+    return list(db.execute(query.order_by(jobs.c.finished).limit(SWEPT_MAX)).scalars())
+
+
+def _whole(db: sa.Connection, finished: float) -> Sequence[sa.RowMapping]:
+    """Ended jobs that still have everything, the first to end first."""
+    columns = [jobs.c[name] for name in ("id", "state", "finished", "output", "rows_failed", "rows_rejected")]
+    query = sa.select(*columns).where(jobs.c.state.in_(ENDED), jobs.c.compacted.is_(None), jobs.c.finished <= finished)
+    return db.execute(query.order_by(jobs.c.finished)).mappings().all()

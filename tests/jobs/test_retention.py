@@ -1,0 +1,211 @@
+"""Jobs that have ended: what they need no more goes, and so do they when they are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from fakes.held_clock import HeldClock
+from ledgered_job import LedgeredJob
+
+from batchmill.config import RetentionEntry
+from batchmill.errors import Gone, InvalidTransition
+from batchmill.executors.local import LocalExecutor
+from batchmill.faults import RETENTION_POINTS
+from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.retention import BY_AGE
+from batchmill.jobs.service import JobService
+from batchmill.services import salvage
+from batchmill.states import JobState
+from batchmill.store.database import Database
+from batchmill.store.service_tables import files
+from batchmill.store.tables import commits, jobs, shards
+
+JOB = "job_" + "2" * 20
+ROWS = 100
+LEFT = {"job.json", "ending.json", "dataset/seal.json", "results.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A data directory with a job that completed 10 s ago, and whose result is a file of its project."""
+    folder = tmp_path_factory.mktemp("model")
+    job = LedgeredJob(folder, ROWS, 50, JOB)
+    job.files.write_spec(job.spec)
+    segment = job.segment()
+    job.run(segment, range(50))
+    job.run(segment, range(50, ROWS))
+    segment.close()
+    output = job.files.home / "results.jsonl"
+    output.write_text("{}\n" * ROWS)
+    job.ledger.move(JOB, JobState.FINALIZING)
+    job.ledger.move(JOB, JobState.COMPLETED, finished=HeldClock().now() - 10, output=str(output))
+    (job.data_dir / "files").mkdir()
+    os.link(output, job.data_dir / "files" / "file-r")
+    with job.ledger.database.writer.begin() as db:
+        db.execute(files.insert().values(
+            id="file-r", project="default", purpose="batch_output", filename="r.jsonl", bytes=300, created=1.0, job=JOB
+        ))  # fmt: skip
+    job.ledger.close()
+    return job
+
+
+@pytest.fixture
+def data_dir(model, tmp_path):
+    """A copy; the result lies where the copy has it."""
+    shutil.copytree(model.data_dir, tmp_path / "data", ignore=lambda folder, names: [])
+    database = Database(tmp_path / "data" / "batchmill.db")
+    with database.writer.begin() as db:
+        db.execute(jobs.update().values(output=str(tmp_path / "data" / "jobs" / JOB / "results.jsonl")))
+    database.close()
+    return tmp_path / "data"
+
+
+def service_of(data_dir, clock=None, **entry):
+    ledger = Ledger(Database(data_dir / "batchmill.db"))
+    service = JobService(data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock())
+    service.retention.entry = RetentionEntry(**entry)
+    return service
+
+
+def left_of(data_dir):
+    home = data_dir / "jobs" / JOB
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+async def test_a_finished_job_keeps_its_results(data_dir):
+    """Once nothing can be retried, segments, plans and indexes go; the job is shown, known again and not run again."""
+    clock = HeldClock()
+    service = service_of(data_dir, clock, intermediate_s=60)
+    try:
+        await service.recover()
+        whole = left_of(data_dir)
+        await service.retention.sweep()
+        assert left_of(data_dir) == whole  # 10 s are not enough
+        clock.at += 51
+        await service.retention.sweep()
+        assert left_of(data_dir) == LEFT
+        view = await service.show(JOB)
+        assert (view.state, view.rows_ok) == ("completed", ROWS)
+        with service._ledger.database.reader.connect() as db:
+            assert not db.execute(shards.select()).all() and not db.execute(commits.select()).all()
+        for call in (service.retry, service.verify, service.rebuild, service.partial):
+            with pytest.raises(InvalidTransition, match="keeps only its results"):
+                await call(JOB)
+    finally:
+        await service.close()
+
+
+async def test_what_a_retry_needs_stays_longer(data_dir):
+    """A job with failed rows, or whose results were taken away, keeps its segments for retention.retry_s."""
+    clock = HeldClock()
+    service = service_of(data_dir, clock, intermediate_s=0, retry_s=100)
+    try:
+        whole = left_of(data_dir)
+        await service._call(service._ledger.note, JOB, rows_failed=1)
+        await service.retention.sweep()
+        assert left_of(data_dir) == whole
+        await service._call(service._ledger.note, JOB, rows_failed=0, output="/nonexistent")
+        await service.retention.sweep()
+        assert left_of(data_dir) == whole
+        clock.at += 91
+        await service.retention.sweep()
+        assert left_of(data_dir) == LEFT
+    finally:
+        await service.close()
+
+
+async def test_a_removed_job_leaves_nothing_but_word_of_it(data_dir):
+    """`remove` takes the job, its folder and its result files; who asks for it is told who did that, and when."""
+    service = service_of(data_dir)
+    try:
+        await service._call(service._ledger.note, JOB, state=JobState.RUNNING)
+        with pytest.raises(InvalidTransition, match="cancel it"):
+            await service.remove(JOB)
+        await service._call(service._ledger.note, JOB, state=JobState.COMPLETED)
+        assert (await service.remove(JOB[:8], "the key k1")).id == JOB
+        assert not list((data_dir / "jobs").iterdir()) and not list((data_dir / "files").iterdir())
+        with pytest.raises(Gone, match="deleted by the key k1 at 2023"):
+            await service.show(JOB)
+        assert await service.list() == []
+    finally:
+        await service.close()
+
+
+async def test_jobs_go_by_age(data_dir):
+    """With retention.jobs_s jobs are removed so long after their end."""
+    clock = HeldClock()
+    service = service_of(data_dir, clock, jobs_s=20)
+    try:
+        await service.retention.sweep()
+        assert await service.list()
+        clock.at += 11
+        await service.retention.sweep()
+        with pytest.raises(Gone, match=BY_AGE):
+            await service.show(JOB)
+    finally:
+        await service.close()
+
+
+async def test_a_compacted_job_survives_its_database(model, data_dir):
+    """A job of which only the results are left has its record again where the database was lost."""
+    service = service_of(data_dir, intermediate_s=0)
+    await service.retention.sweep()
+    before = await service.show(JOB)
+    await service.close()
+    for path in data_dir.glob("batchmill.db*"):
+        path.unlink()
+    assert salvage.salvage(data_dir, lambda _: None).failed == []
+    service = service_of(data_dir)
+    try:
+        assert await service.show(JOB) == before
+    finally:
+        await service.close()
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_retention import JOB, service_of
+
+async def main():
+    service = service_of(Path(sys.argv[1]), intermediate_s=0)
+    await (service.remove(JOB) if sys.argv[3] == "remove" else service.retention.sweep())
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_at_any_point(data_dir):
+    """A removal that is killed is finished at the next start, or was never begun; nothing else is lost."""
+    here, whole = os.path.dirname(__file__), left_of(data_dir)
+    for what in ("remove", "sweep"):
+        for point in RETENTION_POINTS:
+            copy = shutil.copytree(data_dir, data_dir.parent / f"{what}-{point}")
+            fired = data_dir.parent / f"fired-{what}-{point}"
+            environ = os.environ | {
+                "BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])
+            }  # fmt: skip
+            command = [sys.executable, "-c", PROGRAM, str(copy), here, what]
+            done = await asyncio.to_thread(subprocess.run, command, env=environ)
+            if not fired.exists():
+                assert done.returncode == 0  # the point is one of the other way
+                continue
+            assert done.returncode == -9
+            service = service_of(copy)
+            try:
+                await service.recover()
+                if what == "remove":
+                    assert not list((copy / "jobs").iterdir()) and not list((copy / "files").iterdir()), point
+                elif point == "after_ending":
+                    assert left_of(copy) == whole | {"ending.json"}
+                    assert (await service.verify(JOB)).rows_done == ROWS
+                else:
+                    assert left_of(copy) == LEFT, point
+            finally:
+                await service.close()
