@@ -18,6 +18,7 @@ BatchmillError
 │   └── RateLimited         too many requests; `retry_after_s` says when to come again
 ├── JobPaused               the job stopped and can go on; `reason` is a states.PauseReason
 │   ├── InputChanged        a file is not what was sealed
+│   │   └── DatasetDamaged  what was kept of it is not what was written; the file may be as it was
 │   ├── AuthRefused         the service refused the credentials
 │   ├── QuotaExhausted      the account has nothing left to spend
 │   ├── SubmitUnknown       nobody can say whether a provider took a batch of rows
@@ -141,6 +142,12 @@ class InputChanged(JobPaused):
     code = "input_changed"
     blame = "caller"
     reason = PauseReason.INPUT_CHANGED
+
+
+class DatasetDamaged(InputChanged):
+    code = "dataset_damaged"
+    blame = "system"
+    reason = PauseReason.DATASET_DAMAGED
 
 
 class AuthRefused(JobPaused):

@@ -61,6 +61,7 @@ class PauseReason(StrEnum):
     STORAGE_FAILED = "storage_failed"  # the disk gives errors, or no further file may be opened
     DISK_QUOTA = "disk_quota"  # its project has as many bytes on the disk as it may
     INPUT_CHANGED = "input_changed"
+    DATASET_DAMAGED = "dataset_damaged"  # what was kept of the input, not the input itself
     ENGINE_FAILED = "engine_failed"
     SUBMIT_UNKNOWN = "submit_unknown"  # nobody can say whether a provider took a batch of rows: somebody must look
     ROUTE_FAILED = "route_failed"  # the way to the model that was chosen does not go on, and there is no other

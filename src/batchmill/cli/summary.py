@@ -43,6 +43,10 @@ PAUSES = {
         "mend it; then batchmill resume {id}, or where a flag was wrong the same command again with the flag mended: "
         "resume keeps the flags",
     ),
+    PauseReason.DATASET_DAMAGED: (
+        "what was kept of the input is damaged, the input itself is not to blame",
+        "batchmill ledger rebuild {id} makes it anew from the input, then batchmill resume {id}",
+    ),
     PauseReason.SUBMIT_UNKNOWN: (
         "nobody can say whether a provider took rows",
         "look for them there (batchmill remote {id} lists them), then batchmill remote adopt or forget, then "

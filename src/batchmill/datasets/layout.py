@@ -10,12 +10,13 @@ import sys
 from typing import NamedTuple
 
 SEAL, OFFSETS, CHUNKS, CRCS = "seal.json", "offsets.u64", "chunks.bin", "crcs.u32"
+SUMS = "sums.json"  # of these files themselves
 REJECTED, ROWS, SCHEMA = "rejected.jsonl", "rows.jsonl", "schema.arrow"
 TARGET, PREFIX, COST, FOLD = "target.u16", "prefix.u64", "cost.u32", "fold.u64"
 KEYS = (TARGET, PREFIX, COST, FOLD)
 # Only while sealing: a hash means nothing without the seed of its process, and lists of refused rows become one.
 HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.i64", "refused-early.jsonl", "refused-lines.jsonl"
-FILES = (SEAL, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, *KEYS, HASHES, REFUSED_EARLY, REFUSED_BY_LINE)
+FILES = (SEAL, SUMS, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, *KEYS, HASHES, REFUSED_EARLY, REFUSED_BY_LINE)
 COPIES = "source-*.jsonl"
 
 RANGE_BYTES = 8 * 1024 * 1024  # what one validator reads at a time, and what one digest of a file covers

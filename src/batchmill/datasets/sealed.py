@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from batchmill.datasets import layout
 from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord
+from batchmill.datasets.soundness import damaged, faults
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.types import Seal
 
@@ -29,12 +30,15 @@ CRC_BYTES = 4
 
 
 def load_seal(home: Path) -> Seal:
-    """The seal in `home`. Raises: InvalidDataset where there is none."""
+    """The seal in `home`. Raises: InvalidDataset where there is none, DatasetDamaged."""
     try:
         data = (home / layout.SEAL).read_bytes()
     except FileNotFoundError:
         raise InvalidDataset(f"{home} holds no sealed dataset", code="not_sealed") from None
-    return msgspec.json.decode(data, type=Seal)
+    try:
+        return msgspec.json.decode(data, type=Seal)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise damaged(home, [f"{layout.SEAL} cannot be read"]) from None
 
 
 class Rows(Struct, gc=False):
@@ -61,17 +65,22 @@ class Rows(Struct, gc=False):
 class SealedRows:
     """The rows of a sealed dataset by number.
 
+    Raises: DatasetDamaged where its own files are not what was written.
     Concurrency: one thread at a time.
     """
 
     def __init__(self, home: Path, seal: Seal | None = None) -> None:
         self._seal = load_seal(home) if seal is None else seal
         self.rows = self._seal.rows
-        self._offsets = os.open(home / layout.OFFSETS, os.O_RDONLY | os.O_CLOEXEC)
-        self._crcs = os.open(home / layout.CRCS, os.O_RDONLY | os.O_CLOEXEC)
-        with open(home / layout.CHUNKS, "rb") as chunks:
-            self._chunks_map = mmap.mmap(chunks.fileno(), 0, prot=mmap.PROT_READ)
-        self._chunks = memoryview(self._chunks_map).cast("Q")
+        self._home = home
+        self._offsets = self._crcs = -1
+        try:
+            self._open_index()
+        except (OSError, ValueError, TypeError) as error:
+            for fd in (self._offsets, self._crcs):
+                if fd >= 0:
+                    os.close(fd)
+            raise damaged(home, faults(home) or [str(error)]) from None
         self._chunk_numbers = range(len(self._chunks) // CHUNK_FIELDS)
         self._bases = [0]
         for file in self._seal.files:
@@ -79,6 +88,17 @@ class SealedRows:
         self._files: dict[int, int] = {}  # number of a file -> descriptor
         self._cache: OrderedDict[int, Rows] = OrderedDict()
         self._cache_bytes = 0
+
+    def _open_index(self) -> None:
+        home = self._home
+        self._offsets = os.open(home / layout.OFFSETS, os.O_RDONLY | os.O_CLOEXEC)
+        self._crcs = os.open(home / layout.CRCS, os.O_RDONLY | os.O_CLOEXEC)
+        with open(home / layout.CHUNKS, "rb") as chunks:
+            self._chunks_map = mmap.mmap(chunks.fileno(), 0, prot=mmap.PROT_READ)
+        self._chunks = memoryview(self._chunks_map).cast("Q")
+        if os.fstat(self._offsets).st_size != (self.rows + 1) * OFFSET_BYTES:
+            self._chunks.release()
+            raise ValueError(f"{layout.OFFSETS} does not fit {self.rows} rows")
 
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last: JSON objects without BOM and line end. Raises: InputChanged."""
@@ -108,7 +128,10 @@ class SealedRows:
         assert 0 <= row < self.rows, (row, self.rows)
         chunks = self._chunks
         number = bisect_right(self._chunk_numbers, row, key=lambda n: chunks[n * CHUNK_FIELDS]) - 1
-        return ChunkRecord(*chunks[number * CHUNK_FIELDS : (number + 1) * CHUNK_FIELDS])
+        chunk = ChunkRecord(*chunks[number * CHUNK_FIELDS : (number + 1) * CHUNK_FIELDS])
+        if number < 0 or not chunk.first_row <= row < chunk.first_row + chunk.rows or chunk.block_rows == 0:
+            raise damaged(self._home, faults(self._home) or [f"{layout.CHUNKS} does not hold row {row}"])
+        return chunk
 
     def line_of(self, row: int) -> int:
         """The 1-based line of a row in its source, as it is read."""
@@ -154,6 +177,8 @@ class SealedRows:
         if rows == rows_left:
             starts[-1] = chunk.end  # the next row may lie behind blank lines, or in the next file
         base = starts[0]
+        if not chunk.start <= base <= starts[-1] <= chunk.end:
+            raise self._changed(0, first, first + rows)
         data = self._pread(base, starts[-1], first, first + rows)
         crcs = self._u32(chunk.first_block + from_block, chunk.first_block + to_block)
         view = memoryview(data)
@@ -188,7 +213,12 @@ class SealedRows:
         return fd
 
     def _changed(self, start: int, first: int, last: int) -> InputChanged:
+        wrong = faults(self._home)
+        if wrong:
+            return damaged(self._home, wrong)
         path = self._seal.files[bisect_right(self._bases, start) - 1].path
+        if Path(path).parent == self._home:
+            return damaged(self._home, [f"{Path(path).name} is not what was written"])
         return InputChanged(
             f"{path} changed since it was sealed (rows {first} to {last - 1} are not what they were); "
             "restore it, or start over with --restart"

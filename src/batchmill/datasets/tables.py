@@ -20,6 +20,7 @@ from batchmill.datasets.allowance import Allowance
 from batchmill.datasets.conversion import Material
 from batchmill.datasets.orders import Chunk, Part, SealOrder
 from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.soundness import write_sums
 from batchmill.datasets.validation import id_of, quoted
 from batchmill.types import Problem, Seal
 from batchmill.wire.forms import OpenAIForm
@@ -171,7 +172,9 @@ class Tables:
             if path.is_file():
                 _sync(path)
         temporary = self._home / f"{layout.SEAL}.tmp"
-        temporary.write_bytes(_encode(seal))
+        data = _encode(seal)
+        write_sums(self._home, data)
+        temporary.write_bytes(data)
         _sync(temporary)
         temporary.rename(self._home / layout.SEAL)
         _sync(self._home)

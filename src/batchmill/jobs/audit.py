@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
+from batchmill.jobs import remaking
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger_snapshot import CommitRecord, ShardRecord, Snapshot
 from batchmill.jobs.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
@@ -55,6 +56,7 @@ def verify(order: AuditOrder, progress: Progress) -> LedgerReport:
     """Say everything that does not hold."""
     audit = _Audit(order)
     try:
+        audit.check_dataset()
         audit.check_plans()
         audit.check_shards()
         audit.check_segments()
@@ -75,6 +77,12 @@ class _Audit:
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
         self._states = bytearray()
         self._usage = Usage()
+
+    def check_dataset(self) -> None:
+        """The index of the dataset is what was written, and so are rows that were copied or converted."""
+        if (self._files.plan(0) / PLAN).exists():
+            for flaw in remaking.flaws(self._files.dataset):
+                self._found.add(f"{self._files.dataset}: {flaw}")
 
     def check_plans(self) -> None:
         """Every generation has the plan that was written for it, of the dataset that the job has."""

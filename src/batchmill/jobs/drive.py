@@ -11,8 +11,10 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill import faults
+from batchmill.datasets import soundness
 from batchmill.errors import (
     BatchmillError,
+    DatasetDamaged,
     InputChanged,
     InvalidInput,
     InvalidTransition,
@@ -319,6 +321,7 @@ class Drive:
     async def _work(self, run: JobRun, record: sa.RowMapping) -> bool:
         """Run every row that is undone, then write the results. False: some of them are to go another way."""
         self._raise_if_stopped()
+        await asyncio.to_thread(soundness.check, self.files.dataset)
         run.cost = record["cost"] or 0.0
         ledger = self._book.ledger
         adopted = await self._book.call(recovery.adopt, ledger, self.spec, run.generation, run.plan, self.files)
@@ -466,6 +469,8 @@ class Drive:
         try:
             work = Publishing(self.spec, self.files, self._offload).finish(blocks, self._show, unrun=early.unrun)
             manifest = await self._heeding(work)
+        except DatasetDamaged:
+            raise  # it can be mended
         except InputChanged as error:
             await self._book.end_unwritten(early.state, message=f"its results were not written: {error.message}")
             return

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import scheduler
+from batchmill.jobs import remaking, scheduler
 from batchmill.jobs.audit import AuditOrder, Lines
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger_snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
@@ -56,6 +56,7 @@ def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
     try:
         if not (work.files.plan(0) / PLAN).exists():
             return work.unplanned()
+        work.remake_dataset()
         work.keep_committed(lambda share: progress(share * 0.7))
         work.keep_orphans()
         return work.result()
@@ -85,6 +86,11 @@ class _Rebuild:
     def close(self) -> None:
         for outcomes in self._maps.values():
             outcomes.close()
+
+    def remake_dataset(self) -> None:
+        """Make the index of the dataset anew where it is damaged. Raises: InputChanged where its input is not there."""
+        for wrong in remaking.remake(self._spec, self.files, lambda _: None):
+            self._damaged.add(f"{self.files.dataset}: {wrong}; it was made anew from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ WAYS_OUT = {
     PauseReason.STORAGE_FAILED: "a server tries it again by itself, less often each time; else resume it",
     PauseReason.DISK_QUOTA: "it goes on by itself when there is room",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
+    PauseReason.DATASET_DAMAGED: "run `batchmill ledger rebuild` for it, then resume it",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",
     PauseReason.ROUTE_FAILED: "see to the provider, or give the model another route, then resume it",
 }
