@@ -122,8 +122,8 @@ class RateLimited(Refused):
     code = "rate_limit_exceeded"
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 

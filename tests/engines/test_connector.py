@@ -237,6 +237,9 @@ def reply(data: object, kind: str = "application/json", status: int = 200, **hea
         (reply(b"fine, thanks", "text/plain"), {"response": "fine, thanks"}),
         (reply(b"1,2,3", "text/csv; charset=utf-8"), {"response": "1,2,3"}),
         (reply("yes"), {"response": "yes"}),
+        (reply(b"<a>1</a>", "application/xml"), {"response": "<a>1</a>"}),
+        (reply(b"a: 1", "text/yaml; charset=utf-8"), {"response": "a: 1"}),
+        (reply({"a": 1}, "application/x-own"), {"a": 1}),
     ],
 )
 async def test_results(service: Service, answer: web.Response, body: object) -> None:
@@ -285,6 +288,22 @@ async def test_what_is_never_a_result(service: Service, answer: web.Response) ->
     assert (outcome.body, len(service.calls)) == (b'{"fine":1}', 2), (body, kind)
 
 
+async def test_a_predict_takes_text_of_any_type(service: Service) -> None:
+    """For a predict of ML Commons what is no JSON is text, whatever the service calls it."""
+    async with started(spec(service.url)) as engine:
+        for text, kind in (
+            ("<html>hi</html>", "text/html"), ("oops", "application/json"), ("{half", "application/octet-stream"),
+            ("data: 1\n\n", "text/event-stream"), ("a,b", "application/x-own"),
+        ):  # fmt: skip
+            service.answers = [reply(text.encode(), kind)]
+            _, body = await answer_to(engine, live({"parameters": {"input": "1"}}))
+            told = json.loads(body)["inference_results"][0]["output"]
+            assert told == [{"name": "response", "dataAsMap": {"response": text}}], kind
+        service.answers = [reply(b"\xff\xfe", "image/png")]
+        head, _ = await answer_to(engine, live({"parameters": {"input": "1"}}))
+        assert head.status == 502
+
+
 async def test_a_bad_reply_is_told(service: Service) -> None:
     """A row whose replies stay unusable has an error that says what came."""
     service.answers = [reply(b"<html>log in</html>", "text/html") for _ in range(2)]
@@ -296,14 +315,20 @@ async def test_a_bad_reply_is_told(service: Service) -> None:
 
 
 async def test_post_processing(service: Service) -> None:
-    """With a built-in function the result is its tensors; usage is counted as ever."""
+    """With a built-in function the result is its tensors, or OpenAI's embeddings where those are asked for."""
     data = [{"embedding": [0.25, -1.5]}, {"embedding": [1, 2]}]
-    service.answers = [reply({"data": data, "usage": {"prompt_tokens": 9, "total_tokens": 9}})]
-    (outcome,) = await run(spec(service.url, post_process_function=EMBEDDING), row(input="x"))
+    service.answers = [reply({"data": data, "usage": {"prompt_tokens": 9, "total_tokens": 9}}) for _ in range(2)]
+    model = spec(service.url, post_process_function=EMBEDDING)
+    (outcome,) = await run(model, Row(0, 0, b'{"input": "x"}', TableForm()))
     assert outcome.body is not None
     output = json.loads(outcome.body)["output"]
     assert [(each["shape"], each["data"]) for each in output] == [([2], [0.25, -1.5]), ([2], [1, 2])]
     assert outcome.usage == Usage(9, 0, 0)
+    (outcome,) = await run(model, row(input="x"))
+    assert outcome.body is not None
+    told = json.loads(outcome.body)
+    assert [each["embedding"] for each in told["data"]] == [[0.25, -1.5], [1, 2]]
+    assert (told["object"], told["model"], told["usage"]["prompt_tokens"]) == ("list", "c", 9)
 
 
 @pytest.mark.parametrize("place", ["connector", "row"])
@@ -352,7 +377,7 @@ async def test_every_row_is_accounted_for(seed: int) -> None:
             assert error_of(outcome)[0] == "bad_thing"
         else:
             assert outcome.body is not None
-            assert json.loads(outcome.body)["output"][0]["data"] == [len(text) + 2, 0.5]
+            assert json.loads(outcome.body)["data"][0]["embedding"] == [len(text) + 2, 0.5]
             assert outcome.error is None
 
 
@@ -605,6 +630,14 @@ async def test_other_live_requests(service: Service) -> None:
         assert (head.status, json.loads(body)["output"][0]["data"]) == (200, [1.0])
         head, body = await answer_to(engine, live({"input": "a"}, "arguments"))
         assert (head.status, json.loads(body)) == (422, {"error": {"message": "no", "code": "x"}})
+        service.answers = [reply({"data": [{"embedding": [1.50]}, {"embedding": [2]}], "usage": {"prompt_tokens": 3}})]
+        _, body = await answer_to(engine, LiveRequest("/v1/embeddings", b'{"input": "a"}'))
+        assert json.loads(body) == {
+            "object": "list",
+            "data": [{"object": "embedding", "index": at, "embedding": [each]} for at, each in ((0, 1.5), (1, 2))],
+            "model": "c",
+            "usage": {"prompt_tokens": 3, "total_tokens": 3},
+        }
         service.answers = [reply({"message": "who"}, status=403)]
         with pytest.raises(AuthRefused):
             await answer_to(engine, live({"input": "a"}, "arguments"))

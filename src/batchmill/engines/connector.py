@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import batchmill
 from batchmill.children.programs import Programs
-from batchmill.engines.ahead import Ahead
+from batchmill.engines.ahead import WAIT_MAX_S, Ahead
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, allow_files
 from batchmill.engines.connector_calls import Caller, Rows
@@ -56,7 +56,9 @@ class ConnectorEngine:
         self._pacer = Pacer(
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
         )
-        self._ahead = Ahead(self._pacer, self._clock)
+        config = connector.client_config
+        pool_wait_s = WAIT_MAX_S if config is None else float(config.connection_timeout)
+        self._ahead = Ahead(self._pacer, self._clock, pool_wait_s=pool_wait_s)
         self._dispatch: Dispatch | None = None  # while rows are run
         self._credentials = Credentials(connector.credential)
         self._connections = _connections(model, connector, self._limits)

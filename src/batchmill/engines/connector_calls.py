@@ -12,6 +12,7 @@ import msgspec
 from batchmill.children.programs import PATIENCE_S, Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.connector_credentials import Credentials
+from batchmill.engines.connector_embeddings import embeddings_of
 from batchmill.engines.connector_replies import Answer, settle
 from batchmill.engines.retry import Fault, Kind, Stretch
 from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
@@ -20,7 +21,7 @@ from batchmill.models.connectors.preprocessing import prepare
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.ports import Clock
 from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.forms import EMBEDDINGS, OpenAIForm
 
 FILTER = "response_filter"
 BAD_FILTER = "invalid_response_filter"  # a connector's own was read when it was made: it is the call's
@@ -37,6 +38,8 @@ class ConnectorCall:
         "charged",
         "fault",
         "generation",
+        "is_admitted",
+        "is_predict",
         "is_typed",
         "parameters",
         "rendered",
@@ -44,6 +47,7 @@ class ConnectorCall:
         "sent_at",
         "since",
         "stretch",
+        "url",
         "within",
     )
 
@@ -51,6 +55,9 @@ class ConnectorCall:
         self.row = row  # None: a live request's
         self.parameters = parameters
         self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
+        self.is_admitted = False  # its rate was kept where it came in
+        self.is_predict = False  # of ML Commons
+        self.url = ""  # which path was asked for, where its replies have a form of their own
         self.rendered: Rendered | None = None
         self.generation = 0  # of the credentials in `rendered`
         self.body = b""  # whose length is what the call is reckoned at
@@ -78,6 +85,10 @@ class Caller:
         self._clock = clock
         self._processing = Processing(connector, programs)
         self._renderers = {is_typed: Renderer(connector, action, is_typed=is_typed) for is_typed in (True, False)}
+        self._model = connector.parameters.get("model") or connector.name
+        self.embeds = (action.post_process_function or "").endswith(".embedding") or ".embedding." in (
+            action.post_process_function or ""
+        )
         self._processes = action.post_process_function is not None or FILTER in connector.parameters
 
     def compose(self, call: ConnectorCall) -> None:
@@ -110,7 +121,7 @@ class Caller:
             response, data = await self._connections.exchange(ready.method, ready.url, ready.body, ready.headers)
         except NoReply as lost:
             return lost.fault
-        return settle(response.status, response.headers, data, self._clock.now())
+        return settle(response.status, response.headers, data, self._clock.now(), is_predict=call.is_predict)
 
     def _ready(self, call: ConnectorCall) -> Rendered | Fault:
         """The call as it is sent now."""
@@ -137,9 +148,12 @@ class Caller:
         assert answer.reply.body is not None
         if not self._processes and FILTER not in call.parameters:
             return answer.reply.body
-        return await self._processing.result_json(
+        result = await self._processing.result_json(
             self._action, answer.data, call.parameters, who=who, patience_s=patience_s
         )
+        if call.url == EMBEDDINGS and self.embeds:
+            return embeddings_of(result, answer.reply, self._model)
+        return result
 
     async def output(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
         """The `output` of ML Commons, as JSON. Raises: as `result`."""
@@ -161,6 +175,8 @@ class Rows:
         """The call a row asks for. Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent."""
         try:
             call = ConnectorCall(row, self.parameters(_members(row)), is_typed=True)
+            if self._caller.embeds and isinstance(row.form, OpenAIForm):
+                call.url = row.form.request(row).url
             self._caller.compose(call)
         except InvalidRow:
             raise

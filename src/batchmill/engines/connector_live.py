@@ -84,6 +84,9 @@ class ConnectorLive:
         else:
             calls = [ConnectorCall(None, self._rows.parameters(body), is_typed=True)]
         for call in calls:
+            call.is_admitted = request.is_admitted
+            call.is_predict = request.form == ML_COMMONS
+            call.url = "" if call.is_predict else request.url
             self._caller.compose(call)
         return calls
 
@@ -136,7 +139,7 @@ class ConnectorLive:
         return delay_s if lasted_s + delay_s < self.retries.lasts_s else None
 
     async def _once(self, call: ConnectorCall) -> Answer | Fault:
-        call.charged = await self._ahead.go(len(call.body))
+        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         result: Answer | Fault | None = None
         try:
@@ -165,7 +168,7 @@ class ConnectorLive:
 
     async def _stream(self, call: ConnectorCall, who: str) -> AsyncGenerator[LiveHead | bytes]:
         """The service's own events as they come; a reply that is none is handed on whole."""
-        call.charged = await self._ahead.go(len(call.body))
+        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         response: aiohttp.ClientResponse | None = None
         told = False

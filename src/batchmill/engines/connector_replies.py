@@ -18,9 +18,10 @@ from batchmill.engines.retry import Fault, Kind, judge
 from batchmill.types import RowError, Usage
 from batchmill.wire.forms import counted
 from batchmill.wire.json_bytes import DEPTH_MAX, encode
+from batchmill.wire.json_oddities import oddity
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)
-_TEXT = re.compile(r"text/(?:plain|csv)", re.IGNORECASE)
+_PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # most often a proxy's
 _SILENT = ("", "application/octet-stream", "binary/octet-stream")  # types that say nothing of what it is
 _AWS_THROTTLES = ("throttl", "toomanyrequests", "slowdown", "requestlimitexceeded", "provisionedthroughputexceeded")
 _SHOWN_CHARS = 100
@@ -35,10 +36,13 @@ class Answer(Struct, frozen=True, gc=False):
     request_id: str | None = None
 
 
-def settle(status: int, headers: Mapping[str, str], data: bytes | None, now: float) -> Answer | Fault:
+def settle(
+    status: int, headers: Mapping[str, str], data: bytes | None, now: float, *, is_predict: bool = False
+) -> Answer | Fault:
     """Sort a reply that was received in full; `data` None: it was larger than may be.
 
-    Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date.
+    Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date;
+    `is_predict`: of a predict of ML Commons, which looks at no type: what is no JSON is text, whatever it is called.
     """
     request_id = headers.get("x-request-id") or headers.get("x-amzn-requestid")
     if data is None:
@@ -46,7 +50,7 @@ def settle(status: int, headers: Mapping[str, str], data: bytes | None, now: flo
         return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
     if not 200 <= status < 300:
         return _refusal(read_reply(status, data), headers, now, request_id)
-    reply = _read_result(status, headers, data)
+    reply = _read_result(status, headers, data, is_predict)
     if isinstance(reply, RowError):
         return Fault(Kind.TRANSIENT, reply, None, None, request_id)
     if reply.error is not None or reply.body is None:
@@ -69,16 +73,16 @@ def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: s
     return judge(reply, headers, now, request_id=request_id)
 
 
-def _read_result(status: int, headers: Mapping[str, str], data: bytes) -> Reply | RowError:
+def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predict: bool) -> Reply | RowError:
     """A reply of a 2xx status; an error where its bytes are not what it says that they are."""
     if not data.strip():
         return RowError("bad_response", EMPTY)
     kind = headers.get("content-type", "").partition(";")[0].strip()
-    is_json = kind == "application/json" or _JSON.fullmatch(kind) is not None
-    is_text = not is_json and _TEXT.fullmatch(kind) is not None
-    if not (is_json or is_text or kind.lower() in _SILENT):
+    is_json = kind == "application/json" or kind.lower() in _SILENT or _JSON.fullmatch(kind) is not None
+    if not is_predict and _PAGE.fullmatch(kind) is not None:
         text = f"the reply is {kind[:_SHOWN_CHARS]!r} and not JSON: it begins {_start(data)!r}"
         return RowError("bad_response", text)
+    is_text = is_predict or not is_json
     if data.lstrip()[:1] == b"{":
         reply = read_reply(status, data)
         if reply.body is not None or not is_text:
@@ -91,6 +95,8 @@ def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
     if not is_too_deep(data, DEPTH_MAX):
         try:
             value = msgspec.json.decode(data)
+            if (odd := oddity(data)) is not None:
+                return RowError("bad_response", f"the reply cannot be kept: {odd}")
             body = msgspec.json.format(data, indent=-1) if isinstance(value, list) else encode({"response": value})
             return Reply(status, body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -244,8 +244,16 @@ class Pacer:
         self._refusals = 0  # rests in a row that the service did not give a length for
         self._refused_at = -math.inf
 
-    def wait_s(self, size_bytes: int, now: float) -> float:
-        """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first."""
+    @property
+    def is_full(self) -> bool:
+        """As many calls are in flight as there may be, and the service answers."""
+        return self.window.in_flight >= self.window.limit and not self.outage.is_open
+
+    def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False) -> float:
+        """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first.
+
+        Args: is_admitted: for the rate of calls that is set it need not wait, though it counts.
+        """
         window = self.window
         if window.in_flight >= (1 if self.outage.is_open else window.limit):
             self._learned.held(now)
@@ -254,7 +262,7 @@ class Pacer:
         if wait > 0:
             return wait
         wait = self._learned.wait_s(now)
-        if self._requests is not None:
+        if self._requests is not None and not is_admitted:
             wait = max(wait, self._requests.wait_s(1, now))
         if self._tokens is not None:
             wait = max(wait, self._tokens.wait_s(self.guess.tokens(size_bytes), now))

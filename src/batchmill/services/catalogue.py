@@ -316,6 +316,17 @@ class Catalogue:
         found = None if self._remote is None else self._remote.find(name, caller.project)
         return found if found is not None and self._may_remote(caller, found) else None
 
+    def admit(self, caller: Caller, served: Served) -> bool:
+        """Count a call, where the model was registered with a rate; whether it was. Raises: RateLimited."""
+        model = served.model
+        is_remote = model.connector is not None or bool(model.routes)
+        remote = self._found_remote(caller, served.name) if is_remote else None
+        if remote is None or served.name not in (remote.id, remote.name) or served.name in self._served:
+            return False
+        assert self._remote is not None, "it was found there"
+        self._remote.admit(remote)
+        return True
+
     def _remote_spec(self, model: RemoteModel) -> ModelSpec:
         assert self._remote is not None, "it was found there"
         taken = model.name in self._served or (

@@ -60,7 +60,10 @@ class LiveCalls:
         what `ports.Live.predict` raises.
         """
         served, stream = self._asked_for(caller, url, body)
-        return await self.ask(caller, served, request_of(served, url, body, stream=stream))
+        request = request_of(served, url, body, stream=stream)
+        if self._catalogue.admit(caller, served):
+            request = msgspec.structs.replace(request, is_admitted=True)
+        return await self.ask(caller, served, request)
 
     async def ask(self, caller: Caller, served: Served, request: LiveRequest) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """As `predict`, of a model that has been found already, in a form that its engine knows."""

@@ -16,6 +16,7 @@ class LiveRequest(Struct, frozen=True):
     adapter: str | None = None  # the own name of the adapter that `body` asks for, and
     adapter_place: str = ""  # where it lies
     project: str = ""  # whose call it is
+    is_admitted: bool = False  # the rate that its model sets was kept where it came in
 
 
 class Ask(Struct, frozen=True, gc=False):

@@ -31,5 +31,5 @@ class Raised(Struct, frozen=True, tag="raised"):
         if issubclass(kind, JobPaused):
             return kind(self.message, reason=PauseReason(self.reason) if self.reason else None)
         if issubclass(kind, RateLimited):
-            return kind(self.message, retry_after_s=self.retry_after_s)
+            return kind(self.message, retry_after_s=self.retry_after_s, code=self.code)
         return kind(self.message, code=self.code)

@@ -7,6 +7,7 @@ status; only a call that was never made raises.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -104,12 +105,28 @@ class RemoteCalls:
         """
         action = find_action(connector, kind)
         credentials = await self._credentials(connector)
-        lane = self._lanes.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
-        async with lane, self._places.place(project):
+        async with contextlib.AsyncExitStack() as entered:
+            await self._enter(entered, connector, project)
             reply = await self._tried(
                 connector, action, self._renderer(project, connector, action), parameters, credentials
             )
         return await self._processed(project, connector, action, reply, parameters)
+
+    async def _enter(self, entered: contextlib.AsyncExitStack, connector: Connector, project: str) -> None:
+        """A place among the calls that are made. Raises: RateLimited where none is free for too long."""
+        lane = self._lanes.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
+        wait_s = min((connector.client_config or ClientConfig()).connection_timeout, TIME_MAX_S)
+        try:
+            async with asyncio.timeout(wait_s):
+                await entered.enter_async_context(lane)
+                await entered.enter_async_context(self._places.place(project))
+        except TimeoutError:
+            raise RateLimited(
+                f"Error communicating with remote model: Acquire operation took longer than {wait_s:g} s: "
+                f"{CONNECTOR_CALLS_MAX} calls through {connector.id} are under way, or {CALLS_MAX} in all",
+                code="connection_pool_exhausted",
+                retry_after_s=1.0,
+            ) from None
 
     def _renderer(self, project: str, connector: Connector, action: Action) -> Render:
         """What fills the templates of an action: in a child, where a caller wrote them."""
