@@ -73,7 +73,7 @@ async def test_a_group_may_be_named(room: RemoteRoom, made: ConnectorRecord) -> 
         ({"function_name": "TEXT_EMBEDDING"}, "function_name must be remote"),
         ({"connector_id": None}, "You must provide connector content when creating a remote model without connector"),
         ({"guardrails": {"type": "local_regex"}}, "guardrails is not supported here"),
-        ({"interface": {"input": "{}"}}, "interface is not supported here"),
+        ({"interface": {"input": {"$ref": "#"}}}, "is not supported: write it out"),
         ({"backend_roles": ["x"]}, "You cannot specify model access control parameters"),
         ({"is_enabled": "yes"}, "is_enabled is true or false"),
         ({"rate_limiter": {"limit": "4", "unit": "FORTNIGHTS"}}, "rate_limiter.unit must be one of"),

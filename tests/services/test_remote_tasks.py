@@ -10,7 +10,10 @@ from fakes.remote_service import RemoteService
 from task_room import ANN, BOB, TaskRoom
 
 from batchmill.errors import Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
+from batchmill.services.remote import task_records as records
 from batchmill.services.remote import tasks as remote_tasks
+from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
+from batchmill.services.remote.task_records import BATCH_PREDICTION, CREATED, TaskRecord
 from batchmill.services.remote.tasks import FAILURES_MAX, MODEL_LOOKS_MAX, RemoteRefused
 from batchmill.services.repeats import once_for
 
@@ -402,13 +405,15 @@ async def test_a_model_without_a_batch_action(room, service):
 
 
 async def test_a_model_that_is_gone(room, service, model):
-    """A task whose model was deleted tells so; it can still be deleted itself once it has ended."""
+    """A task that has ended outlives its model: it is told as it was, and no provider is asked to cancel it."""
     task = await room.tasks.predict(ANN, model, GIVEN, order())
+    service.finish()
+    await room.tasks.get(ANN, task.id)
     await room.models.undeploy(ANN, model)
     await room.models.delete(ANN, model)
-    for ask in (room.tasks.get, room.tasks.cancel):
-        with pytest.raises(UnknownName, match="Failed to retrieve the ML model for the given task ID"):
-            await ask(ANN, task.id)
+    assert (await room.tasks.get(ANN, task.id)).state == "COMPLETED"
+    with pytest.raises(UnknownName, match="Failed to retrieve the ML model for the given task ID"):
+        await room.tasks.cancel(ANN, task.id)
 
 
 async def test_a_running_task_stays(room, service, model):
@@ -433,3 +438,43 @@ async def test_a_restart_goes_on(room, service, model):
     assert await room.tasks.stored(ANN, task.id) == task
     service.finish()
     assert (await room.tasks.get(ANN, task.id)).state == "COMPLETED"
+
+
+async def test_a_forced_end_cancels_first(room, service, model):
+    """A connector that is deleted with its models has the provider cancel what runs; where it does not, all stays."""
+    door = ConnectorClient(ConnectorDoor(room.remote).answer)
+    connector = room.models.get(ANN, model).connector
+    task = await room.tasks.predict(ANN, model, GIVEN, order())
+    with pytest.raises(Conflict, match=task.id):
+        await room.models.undeploy(ANN, model)
+    service.fail("POST", "/cancel", Wrong(500, b"no"))
+    with pytest.raises(Conflict, match=task.id):
+        await door.delete(connector, with_models=True)
+    assert room.models.get(ANN, model).is_deployed
+    await door.delete(connector, with_models=True)
+    assert service.jobs["batch_1"].state == "cancelling"
+    assert (await room.tasks.get(ANN, task.id)).state == "CANCELLED"
+    with pytest.raises(UnknownName):
+        room.models.get(ANN, model)
+
+
+async def test_no_batch_begins_with_a_model_that_is_gone(room):
+    """A batch that was ordered just before its model was deleted is not handed over."""
+    task = TaskRecord("t", "ann", "gone", BATCH_PREDICTION, CREATED, 0.0, 0.0)
+    with pytest.raises(UnknownName, match="just been deleted"):
+        await room.database.write(records.insert_batch, task, 10, 10)
+    assert await room.tasks.all(ANN) == []
+
+
+async def test_what_waits_for_a_place_is_refused(room, service):
+    """As many calls go through a connector at once as may; another waits for its `connection_timeout`."""
+    config = {"connection_timeout": 1}
+    model = await room.model(service.connector(client_config=config))
+    service.gate.clear()
+    places = [asyncio.create_task(room.tasks.predict(ANN, model, GIVEN, order(b"%d" % n, str(n)))) for n in range(16)]
+    while len(service.bodies) < len(places):
+        await asyncio.sleep(0)
+    with pytest.raises(RateLimited, match="Acquire operation took longer"):
+        await room.tasks.predict(ANN, model, GIVEN, order(b"more", "more"))
+    service.gate.set()
+    assert len(await asyncio.gather(*places)) == 16

@@ -71,6 +71,36 @@ def run(server, service, keys):
     return run
 
 
+def test_what_scripts_do_before_and_after(run):
+    """Settings, health, statistics, a dry run and an interface answer the client as OpenSearch does."""
+    found = run("""
+settings = {"persistent": {"plugins.ml_commons.only_run_on_ml_node": "false"}}
+found["settings"] = client.cluster.put_settings(body=settings)["acknowledged"]
+found["read"] = client.cluster.get_settings()
+found["refused"] = raised(client.cluster.put_settings, body={"persistent": {"plugins.ml_commons.x": 1}})
+found["health"] = client.cluster.health(wait_for_status="yellow")["status"]
+found["dry"] = ml.create_connector(body={"dry_run": True})
+told = ml.create_connector(body=connector)
+interface = {"input": {"required": ["parameters"]}}
+fields = {"name": "checked", "function_name": "remote", "interface": interface, **told}
+model = ml.register_model(body=fields, params={"deploy": "true"})["model_id"]
+found["interface"] = ml.get_model(model_id=model)["interface"]
+found["wrong"] = raised(ml.predict_model, model_id=model, body={"text_docs": ["a"]})
+found["right"] = ml.predict_model(model_id=model, body={"parameters": {"input": ["a"]}})
+found["stats"] = client.transport.perform_request("GET", "/_plugins/_ml/stats")
+begun = batch(model)["task_id"]
+found["kept"] = raised(ml.undeploy_model, model_id=model)
+found["named"] = begun in found["kept"][2]
+""")
+    assert (found["settings"], found["read"], found["health"]) == (True, {"persistent": {}, "transient": {}}, "green")
+    assert found["refused"][:2] == ["RequestError", 400] and found["dry"] == {"connector_id": "dryRunConnector"}
+    assert found["interface"] == {"input": '{"required":["parameters"]}'}
+    assert found["wrong"][1] == 400 and "Error validating input schema" in found["wrong"][2]
+    assert found["right"]["inference_results"][0]["output"][0]["data"]
+    assert found["stats"]["ml_model_count"] >= 1
+    assert found["kept"][:2] == ["ConflictError", 409] and found["named"]
+
+
 WALK = """
 found["info"] = [client.ping(), client.info()["version"]["distribution"]]
 connector_id, registered = model_of(connector)

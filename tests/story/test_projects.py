@@ -35,7 +35,8 @@ OPEN = {"GET /health", "GET /openapi.json", "GET /v2/health/live", "GET /v2/heal
 SIGNED = {"GET /modelbit/links/{file_id}.json", "GET /predibase/files/{file_id}", "PUT /predibase/uploads/{dataset_id}"}
 # Parameters that name what belongs to the server, not to a project: models and their parts, shared memory.
 MODELS = ("model", "path", "deployment", "name", "alias", "number", "region")
-CHOSEN = ("model_ids", "task_ids")  # of a reply: there is nothing in it of others, and that is no error
+# Of a reply: there is nothing in it of others, and that is no error; or what every project sees the same of.
+CHOSEN = ("model_ids", "task_ids", "index", "node_id", "stat")
 _PARAMETER = re.compile(r"\{([a-z_]+)\}")
 # What a request for one thing must hold, so that nothing but the thing is wrong with it.
 BODIES = {

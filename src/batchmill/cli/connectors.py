@@ -138,7 +138,12 @@ def update(session: Session, connector_id: str, file: str, redeploy: bool) -> in
 
 @connectors.command()
 @id_argument
-@click.option("--models", "with_models", is_flag=True, help="Delete the models that go through it too.")
+@click.option(
+    "--models",
+    "with_models",
+    is_flag=True,
+    help="Delete the models that go through it too; what runs of them at a provider is cancelled first.",
+)
 @global_options
 @click.pass_obj
 def delete(session: Session, connector_id: str, with_models: bool) -> int:

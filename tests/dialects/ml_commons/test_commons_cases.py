@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 from urllib.parse import unquote
@@ -303,3 +304,85 @@ async def test_a_model_may_have_a_connector_of_its_own(there):
 async def test_no_body_at_all(there, method, path, words):
     """A request without a body, which therefore says no type of one either, is told what is missing."""
     assert await there.reason(method, path) == (400, PARSE, words)
+
+
+async def test_an_interface_is_kept_and_used(there):
+    """What a model is asked and what it answers must fit the schemas it was registered with, told again as texts."""
+    asked = {"type": "object", "properties": {"parameters": {"type": "object", "required": ["input"]}}}
+    told = {"type": "object", "required": ["inference_results"]}
+    model = await there.model(interface={"input": asked, "output": json.dumps(told)})
+    kept = (await there.done("GET", f"/models/{model}"))["interface"]
+    assert json.loads(kept["input"]) == asked and json.loads(kept["output"]) == told
+    path = f"/models/{model}/_predict"
+    await there.done("POST", path, {"parameters": {"input": ["a"]}})
+    status, _, reason = await there.reason("POST", path, {"parameters": {"other": 1}})
+    assert status == 400 and reason.startswith("Error validating input schema: $.parameters: required property 'input'")
+    other = {"type": "object", "required": ["never"]}
+    await there.done("PUT", f"/models/{model}", {"interface": {"output": other}})
+    status, _, reason = await there.reason("POST", path, {"parameters": {"input": ["a"]}})
+    assert status == 400 and "please update your 'output' field" in reason
+    await there.done("POST", f"/models/{model}/_batch_predict", {})  # of a batch the input is not checked
+
+
+async def test_a_dry_run_need_not_say_all(there):
+    """What is said is checked, what is missing is not."""
+    for told in ({"dry_run": True}, {"dry_run": "true", "name": "n"}):
+        assert await there.done("POST", "/connectors/_create", told) == {"connector_id": "dryRunConnector"}
+    assert (await there.reason("POST", "/connectors/_create", {"dry_run": True, "protocol": "smtp"}))[0] == 400
+
+
+async def test_settings_of_the_cluster(there):
+    """Settings that are so, or would change nothing here, are acknowledged; others are refused with their place."""
+    harmless = {
+        "plugins.ml_commons.only_run_on_ml_node": False,
+        "plugins": {"ml_commons": {"native_memory_threshold": 99, "model_access_control_enabled": "false"}},
+        "plugins.ml_commons.trusted_connector_endpoints_regex": ["^https://api[.]openai[.]com/.*$"],
+        "plugins.ml_commons.connector.private_ip_enabled": True,
+    }
+    reply = await there.http.put("/_cluster/settings", json={"persistent": harmless})
+    assert reply.status_code == 200 and reply.json()["acknowledged"] is True
+    assert reply.json()["persistent"]["plugins"]["ml_commons"]["only_run_on_ml_node"] == "false"
+    flat = await there.http.put("/_cluster/settings?flat_settings=true", json={"transient": harmless})
+    assert flat.json()["transient"]["plugins.ml_commons.native_memory_threshold"] == "99"
+    for wrong, words in (
+        ({"persistent": {"plugins.ml_commons.model_access_control_enabled": True}}, "keys"),
+        ({"transient": {"plugins.ml_commons.max_batch_inference_tasks": 7}}, "ml_commons.max_batch_inference_tasks"),
+        ({"persistent": {"cluster.routing.allocation.enable": "all"}}, "not recognized"),
+        ({"persistent": {}}, "no settings"),
+        ({"other": {}}, "not 'other'"),
+    ):
+        reply = await there.http.put("/_cluster/settings", json=wrong)
+        assert reply.status_code == 400 and words in reply.json()["error"]["reason"], wrong
+    told = (await there.http.get("/_cluster/settings?include_defaults=true&flat_settings=true")).json()
+    assert told["defaults"]["plugins.ml_commons.max_batch_inference_tasks"] == "100"
+
+
+async def test_trusted_endpoints_are_the_configurations(tmp_path):
+    """Where endpoints are configured, no request makes them more."""
+    config = """[ml_commons]
+trusted_connector_endpoints = ["http://127[.]0[.]0[.]1:.*"]
+"""
+    async with commons(tmp_path, config) as there:
+        name = "plugins.ml_commons.trusted_connector_endpoints_regex"
+        for told, status in ((["http://127[.]0[.]0[.]1:.*"], 200), ([".*"], 400)):
+            reply = await there.http.put("/_cluster/settings", json={"persistent": {name: told}})
+            assert reply.status_code == status, reply.text
+
+
+async def test_health_and_stats(there):
+    """The cluster is green, has one node, and counts what a project has and calls."""
+    told = (await there.http.get("/_cluster/health?wait_for_status=yellow&timeout=5s")).json()
+    assert (told["status"], told["number_of_nodes"], told["timed_out"]) == ("green", 1, False)
+    late = await there.http.get("/_cluster/health/.plugins-ml-model?wait_for_nodes=%3E%3D2")
+    assert late.status_code == 408 and late.json()["timed_out"]
+    model = await there.model()
+    await there.done("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a"]}})
+    told = await there.done("GET", "/stats")
+    assert (told["ml_connector_count"], told["ml_model_count"], told["ml_model_index_status"]) == (1, 1, "green")
+    (node,) = told["nodes"]
+    assert told["nodes"][node]["ml_deployed_model_count"] == told["nodes"][node]["ml_request_count"] == 1
+    assert await there.done("GET", "/stats/ml_model_count") == {"ml_model_count": 1}
+    one = await there.done("GET", f"/{node}/stats/ml_failure_count,ml_request_count")
+    assert one == {"nodes": {node: {"ml_request_count": 1, "ml_failure_count": 0}}}
+    assert (await there.reason("GET", "/stats/ml_jvm_heap_usage"))[0] == 400
+    assert (await there.reason("GET", "/other/stats"))[0] == 404

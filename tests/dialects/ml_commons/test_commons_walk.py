@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from dialects.ml_commons.commons_kit import commons
+from fakes.provider_fake import HANG, Wrong
 
 
 @pytest.fixture
@@ -171,3 +174,54 @@ async def test_a_model_may_be_limited(there):
     await there.done("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a"]}})
     status, _, reason = await there.reason("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a"]}})
     assert (status, reason) == (429, "Request is throttled at model level.")
+
+
+async def test_a_rate_refuses_and_never_waits(there):
+    """As many calls as a unit of time allows are answered at once, at each door, and the next one is refused."""
+    model = await there.model(name="limited", rate_limiter={"limit": "3", "unit": "DAYS"})
+    asked = {"parameters": {"input": ["a"]}}
+    for _ in range(2):
+        await there.done("POST", f"/models/{model}/_predict", asked)
+    openai = {"json": {"model": "limited", "input": ["a"]}}
+    assert (await there.http.post("/v1/embeddings", **openai)).status_code == 200
+    assert (await there.http.post("/v1/embeddings", **openai)).status_code == 429
+    assert (await there.reason("POST", f"/models/{model}/_predict", asked))[0] == 429
+
+
+async def test_a_full_pool_refuses(there):
+    """While all connections of a connector are taken, a call waits for `connection_timeout` and is one too many."""
+    config = {"max_connection": 1, "connection_timeout": 1}
+    model = await there.model(await there.connector(client_config=config))
+    asked = {"parameters": {"input": ["a"]}}
+    there.service.fail("POST", "/v1/embeddings", Wrong(act=HANG))
+    hanging = asyncio.ensure_future(there.ask("POST", f"/models/{model}/_predict", asked))
+    while not there.service.calls:
+        await asyncio.sleep(0)
+    status, _, reason = await there.reason("POST", f"/models/{model}/_predict", asked)
+    assert (status, "Acquire operation took longer" in reason) == (429, True)
+    there.service.let_go.set()
+    await hanging
+
+
+async def test_a_batch_at_a_provider_keeps_its_model(there):
+    """While a task runs its model is not undeployed, deleted or led elsewhere: a refusal names the task."""
+    connector = await there.connector()
+    model, idle = await there.model(connector), await there.model(connector, name="idle")
+    task = (await there.done("POST", f"/models/{model}/_batch_predict", {}))["task_id"]
+    other = await there.connector()
+    for method, path, body in (
+        ("POST", f"/models/{model}/_undeploy", {}),
+        ("POST", "/models/_undeploy", {"model_ids": [idle, model]}),
+        ("PUT", f"/models/{model}", {"connector_id": other}),
+    ):
+        status, _, reason = await there.reason(method, path, body)
+        assert status == 409 and task in reason and "_cancel" in reason, path
+    assert (await there.done("GET", f"/models/{idle}"))["model_state"] == "DEPLOYED"  # none of them or all
+    assert (await there.reason("DELETE", f"/models/{model}"))[0] == 400
+    assert (await there.reason("DELETE", f"/connectors/{connector}"))[0] == 409
+    await there.done("PUT", f"/models/{model}", {"description": "changed"})
+    await there.done("POST", f"/tasks/{task}/_cancel")
+    there.service.finish()
+    assert (await there.done("GET", f"/tasks/{task}"))["state"] == "COMPLETED"
+    await there.done("POST", "/models/_undeploy", {"model_ids": [idle, model]})
+    await there.done("DELETE", f"/models/{model}")

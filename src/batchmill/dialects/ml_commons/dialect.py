@@ -9,9 +9,11 @@ from starlette.responses import Response
 
 from batchmill.dialects.ml_commons import errors
 from batchmill.dialects.ml_commons.cluster import Cluster
+from batchmill.dialects.ml_commons.cluster_settings import ClusterSettings
 from batchmill.dialects.ml_commons.connectors import Connectors
 from batchmill.dialects.ml_commons.datasets import Datasets
 from batchmill.dialects.ml_commons.groups import Groups
+from batchmill.dialects.ml_commons.health import Health
 from batchmill.dialects.ml_commons.models import Models
 from batchmill.dialects.ml_commons.predict import Predict
 from batchmill.dialects.ml_commons.tasks import Tasks
@@ -31,8 +33,9 @@ class MlCommonsDialect:
     def operations(self) -> Sequence[Operation]:
         services = self._services
         parts = (
-            Cluster(services), Connectors(services), Models(services), Groups(services),
-            Predict(services, Datasets(services)), Tasks(services),
+            Cluster(services), ClusterSettings(services),
+            Connectors(services), Models(services), Groups(services),
+            Predict(services, Datasets(services)), Tasks(services), Health(services),
         )  # fmt: skip
         return [operation for part in parts for operation in part.operations()]
 

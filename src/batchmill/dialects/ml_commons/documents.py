@@ -75,6 +75,7 @@ def model_document(model: RemoteModel) -> dict[str, Any]:
         description=details.description,
         is_enabled=details.is_enabled,
         rate_limiter=details.rate_limiter and msgspec.to_builtins(details.rate_limiter),
+        interface=details.interface,
         deploy_setting=_present(is_auto_deploy_enabled=details.is_auto_deploy) or None,
         model_state=model.state,
         created_time=_millis(model.created),

@@ -38,13 +38,16 @@ class Models:
                 query=Registering, body="required", errors=(MISSING, TAKEN),
             ),
             *_aliased("deployModel", f"{ONE}/_deploy", "_load", "Let a model be called", self.deploy),
-            *_aliased("undeployModel", f"{ONE}/_undeploy", "_unload", "Let a model be called no more", self.undeploy),
+            *_aliased("undeployModel", f"{ONE}/_undeploy", "_unload", "Let a model be called no more", self.undeploy,
+                      errors=(MISSING, TAKEN)),
             *_aliased(
-                "undeployModels", f"{ALL}/_undeploy", "_unload", "Let models be called no more", self.undeploy_many
+                "undeployModels", f"{ALL}/_undeploy", "_unload", "Let models be called no more", self.undeploy_many,
+                errors=(MISSING, TAKEN),
             ),
             *searches("searchModels", f"{ALL}/_search", "Find models", self.search),
             operation("getModel", f"GET {ONE}", "One model", Scope.READ, self.get),
-            operation("updateModel", f"PUT {ONE}", "Change a model", Scope.ADMIN, self.update, body="required"),
+            operation("updateModel", f"PUT {ONE}", "Change a model", Scope.ADMIN, self.update, body="required",
+                      errors=(MISSING, TAKEN)),
             operation(
                 "deleteModel", f"DELETE {ONE}", "Delete a model that is not deployed", Scope.ADMIN, self.delete,
                 errors=(MISSING, TAKEN),
@@ -75,7 +78,9 @@ class Models:
         return reply(call, await self._undeployed(call, named or [each.id for each in self._models.all(call.caller)]))
 
     async def _undeployed(self, call: Call, ids: Sequence[str]) -> dict[str, Any]:
+        """All or none: a batch that runs at a provider keeps its model."""
         was = [self._models.get(call.caller, each) for each in ids]
+        await self._models.check_idle(ids)
         for model in was:
             await self._models.undeploy(call.caller, model.id)
         return {self._node: {"stats": {each.id: "undeployed" if each.is_deployed else "not_found" for each in was}}}

@@ -23,6 +23,7 @@ from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.piece_reply import unless_gone, whole_answer
 from batchmill.services.catalogue import Served
+from batchmill.services.remote import interfaces
 from batchmill.services.remote.models import RemoteModel
 from batchmill.services.remote.specs import ONLINE
 from batchmill.services.remote.task_records import TaskRecord
@@ -94,10 +95,22 @@ class Predict:
 
     async def _predicted(self, call: Call) -> Response:
         model = await self._ready(call)
+        interface = model.details.interface or {}
+        await self._check(call, interface, "input", call.raw)
         spec = self._models.spec(model.id, route=ONLINE)
-        request = LiveRequest(f"{ONE}/_predict", call.raw, form=FORM)
+        request = LiveRequest(f"{ONE}/_predict", call.raw, form=FORM, is_admitted=True)
         head, pieces = await self._services.live.ask(call.caller, Served(model.id, spec), request)
-        return _answer(call, head, await whole_answer(pieces))
+        answer = await whole_answer(pieces)
+        if head.status < 400:
+            await self._check(call, interface, "output", answer)
+        return _answer(call, head, answer)
+
+    @staticmethod
+    async def _check(call: Call, interface: dict[str, str], side: str, value: bytes) -> None:
+        """Raises: InvalidInput for what is asked, or answered, where the model's interface says another."""
+        if side in interface:
+            assert call.programs is not None, "it came over HTTP"
+            await interfaces.check(side, interface[side], value, call.programs, call.caller.project)
 
     def _named(self, caller: Caller, path: dict[str, str]) -> RemoteModel:
         """The model of a path. Raises: UnknownName, also for one that the caller's key may not use."""

@@ -66,7 +66,7 @@ class ConnectorDoor:
     """The owner's side: `answer` takes a message and gives the reply to it."""
 
     def __init__(self, remote: RemoteServices) -> None:
-        self._connectors, self._models = remote.connectors, remote.models
+        self._connectors, self._models, self._forced = remote.connectors, remote.models, remote.forced
 
     async def answer(self, message: bytes) -> bytes:
         connectors = self._connectors
@@ -105,6 +105,7 @@ class ConnectorDoor:
     async def _delete(self, connector_id: str, with_models: bool) -> ConnectorRecord:
         who = self._owner(connector_id)
         for model in self._models_of(connector_id) if with_models else ():
+            await self._forced.cancel_all(model)
             await self._models.undeploy(who, model.id)
             await self._models.delete(who, model.id)
         return await self._connectors.delete(who, connector_id)

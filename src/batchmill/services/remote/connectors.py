@@ -38,6 +38,11 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 # What OpenSearch's security plugin would be asked for. Here a connector belongs to its project.
 _ACCESS_FIELDS = ("backend_roles", "add_all_backend_roles", "access_mode")
 _KEPT_FIELDS = ("tenant_id", "provisioned_by")
+# A dry run asks whether what it says could be; it need not say all. Source: MLCreateConnectorInput of ML Commons.
+_UNSAID = {
+    "name": DRY_RUN, "version": "1", "protocol": "http", "credential": {"key": "none"},
+    "actions": [{"action_type": "predict", "method": "POST", "url": "https://example.com/", "request_body": "{}"}],
+}  # fmt: skip
 
 
 class ConnectorService:
@@ -86,14 +91,14 @@ class ConnectorService:
         """Make a connector of the fields that ML Commons has for one.
 
         Args:
-            dry_run: read the fields and keep nothing; also where the fields themselves say so.
+            dry_run: read the fields that are there and keep nothing; also where the fields themselves say so.
             is_trusted: whoever runs the machine wrote it.
 
         Raises: InvalidInput with ML Commons' words; Conflict for an id that is taken.
         """
         access = _access(fields)
-        if dry_run or fields.get("dry_run") is True:
-            connector, _ = await self._read(caller.project, fields, DRY_RUN, is_trusted)
+        if dry_run or fields.get("dry_run") in (True, "true"):
+            connector, _ = await self._read(caller.project, {**_UNSAID, **fields}, DRY_RUN, is_trusted)
             now = self._clock.now()
             return ConnectorRecord(DRY_RUN, caller.project, connector, access, 1, now, now)
         connector_id = _chosen_id(fields)

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
+from batchmill.services.remote.interfaces import read_interface
 from batchmill.services.remote.model_rates import read_limiter
 from batchmill.services.remote.model_records import ModelDetails
 
@@ -18,7 +19,6 @@ SHOWN_CHARS = 80
 # What nobody here would act on, and why; a client that never hears of it would count on it.
 _STRANGERS = {
     "guardrails": "nothing checks what goes into a model or comes out of it",
-    "interface": "nothing checks requests and replies against a schema",
 }
 _ACCESS_FIELDS = ("backend_roles", "add_all_backend_roles")
 
@@ -74,6 +74,8 @@ def details_of(fields: Mapping[str, Any], old: ModelDetails) -> ModelDetails:
         changed["is_enabled"] = _flag("is_enabled", enabled)
     if "rate_limiter" in fields:
         changed["rate_limiter"] = read_limiter(fields["rate_limiter"])
+    if "interface" in fields:
+        changed["interface"] = read_interface(fields["interface"])
     setting = fields.get("deploy_setting")
     if setting is not None:
         if not isinstance(setting, Mapping):

@@ -47,6 +47,7 @@ class ModelDetails(Struct, frozen=True, omit_defaults=True):
     is_enabled: bool = True
     is_auto_deploy: bool | None = None  # None: as the server's configuration says
     rate_limiter: RateLimiter | None = None
+    interface: dict[str, str] | None = None  # schemas, as texts: `interfaces`
     deployed: float | None = None  # when it was last
     undeployed: float | None = None
 

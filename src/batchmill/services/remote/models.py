@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.config import MODEL_NAME
@@ -25,6 +26,7 @@ from batchmill.services.remote.model_records import (
     RemoteModel,
 )
 from batchmill.services.remote.specs import AUTO, has_route, spec_of
+from batchmill.services.remote.task_records import refuse_running
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
 from batchmill.types.connectors import PREDICT
@@ -32,6 +34,7 @@ from batchmill.types.connectors import PREDICT
 __all__ = ["ModelDetails", "RemoteModel", "RemoteModels"]
 
 SHOWN_CHARS = 80
+NOT_UNDEPLOYED = "the model {} is not undeployed"
 
 
 class RemoteModels:
@@ -263,9 +266,14 @@ class RemoteModels:
         if fields.get("model_group_id") not in (None, old.group):
             group = self._group_for(caller, new.name, fields["model_group_id"])
             new = replace(new, group=group.id, version=group.latest)
-        await self._connectors.store(
-            lambda db: records.update(db, new, group), new.project, plain=plain, new=new.own, old=old.own
-        )
+        is_elsewhere = new.connector != old.connector or bool(_parts(fields.get("connector")) - {"credential"})
+
+        def write(db: sa.Connection) -> None:
+            if is_elsewhere:
+                refuse_running(db, [model_id], "the connector of the model {} is not changed")
+            records.update(db, new, group)
+
+        await self._connectors.store(write, new.project, plain=plain, new=new.own, old=old.own)
         if group is not None:
             self._groups.put(group)
         self._rates.forget(model_id)
@@ -294,9 +302,16 @@ class RemoteModels:
         return await self._connectors.changes.make(self._move(caller, model_id, DEPLOYED))
 
     async def undeploy(self, caller: Caller, model_id: str) -> RemoteModel:
-        """Let it be called no more, unless a call deploys it again. Jobs that have begun go on."""
+        """Let it be called no more, unless a call deploys it again. Jobs that have begun go on.
+
+        Raises: Conflict while a batch of it runs at its provider.
+        """
         self.get(caller, model_id)
         return await self._connectors.changes.make(self._move(caller, model_id, UNDEPLOYED))
+
+    async def check_idle(self, ids: Collection[str]) -> None:
+        """Raises: Conflict while a batch of one of them runs at its provider."""
+        await self._database.read(refuse_running, ids, NOT_UNDEPLOYED)
 
     async def _move(self, caller: Caller, model_id: str, state: str) -> RemoteModel:
         model = self.get(caller, model_id)
@@ -308,7 +323,7 @@ class RemoteModels:
         new = replace(
             model, state=state, details=replace(model.details, **seen), revision=model.revision + 1, changed=now
         )
-        await self._database.write(records.update, new)
+        await self._database.write(_moved, new)
         return self._put(new)
 
     async def ready(self, caller: Caller, model_id: str) -> RemoteModel:
@@ -333,7 +348,8 @@ class RemoteModels:
         return await self.deploy(caller, model_id)
 
     async def delete(self, caller: Caller, model_id: str) -> RemoteModel:
-        """Raises: InvalidInput while it is deployed; Conflict while a job needs the connector that only it has."""
+        """Raises: InvalidInput while it is deployed; Conflict while a job needs the connector that only it has, or a
+        batch of it runs at its provider."""
         self.get(caller, model_id)
         return await self._connectors.changes.make(self._delete(caller, model_id))
 
@@ -344,7 +360,12 @@ class RemoteModels:
                 "Model cannot be deleted in deploying or deployed state. Try undeploy model first then delete",
                 code="model_deployed",
             )
-        await self._connectors.store(lambda db: records.delete(db, model), model.project, old=model.own)
+
+        def forget(db: sa.Connection) -> None:
+            refuse_running(db, [model.id], "the model {} is not deleted")
+            records.delete(db, model)
+
+        await self._connectors.store(forget, model.project, old=model.own)
         del self._models[model_id]
         self._revision += 1
         self._rates.forget(model_id)
@@ -354,6 +375,17 @@ class RemoteModels:
         self._models[model.id] = model
         self._revision += 1
         return model
+
+
+def _moved(db: sa.Connection, model: RemoteModel) -> None:
+    """Raises: Conflict for one that is to be undeployed while a batch of it runs."""
+    if model.state == UNDEPLOYED:
+        refuse_running(db, [model.id], NOT_UNDEPLOYED)
+    records.update(db, model)
+
+
+def _parts(fields: Any) -> set[str]:
+    return set(fields) if isinstance(fields, Mapping) else set()
 
 
 def _refuse_disabled(model: RemoteModel) -> None:

@@ -11,6 +11,7 @@ from batchmill.ports import Clock
 from batchmill.services.remote.calls import RemoteCalls
 from batchmill.services.remote.connector_urls import Endpoints
 from batchmill.services.remote.connectors import ConnectorService
+from batchmill.services.remote.forced import ForcedEndings
 from batchmill.services.remote.groups import ModelGroups
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.secrets.vault import Vault
@@ -22,6 +23,7 @@ class RemoteServices(Struct, frozen=True):
     groups: ModelGroups
     models: RemoteModels
     calls: RemoteCalls
+    forced: ForcedEndings
     programs: Programs  # of callers
 
     async def load(self) -> None:
@@ -44,4 +46,5 @@ def make_remote(config: Config, database: Database, vault: Vault, clock: Clock) 
     groups = ModelGroups(database, clock, connectors.changes, config.project_quotas)
     models = RemoteModels(database, connectors, groups, clock, auto_deploy=entry.model_auto_deploy)
     calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints, programs=programs)
-    return RemoteServices(connectors, groups, models, calls, programs)
+    forced = ForcedEndings(database, models, calls, clock)
+    return RemoteServices(connectors, groups, models, calls, forced, programs)

@@ -9,8 +9,8 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.errors import RateLimited, UnknownName
-from batchmill.store.connector_tables import remote_tasks
+from batchmill.errors import Conflict, RateLimited, UnknownName
+from batchmill.store.connector_tables import remote_models, remote_tasks
 from batchmill.store.quotas import refuse_beyond
 
 BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL = "BATCH_PREDICTION", "REGISTER_MODEL", "DEPLOY_MODEL"
@@ -118,8 +118,39 @@ def insert_batch(db: sa.Connection, task: TaskRecord, tasks_max: int, quota: int
             "plugins.ml_commons.max_batch_inference_tasks setting.",
             retry_after_s=RETRY_AFTER_S,
         )
+    known_model = db.execute(sa.select(remote_models.c.id).where(remote_models.c.id == task.model)).first()
+    if known_model is None and not task.has_dataset:
+        raise UnknownName(f"the model {task.model} has just been deleted", code="model_not_found")
     insert(db, task, quota)
     return None
+
+
+def running_of(db: sa.Connection, models: Collection[str]) -> list[TaskRecord]:
+    """The batches of some models that a provider has, or may have: those of which nobody knows that they have ended.
+
+    What runs as a job is not among them: it has its connector with it.
+    """
+    columns = remote_tasks.c
+    where = (columns.type == BATCH_PREDICTION, columns.state.not_in(ENDED), columns.job.is_(None))
+    query = sa.select(remote_tasks).where(*where, columns.model.in_(models)).order_by(columns.created, columns.id)
+    found = [_record(row) for row in db.execute(query).mappings()]
+    return [task for task in found if not task.has_dataset]
+
+
+def refuse_running(db: sa.Connection, models: Collection[str], what: str) -> None:
+    """Raises: Conflict, naming a task of these models that runs: nobody could look at it or cancel it any more.
+
+    Args: what: is not done: "the model {} is not deleted".
+    """
+    found = running_of(db, models)
+    if not found:
+        return
+    task, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    way_out = f"cancel it (POST /_plugins/_ml/tasks/{task.id}/_cancel) and wait until it has ended"
+    if task.state == UNREACHABLE:
+        way_out = "its provider could not be asked: look there, then delete the task"
+    told = f"the task {task.id}{more} of it is {task.state} at the provider"
+    raise Conflict(f"{what.format(task.model)}: {told}; {way_out}", code="task_running")
 
 
 def update(db: sa.Connection, task: TaskRecord) -> None:

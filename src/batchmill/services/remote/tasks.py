@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from batchmill import faults
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.config import MlCommonsEntry
-from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, UnknownName
+from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
 from batchmill.services.remote import task_records as records
@@ -333,6 +333,8 @@ class RemoteTasks:
         """A look that nobody waits for: failures are counted, and after too many of them nobody looks any more."""
         try:
             await self._look(task)
+        except RateLimited:  # of our own making: the provider was not asked
+            await self._database.write(records.hasten, task.id, self._clock.now() + self._entry.poll_s)
         except BatchmillError as error:
             await self._note_failure(task, error)
         except Exception as error:  # whatever a provider brought about, the task is looked at again, and later
