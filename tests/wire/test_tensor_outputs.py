@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensor_requests_kit import SEED, STRICT, UNTYPED, asked, outputs, reply, tensor, written
+from tensor_requests_kit import SEED, STRICT, UNTYPED, asked, outputs, reply, schema, tensor, written
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.types import Interface, Tensor
@@ -328,3 +328,28 @@ def test_the_seeds_example_of_a_variable_list():
     assert json.loads(body)["outputs"] == [
         {"name": "generated_images_base64", "datatype": "BYTES", "shape": [3], "data": ["a", "b", "c"]}
     ]
+
+
+def answered(value, *tensors, interface=UNTYPED, result=None):
+    """The outputs of a request with these inputs and this one result."""
+    request = {"inputs": [tensor(*each) for each in tensors]}
+    results = result or Results(json.dumps([value]).encode())
+    body, _ = STRICT.write(asked(request, interface), results, "m", "3")
+    return [(each["datatype"], each["data"]) for each in json.loads(body)["outputs"]]
+
+
+def test_a_function_without_types_keeps_datatypes():
+    """Plain numbers go back as numbers came; what does not fit, and what is declared, is as ever."""
+    assert answered(5, ("INT32", [1], [4])) == [("INT32", [5])]
+    assert answered([1.5, 2], ("FP32", [1], [4.0])) == [("FP32", [1.5, 2.0])]
+    assert answered(1.5, ("INT32", [1], [4])) == [("FP64", [1.5])]
+    assert answered(2**40, ("INT32", [1], [4])) == [("INT64", [2**40])]
+    assert answered(1e300, ("FP32", [1], [4.0])) == [("FP64", [1e300])]
+    assert answered(5, ("INT32", [1], [4]), interface=schema("INT32", [1])) == [("INT64", [5])]
+
+
+def test_arrays_and_numbers_that_json_lacks():
+    """An array has its own datatype; a float that is no number goes as the others do."""
+    for marker, datatype in (([0, "FP64", []], "FP64"), ([0, "FP64", [], True], "FP32")):
+        value = Results(json.dumps([{"$array": marker}]).encode(), buffers=[struct.pack("<d", float("inf"))])
+        assert answered(None, ("FP32", [1], [4.0]), result=value)[0][0] == datatype

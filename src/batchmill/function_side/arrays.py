@@ -127,9 +127,9 @@ def joined(parts):
 
 
 def write_floats(items, shape, buffers):
-    """What stands for floats in row-major order."""
+    """What stands for Python's own floats in row-major order: the last member says that they are no array's."""
     buffers.append(struct.pack(f"<{len(items)}d", *items))
-    return {ARRAY: [len(buffers) - 1, "FP64", shape]}
+    return {ARRAY: [len(buffers) - 1, "FP64", shape, True]}
 
 
 def join_bytes(items):

@@ -30,6 +30,7 @@ class Output(Struct):
     shape: list[int]
     flat: list[Any] | None = None
     buffer: bytes | memoryview | None = None
+    is_plain: bool = False  # Python's own numbers, which have no datatype by themselves
 
     def values(self) -> list[Any]:
         """The elements; BYTES may be bytes."""
@@ -119,7 +120,8 @@ def _cell(name: str, value: Any, buffers: Buffers, declared: Tensor | None) -> O
     datatype = ROW_TYPES.get(type(value))
     if datatype is None:
         raise _untypable(name, value, "")
-    return Output(name, _wide(name, [value]) if datatype.kind == INT else datatype, [1], [value])
+    wide = _wide(name, [value]) if datatype.kind == INT else datatype
+    return Output(name, wide, [1], [value], is_plain=True)
 
 
 def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None) -> Output:
@@ -142,7 +144,7 @@ def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None
     if any(isinstance(each, dict) for each in flat):
         return _list_of_arrays(name, flat, shape, buffers)
     datatype = _type_of_all(name, flat)
-    return Output(name, datatype, shape, list(map(float, flat)) if datatype.kind == FLOAT else flat)
+    return Output(name, datatype, shape, list(map(float, flat)) if datatype.kind == FLOAT else flat, is_plain=True)
 
 
 def _type_of_all(name: str, flat: list[Any]) -> Datatype:
@@ -188,7 +190,8 @@ def _list_of_arrays(name: str, flat: list[Any], shape: list[int], buffers: Buffe
         raise bad_return(f"Output {name} is a list of arrays of different shapes")
     datatype = _common(name, [part.datatype for part in parts])
     flat = list(chain.from_iterable(part.values() for part in parts))
-    return Output(name, datatype, [*shape, *inner], list(map(float, flat)) if datatype.kind == FLOAT else flat)
+    flat = list(map(float, flat)) if datatype.kind == FLOAT else flat
+    return Output(name, datatype, [*shape, *inner], flat, is_plain=all(part.is_plain for part in parts))
 
 
 def _common(name: str, datatypes: list[Datatype]) -> Datatype:
@@ -217,13 +220,15 @@ def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
             message = f"Output {name} has shape {first.shape} in row 1 and {cell.shape} in row {row + 1} of one request"
             raise bad_return(message)
     shape = [len(cells)] if layout.axis == FLAT and first.shape == [1] else [len(cells), *first.shape]
-    datatype = _common(name, [cell.datatype for cell in cells])
+    datatype, is_plain = _common(name, [cell.datatype for cell in cells]), all(cell.is_plain for cell in cells)
     if all(cell.buffer is not None and cell.datatype == datatype for cell in cells):
-        return Output(name, datatype, shape, buffer=b"".join([cell.data() for cell in cells]))
+        joined = b"".join([cell.data() for cell in cells])
+        return Output(name, datatype, shape, buffer=joined, is_plain=is_plain)
     flat = list(chain.from_iterable(cell.values() for cell in cells))
     if datatype.kind == INT:
         datatype = datatype if all(datatype.low <= value <= datatype.high for value in flat) else _wide(name, flat)
-    return Output(name, datatype, shape, list(map(float, flat)) if datatype.kind == FLOAT else flat)
+    flat = list(map(float, flat)) if datatype.kind == FLOAT else flat
+    return Output(name, datatype, shape, flat, is_plain=is_plain)
 
 
 def _declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:
@@ -273,8 +278,8 @@ def _in_order(outputs: list[Output], interface: Interface) -> list[Output]:
 
 
 def _array(name: str, marker: dict[str, Any], buffers: Buffers) -> Output:
-    number, datatype, shape = marker[ARRAY]
-    return Output(name, DATATYPES[datatype], list(shape), buffer=buffers[number])
+    number, datatype, shape, *plain = marker[ARRAY]
+    return Output(name, DATATYPES[datatype], list(shape), buffer=buffers[number], is_plain=bool(plain))
 
 
 def _texts(name: str, buffer: bytes | memoryview) -> list[Any]:

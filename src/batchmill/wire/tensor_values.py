@@ -41,14 +41,17 @@ def elements(received: Received) -> list[Any]:
 def elements_leniently(received: Received, kind: str, *, may_be_bool: bool) -> list[Any]:
     """Its elements by their own JSON types, as Inferless' tools send them: an integer wider than declared passes.
 
-    `kind` is what the function's input declares, or else the tensor's. With `may_be_bool` true and false pass for it.
+    `kind` is what the function's input declares, or else the tensor's. True and false are 1 and 0 of an integer; with
+    `may_be_bool` they stay what they are.
     """
     found = _read(received, kind)
     if found is None:
         found = []
         for at, value in enumerate(_walk(received)):
-            passes = may_be_bool and isinstance(value, bool)
-            found.append(value if passes else _element(value, received, kind, at))
+            if isinstance(value, bool) and (may_be_bool or kind == INT):
+                found.append(value if may_be_bool else int(value))
+            else:
+                found.append(_element(value, received, kind, at))
     _check_count(received, len(found))
     if kind == INT and found:
         for value in (min(found), max(found)):

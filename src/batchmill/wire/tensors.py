@@ -16,6 +16,7 @@ from batchmill.wire import tensor_binary
 from batchmill.wire.call_errors import failure
 from batchmill.wire.calls import COLUMNS, Asked, Results
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, INT64_MAX, TEXT, Datatype, wire_name
+from batchmill.wire.tensor_kept import Kept, as_received, kept_of
 from batchmill.wire.tensor_layout import NONE, Layout, check_datatype, declared_datatype, lay, pair
 from batchmill.wire.tensor_reply import check_names, reply_of
 from batchmill.wire.tensor_request import Received, Wanted, read_request
@@ -34,6 +35,7 @@ class _Told(Struct, gc=False):
     binary: bool
     layout: Layout
     interface: Interface
+    kept: Kept
 
 
 class _Column(Struct):
@@ -67,7 +69,7 @@ class TensorsForm:
             self._check(received, tensor, has_schema=interface.has_schema)
             column = self._column(received, tensor, layout, received_shapes=received_shapes)
             members.append(_encode(received.name) + b":" + column.written(buffers))
-        told = _Told(request.id, request.wanted, request.binary, layout, interface)
+        told = _Told(request.id, request.wanted, request.binary, layout, interface, self._kept(pairs, interface))
         calls = b"{" + b",".join(members) + b"}"
         return Asked(layout.rows, COLUMNS, calls, buffers, timeout_s=request.timeout_s, told=told)
 
@@ -94,6 +96,10 @@ class TensorsForm:
         head = {} if told.id is None else {"id": told.id}
         wanted = told.wanted and [Wanted(each.name, None, each.classes) for each in told.wanted]
         return reply_of(head, outputs, wanted, binary=False)[0]
+
+    def _kept(self, pairs: list[tuple[Received, Tensor | None]], interface: Interface) -> Kept:
+        """The datatypes in which plain numbers go back."""
+        return kept_of(pairs, interface)
 
     def _check(self, received: Received, tensor: Tensor | None, *, has_schema: bool) -> None:
         check_datatype(received, tensor, has_schema=has_schema)
@@ -131,6 +137,10 @@ class TensorsForm:
 class InferlessTensorsForm(TensorsForm):
     """As Inferless' tools send tensors: an integer wider than declared passes, and so do numbers of another width."""
 
+    def _kept(self, pairs: list[tuple[Received, Tensor | None]], interface: Interface) -> Kept:
+        """None: its tools say INT32 of whatever integer they send."""
+        return {}
+
     def _check(self, received: Received, tensor: Tensor | None, *, has_schema: bool) -> None:
         declared = declared_datatype(tensor)
         if declared is None:
@@ -141,7 +151,7 @@ class InferlessTensorsForm(TensorsForm):
             check_datatype(received, tensor)
 
     def _elements(self, received: Received, tensor: Tensor | None) -> tuple[list[Any], Datatype]:
-        """By the kind that the input declares: true and false pass where it declares BOOL, or nothing."""
+        """By the kind that the input declares: true and false pass where it declares integers, BOOL, or nothing."""
         datatype = declared_datatype(tensor) or received.datatype
         may_be_bool = received.datatype.kind == INT and (tensor is None or tensor.datatype is None)
         flat = elements_leniently(received, datatype.kind, may_be_bool=may_be_bool)
@@ -183,4 +193,5 @@ def _check_wanted(wanted: list[Wanted] | None, interface: Interface) -> None:
 def _outputs(told: _Told, values: bytes, columns: bytes, buffers: Buffers) -> list[Output]:
     if columns:
         return outputs_of_columns(_any.decode(columns), buffers, told.interface, told.layout)
-    return outputs_of_rows(_any.decode(values), buffers, told.interface, told.layout)
+    found = outputs_of_rows(_any.decode(values), buffers, told.interface, told.layout)
+    return [as_received(each, told.kept) for each in found] if told.kept else found
