@@ -17,6 +17,8 @@ from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
+SHOWN_CHARS = 80
+SEPARATORS = ((";", "semicolons", "';'"), ("\t", "tabs", "'\\t'"), ("|", "bars", "'|'"))  # that programs write, too
 PIECE_BYTES = 1024 * 1024
 RECORD_LINES = 2  # times the longest line that a record is read on to, so that it can be refused by itself
 
@@ -161,6 +163,7 @@ def _header(source: Source, records: _Records) -> list[str]:
         raise InvalidDataset(f"{source.path} has no header row", code="invalid_header") from None
     except csv.Error as error:
         raise InvalidDataset(f"{source.path}, line {records.line}: {error}", code="invalid_csv") from None
+    _refuse_other_separator(source, names)
     if len(names) > COLUMNS_MAX:
         raise InvalidDataset(
             f"{source.path} has {len(names)} columns; {COLUMNS_MAX} is the most", code="invalid_header"
@@ -173,6 +176,18 @@ def _header(source: Source, records: _Records) -> list[str]:
             raise InvalidDataset(f"the header of {source.path} has {name!r} twice", code="invalid_header")
         seen.add(name)
     return names
+
+
+def _refuse_other_separator(source: Source, names: list[str]) -> None:
+    """A header without a comma that another separator divides is no name of one column."""
+    for separator, said, written in SEPARATORS:
+        if len(names) == 1 and separator in names[0]:
+            raise InvalidDataset(
+                f"the header of {source.path} is one column, {names[0][:SHOWN_CHARS]!r}: cells are separated by "
+                f"{said} it seems, and a CSV's by commas. Rewrite it, for example with `csvformat -d {written}` or "
+                f"pandas.read_csv(…, sep={separator!r}).to_csv(…, index=False)",
+                code="invalid_header",
+            )
 
 
 def _each(source: Source, records: _Records, blank: list[str] | None) -> Iterator[tuple[int, list[str], str]]:

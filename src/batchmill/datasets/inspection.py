@@ -15,6 +15,8 @@ from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import Chunk, Part, Range, RangeEnd, Refused, SealOrder
 from batchmill.datasets.validation import Checked, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
+from batchmill.types import RowError
+from batchmill.wire.json_oddities import oddity
 
 TAIL_BYTES = 64 * 1024  # read at a time behind a range, until its last line ends
 BLOCK_ROWS_MAX = 65_536
@@ -158,7 +160,10 @@ class Inspector:
             error = text_rules.flaw(line, length_max=dataset.line_bytes_max, depth_max=dataset.depth_max)
             if error is not None:
                 return Checked(id_of(line), error)
-        return self._rules.check(line)
+        checked = self._rules.check(line)
+        if checked.error is None and (odd := oddity(line)) is not None:
+            return Checked(checked.custom_id, RowError("ambiguous_json", odd))
+        return checked
 
 
 def _unreadable(path: str, error: OSError) -> InvalidDataset:

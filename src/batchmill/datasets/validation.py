@@ -15,6 +15,7 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
+from batchmill.wire.json_oddities import has_odd_numbers
 
 CUSTOM_ID_CHARS_MAX = 512
 URL_CHARS_MAX = 2048
@@ -124,10 +125,12 @@ class OpenAIRules:
         self._wanted = WantedAdapters(order.patterns)
         self._patterns = [pattern for pattern, *_ in order.patterns]
         self._endpoint = order.endpoint
-        # One function takes what it is given: what its rows hold is its own business, their model too.
-        self._envelope_only = order.urls == [None] and not order.keys and order.default is not None
+        # One function takes what it is given: what its rows hold is its own business, their model too. Where nobody
+        # knows yet which model rows are for, each is looked at.
+        is_known = not order.any_model
+        self._envelope_only = is_known and order.urls == [None] and not order.keys and order.default is not None
         # Where others are beside it, its rows say for whom they are. Those that may be folded are looked at closely.
-        self._some_functions = None in order.urls and order.fold != "all"
+        self._some_functions = is_known and None in order.urls and order.fold != "all"
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
         if not (self._envelope_only or self._some_functions):
@@ -244,9 +247,13 @@ class TableRules:
         if self._order.keys:
             return None
         try:
-            shapes = set(map(tuple, map(_members, lines)))
+            rows = list(map(_members, lines))
         except DECODE_ERRORS:
             return None
+        text = b"".join(lines)
+        if text.count(b'":') != sum(map(len, rows)) or has_odd_numbers(text):  # or objects in columns
+            return None
+        shapes = set(map(tuple, rows))
         return Bulk([]) if all(self._flaw(shape) is None for shape in shapes) else None
 
     def check(self, line: bytes) -> Checked:
@@ -387,8 +394,16 @@ def _no_object(line: bytes, error: Exception) -> InvalidRow:
     try:
         value = _any(line)
     except DECODE_ERRORS as broken:
-        return InvalidRow(f"not JSON: {str(broken).removeprefix('JSON is malformed: ')}", code="invalid_json")
+        hint = _line_ends(line)
+        return InvalidRow(f"not JSON: {str(broken).removeprefix('JSON is malformed: ')}{hint}", code="invalid_json")
     return InvalidRow(f"the line is JSON but no object: {quoted(value)}", code="invalid_json")
+
+
+def _line_ends(line: bytes) -> str:
+    """A hint, where lines end with CR alone, as those of old programs for Macintosh do: to us that is one line."""
+    if b"\r" not in line.rstrip(b"\r\n"):
+        return ""
+    return "; lines seem to end with CR alone: convert the file with `tr '\\r' '\\n'`"
 
 
 def _kind(value: Raw) -> str:

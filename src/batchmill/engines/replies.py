@@ -17,6 +17,7 @@ from batchmill.models.redaction import mask
 from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import counted, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.json_oddities import oddity
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
@@ -32,6 +33,7 @@ class Reply(Struct, frozen=True, gc=False):
     usage: Usage | None = None
     error: RowError | None = None  # what its error envelope says, where it has one
     text: str = ""  # the beginning of a body that is no JSON object
+    flaw: str = ""  # of JSON that could be read and is not to be kept
     is_half_text: bool = False  # it would be one, but for an escape of half a character
 
     def ok(self, row: Row, request_id: str | None = None) -> Outcome:
@@ -89,6 +91,14 @@ def read_reply(status: int, data: bytes) -> Reply:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Reply(status, text=_start_of(data), is_half_text=_is_half_text(data))
     usage = None if skim.usage is None else _usage(skim.usage)
+    return _kept(status, data, usage, error)
+
+
+def _kept(status: int, data: bytes, usage: Usage | None, error: RowError | None) -> Reply:
+    """What of a reply may stand in a result: nothing that its readers would choke on, or read otherwise."""
+    odd = oddity(data)
+    if odd is not None:
+        return Reply(status, None, usage, error, flaw=f"the reply cannot be kept: {odd}")
     return Reply(status, _one_line(data), usage, error)
 
 
@@ -106,7 +116,7 @@ def _read_odd(status: int, data: bytes) -> Reply:
     except (msgspec.MsgspecError, RecursionError):
         return Reply(status, text=_start_of(data))
     failed = status >= 400 or bool(reply.get("error"))
-    return Reply(status, _one_line(data), usage_of(reply), _error_of(reply) if failed else None)
+    return _kept(status, data, usage_of(reply), _error_of(reply) if failed else None)
 
 
 def _is_half_text(data: bytes) -> bool:

@@ -110,7 +110,7 @@ def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: s
         return Fault(Kind.PERMANENT, error, reply, None, request_id)
     if reply.status < 300:
         if reply.error is None or reply.body is None:
-            kind = Kind.GARBLED if reply.is_half_text else Kind.TRANSIENT
+            kind = Kind.GARBLED if reply.is_half_text or reply.flaw else Kind.TRANSIENT
             return Fault(kind, _unreadable(reply), None, None, request_id)
         # Proxies report a failure of the service behind them in a reply of status 200; a result file must not.
         reply = Reply(_implied_status(reply.body, reply.error.code), reply.body, reply.usage, reply.error)
@@ -199,6 +199,8 @@ def _stable_code(kind: Kind, status: int, code: str) -> str:
 def _unreadable(reply: Reply) -> RowError:
     if reply.is_half_text:
         return RowError("bad_response", "the reply's text holds half of a surrogate pair, which is no character")
+    if reply.flaw:
+        return RowError("bad_response", reply.flaw)
     if reply.body is None:
         return RowError("bad_response", f"the reply is not one JSON object: it begins {reply.text[:100]!r}")
     return RowError("bad_response", f"the service answered with HTTP status {reply.status} instead of a result")
