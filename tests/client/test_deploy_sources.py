@@ -35,6 +35,21 @@ def test_a_file_takes_what_it_imports(tmp_path):
     assert inner.target == "pack/deep.py:x" and "pack/__init__.py" in inner.files
 
 
+def test_included_files_keep_their_places_beside_the_code(tmp_path):
+    """A file that lies beside the code when it is included lies beside it where it is deployed, whatever is named."""
+    lay(tmp_path, sub__m="import near", sub__near="", **{"sub/w.txt": "w", "top.txt": "t"})
+    for source, expected in (
+        ("sub/m.py:f", ["sub/m.py", "sub/near.py", "sub/w.txt", "top.txt"]),
+        ("sub:m.py:f", ["m.py", "near.py", "top.txt", "w.txt"]),
+        (f"{tmp_path}/sub/m.py:f", ["sub/m.py", "sub/near.py", "sub/w.txt", "top.txt"]),
+    ):
+        with bundled(source, {}, include=["sub/w.txt", "top.txt"], cwd=tmp_path) as (_, file):
+            folder = tmp_path / "unpacked" / source.replace("/", "_")
+            folder.mkdir(parents=True)
+            bundles.read(file, folder)
+        assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()) == expected
+
+
 def test_an_inferless_class_takes_its_schema(tmp_path):
     """input_schema.py goes with an InferlessPythonModel, by file and by folder, and with nothing else."""
     lay(tmp_path, app="class InferlessPythonModel: ...\ndef f(): ...", input_schema="INPUT_SCHEMA = {}")

@@ -387,3 +387,13 @@ async def test_prints_go_to_the_log(build, tmp_path):
     await engine.stop()
     assert sys.stdout is before
     assert (tmp_path / "home/function.log").read_text() == "loading\nrow 7\n"
+
+
+async def test_cells_of_a_csv_have_the_types_of_the_function(build):
+    """Strings of a CSV are called as the types of the function's hints; a cell that is none fails its row by name."""
+    engine = await build("def f(a: int, b: float = 2.0): return [a + 1, b * 2]")
+    texts = table_rows({"a": "1", "b": "0.5"}, {"a": "one"})
+    sink = await answer(engine, [msgspec.structs.replace(row, form=TableForm(is_text=True)) for row in texts])
+    good, bad = sink.outcomes[0], sink.outcomes[1]
+    assert good.body == b"[2,1.0]"
+    assert bad.error.code == "invalid_argument" and "'a'" in bad.error.message and "'one'" in bad.error.message

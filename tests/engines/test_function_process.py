@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, answer_to, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
@@ -48,6 +49,18 @@ async def test_columns_are_arguments(adder: FunctionProcessEngine) -> None:
     assert errors(sink)[1][0] == "missing_argument"
     assert "'a'" in errors(sink)[1][1] or "needs a" in errors(sink)[1][1]
     assert errors(sink)[2] == ("KeyError", "1")
+
+
+async def test_cells_of_a_csv_have_the_types_of_the_function(tmp_path: Path) -> None:
+    """Strings of a CSV are called as the types of the function's hints; a cell that is none fails its row by name."""
+    code = "def f(a: int, b: float = 2.0, note: str = ''): return [a + 1, b * 2, note]"
+    form = TableForm(is_text=True)
+    rows = table_rows({"a": "1", "b": "0.5", "note": "7"}, {"a": "one", "b": "1"}, {"a": "3", "b": ""})
+    async with running(deployed(tmp_path, code), tmp_path / "home") as engine:
+        sink = await run_all(engine, [msgspec.structs.replace(row, form=form) for row in rows])
+    assert bodies(sink) == {0: [2, 1.0, "7"], 2: [4, 4.0, ""]}
+    [(code_, message)] = errors(sink).values()
+    assert code_ == "invalid_argument" and "'a'" in message and "'one'" in message
 
 
 async def test_tokens_are_counted(adder: FunctionProcessEngine) -> None:
@@ -203,6 +216,14 @@ def f(n):
             together = json.loads((await live).body)
     assert together == [1, 2, 3]
     assert list(bodies(sink).values()) == [together, together]
+
+
+async def test_a_large_batch_is_called_whole(tmp_path: Path) -> None:
+    """Rows of a job reach a function of 10,000 rows in lists of 10,000."""
+    code = "import batchmill\n@batchmill.batched(10_000)\ndef f(a): return [len(a)] * len(a)"
+    async with running(deployed(tmp_path, code), tmp_path / "home") as engine:
+        sink = await run_all(engine, table_rows(*[{"a": n} for n in range(25_000)]))
+    assert max(bodies(sink).values()) == 10_000
 
 
 async def test_rows_held_follow_the_limit(tmp_path: Path) -> None:

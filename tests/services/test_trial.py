@@ -28,8 +28,8 @@ async def test_batches_of_a_function_of_single_rows_are_refused(tmp_path, how):
 
 async def test_more_rows_than_a_call_can_have_are_refused(tmp_path):
     """A batch size beyond what lists may have is refused, not made smaller in silence."""
-    with pytest.raises(ModelFailed, match="2,000.*1,024"):
-        await tried(tmp_path, MANY, batch_size=2000)
+    with pytest.raises(ModelFailed, match="70,000.*65,536"):
+        await tried(tmp_path, MANY, batch_size=70_000)
 
 
 async def test_the_batch_size_of_a_deployment_is_kept(tmp_path):

@@ -37,13 +37,14 @@ def bundled(
     Args:
         source: as `collect`, a git address, or a function.
         settings: fields of DeployOrder.
-        include: further files and folders, globs too; they keep their places below `cwd`.
+        include: further files and folders, globs too; they keep their places beside the code,
+            and those elsewhere below `cwd` the places that they have there.
         samples: input.json and output.json, by these names: they go beside the code's file.
     """
     cwd = cwd or Path.cwd()
     with _collected(source, cwd) as found:
         order = order_of(found, settings)
-        files = dict(found.files) | _included(include, cwd)
+        files = dict(found.files) | _included(include, cwd, found.base)
         beside = Path(order.target.partition(":")[0]).parent
         for name, path in samples.items():
             files[str(beside / name)] = path
@@ -90,7 +91,7 @@ def _name_of(found: Collected) -> str:
     return found.attribute.rpartition(".")[2]
 
 
-def _included(patterns: Sequence[str], cwd: Path) -> dict[str, Path | bytes]:
+def _included(patterns: Sequence[str], cwd: Path, base: Path | None) -> dict[str, Path | bytes]:
     found: dict[str, Path | bytes] = {}
     for pattern in patterns:
         paths = [cwd / each for each in sorted(glob.glob(pattern, root_dir=cwd, recursive=True))]
@@ -101,8 +102,14 @@ def _included(patterns: Sequence[str], cwd: Path) -> dict[str, Path | bytes]:
         for path in files:
             if not path.is_relative_to(cwd) or ".." in path.parts:
                 raise InvalidInput(f"{path} lies outside {cwd}: include what lies below it", code="unreadable_file")
-            found[str(path.relative_to(cwd))] = path
+            found[_place_of(path, cwd, base)] = path
     return found
+
+
+def _place_of(path: Path, cwd: Path, base: Path | None) -> str:
+    """Where a file goes: beside the code as it lies beside it, else as it lies below `cwd`."""
+    real = path.parent.resolve() / path.name
+    return str(real.relative_to(base) if base is not None and real.is_relative_to(base) else path.relative_to(cwd))
 
 
 def frame_columns(dataframe_mode: bool, example: Any) -> list[str]:

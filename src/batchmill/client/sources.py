@@ -41,6 +41,7 @@ class Collected(Struct, frozen=True):
     requirements: str | None = None
     python: str | None = None
     frame_columns: list[str] = []
+    base: Path | None = None  # the folder that places of `files` begin at; None: they have no folder
 
     @property
     def attribute(self) -> str:
@@ -55,7 +56,7 @@ def collect(source: str, cwd: Path) -> Collected:
     if match := _FILE.fullmatch(source):
         path = cwd / Path(match[1]).expanduser()
         if path.is_file():
-            return _from_file(path, match[2], source)
+            return _from_file(path, match[2], source, cwd)
     folder, colon, target = source.partition(":")
     if (cwd / Path(folder).expanduser()).is_dir() and (not colon or _FILE.fullmatch(target)):
         return from_folder(cwd / Path(folder).expanduser(), target, source)
@@ -70,21 +71,22 @@ def collect(source: str, cwd: Path) -> Collected:
     )
 
 
-def _from_file(path: Path, attribute: str, source: str) -> Collected:
-    """The file, and of the folder that its imports begin at whatever they reach."""
-    path = path.resolve()
+def _from_file(path: Path, attribute: str, source: str, cwd: Path) -> Collected:
+    """The file, and of the folder that its imports begin at whatever they reach. Places are kept below `cwd`."""
+    path, cwd = path.resolve(), cwd.resolve()
     root = path.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    place = str(path.relative_to(root))
+    base = cwd if root.is_relative_to(cwd) else root
+    place = str(path.relative_to(base))
     files: dict[str, Path | bytes] = {}
-    _reach(root, path, files)
+    _reach(base, root, path, files)
     if attribute.split(".")[0] == INFERLESS_CLASS:
         beside = (path.parent / name for name in COMPANIONS)
         for companion in beside:
             if companion.is_file():
-                _reach(root, companion, files)
-    return Collected(f"{place}:{attribute}", source, files)
+                _reach(base, root, companion, files)
+    return Collected(f"{place}:{attribute}", source, files, base=base)
 
 
 def _from_module(source: str, cwd: Path) -> Collected:
@@ -93,19 +95,19 @@ def _from_module(source: str, cwd: Path) -> Collected:
         base = root.joinpath(*module.split("."))
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
-                return _from_file(path, attribute, source)
+                return _from_file(path, attribute, source, cwd)
     raise InvalidInput(
         f"there is no module {module} below {cwd} (nor in src there): go to the folder that its name begins at",
         code="unknown_function",
     )
 
 
-def _reach(root: Path, path: Path, files: dict[str, Path | bytes]) -> None:
-    """Take a file along, and every module below `root` that it imports."""
+def _reach(base: Path, root: Path, path: Path, files: dict[str, Path | bytes]) -> None:
+    """Take a file along, and every module below `root` that it imports, at their places below `base`."""
     waiting = [path]
     while waiting:
         found = waiting.pop()
-        place = str(found.relative_to(root))
+        place = str(found.relative_to(base))
         if place in files:
             continue
         files[place] = found
@@ -179,7 +181,7 @@ def from_folder(folder: Path, target: str, source: str) -> Collected:
             )
     if target.partition(":")[0] not in files:
         raise InvalidInput(f"there is no {target.partition(':')[0]} in {source}", code="unknown_function")
-    return Collected(target, source, files, requirements, python, columns)
+    return Collected(target, source, files, requirements, python, columns, base=folder)
 
 
 def _walk(folder: Path) -> Iterable[tuple[str, Path]]:

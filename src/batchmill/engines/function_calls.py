@@ -18,6 +18,7 @@ from batchmill.models import functions
 from batchmill.types import Outcome, Row, RowError
 from batchmill.wire.forms import usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.text_cells import CellReader
 
 MESSAGE_CHARS_MAX = 2048
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep: the call that finds out is saved
@@ -36,6 +37,7 @@ class Calls:
         self._log = log
         self._ahead = ahead
         self._call = loaded.call
+        self._cells = CellReader(loaded.inputs)
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
         names = None if loaded.takes_kwargs or loaded.takes_rows else frozenset(loaded.parameters)
         self._names = names  # None: every field is an argument
@@ -127,7 +129,7 @@ class Calls:
     def _arguments_of(self, rows: list[Row]) -> Sequence[dict[str, Any] | RowError]:
         """`arguments` of every row, decoded together where they are of one job and all can be read."""
         form = rows[0].form
-        if all(row.form is form for row in rows):
+        if all(row.form is form for row in rows) and not (form.is_text and self._cells.is_needed):
             try:
                 fields = form.arguments_of(rows)
             except READ_ERRORS:
@@ -138,7 +140,8 @@ class Calls:
     def arguments(self, row: Row) -> dict[str, Any] | RowError:
         """The row's fields that the function takes, or why it cannot be called."""
         try:
-            return self._fit(row.form.arguments(row))
+            fields = row.form.arguments(row)
+            return self._fit(self._cells.read(fields) if row.form.is_text else fields)
         except BatchmillError as error:
             return RowError(error.code, error.message)
         except READ_ERRORS as error:

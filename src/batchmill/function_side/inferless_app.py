@@ -15,6 +15,7 @@ import types
 from . import schemas
 from .arguments import Parameters
 from .loading import LoadError, run_user_code
+from .marks import BATCH_ROWS_MAX
 from .plain import Unserializable
 
 CLASS = "InferlessPythonModel"
@@ -97,6 +98,8 @@ def _interface(app, inputs, outputs):
 
 def _apply(code, settings, *, takes_handler):
     size, window_ms = settings["BATCH_SIZE"], settings["BATCH_WINDOW"]
+    if size > BATCH_ROWS_MAX:
+        raise LoadError(f"BATCH_SIZE is {size:,}, and {BATCH_ROWS_MAX:,} is the most")
     call = code.call
     if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
         code.streams = "generator"

@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import types
 
-BATCH_ROWS_MAX = 1024  # the longest list a function may ask for
+BATCH_ROWS_MAX = 65_536  # the longest list a function may ask for, and the longest data frame
 ROWS_PARAMETER = "rows"  # a batched function with this one parameter gets whole rows
 
 DATATYPES = frozenset(
@@ -39,8 +39,8 @@ def batched(size):
     Every parameter gets a list with one value for each row; a function whose only parameter is called `rows` gets a
     list of dicts, the whole rows. A parameter that is a numpy array gets one array, whose first axis is the row.
     """
-    if not isinstance(size, int) or not 1 <= size <= BATCH_ROWS_MAX:
-        raise ValueError(f"batched(size): size must be 1 to {BATCH_ROWS_MAX}, not {size!r}")
+    if type(size) is not int or not 1 <= size <= BATCH_ROWS_MAX:
+        raise ValueError(f"batched(size): size must be a whole number from 1 to {BATCH_ROWS_MAX:,}, not {size!r}")
 
     def mark(function):
         function.batchmill_list_rows = size

@@ -18,7 +18,6 @@ from .plain import Writer
 
 ROW, LIST, FRAME = "row", "list", "frame"
 OUTPUT = "output"  # the name of a result that has none
-FRAME_ROWS_MAX = 65_536  # in one data frame
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -54,7 +53,7 @@ def load(start):
         code = _describe(found, start.get("frame_columns") or [])
     size = start.get("batch_size") or 0
     if size and code.calls != ROW:
-        code.batch_size = min(size, FRAME_ROWS_MAX if code.calls == FRAME else BATCH_ROWS_MAX)
+        code.batch_size = min(size, BATCH_ROWS_MAX)
     if start.get("batch_window_s"):
         code.batch_window_s = start["batch_window_s"]
     return code
@@ -152,7 +151,7 @@ def _frame_function(call, given, columns, source):
     interface["inputs"] = [{"name": name, "datatype": None, "shape": [1], "required": True} for name in columns]
     code = UserCode(call, Parameters(columns, [], columns, is_dict=True), interface)
     code.parameters.keeps_ids = True
-    code.batch_size, code.frame_columns = FRAME_ROWS_MAX, list(columns)
+    code.batch_size, code.frame_columns = BATCH_ROWS_MAX, list(columns)
     return code
 
 

@@ -128,7 +128,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
                 '"… {column} …"',
                 code="missing_prompt",
             )
-        return TableForm()
+        return TableForm(is_text=format_ == "csv")
     if not calls:
         raise InvalidInput(
             "--prompt is for language models: a function takes the columns by name", code="needless_prompt"

@@ -21,8 +21,10 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
+from batchmill.function_side.hints import hints_of, read_hint
 from batchmill.function_side.loading import FreshLoader
 from batchmill.function_side.marks import ROWS_PARAMETER
+from batchmill.types import Tensor
 
 
 class Source(Struct, frozen=True):
@@ -55,6 +57,7 @@ class Loaded(Struct, frozen=True):
     list_rows: int | None = None
     setup: Callable[[], Any] | None = None  # to be called, or awaited, once before the first row
     yields: bool = False  # a generator function, plain or async: it can answer in pieces, and rows cannot use it
+    inputs: list[Tensor] = []  # its parameters with what their hints say
 
     @property
     def required(self) -> frozenset[str]:
@@ -250,6 +253,7 @@ def _describe(target: Any, source: str) -> Loaded:
     positional = [each.name for each in found if each.kind is each.POSITIONAL_ONLY]
     if positional:
         raise ModelFailed(f"{source} takes {positional[0]!r} by position only, and rows give arguments by name")
+    is_column = hasattr(call, "batchmill_list_rows")
     loaded = Loaded(
         name=source,
         call=call,
@@ -259,6 +263,7 @@ def _describe(target: Any, source: str) -> Loaded:
         list_rows=getattr(call, "batchmill_list_rows", None),
         setup=setup if callable(setup) else None,
         yields=_is_any(call, inspect.isgeneratorfunction, inspect.isasyncgenfunction),
+        inputs=_inputs(call, [each for each in found if each.kind in _NAMED], is_column=is_column),
     )
     if loaded.list_rows is not None and (loaded.takes_kwargs or not loaded.parameters):
         raise ModelFailed(
@@ -268,6 +273,15 @@ def _describe(target: Any, source: str) -> Loaded:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _inputs(call: Callable[..., Any], parameters: list[inspect.Parameter], *, is_column: bool) -> list[Tensor]:
+    hints = hints_of(call)
+    read = {each.name: read_hint(hints.get(each.name), is_column=is_column) for each in parameters}
+    return [
+        Tensor(each.name, read[each.name].datatype, read[each.name].shape, each.default is each.empty)
+        for each in parameters
+    ]
 
 
 def _is_any(call: Any, *kinds: Callable[[Any], bool]) -> bool:

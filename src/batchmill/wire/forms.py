@@ -73,6 +73,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
 
     id_prefix: str = "batch_req_"  # + the row's number: unique and the same each time the file is written
     together: bool = False  # the error lines stand among the others
+    is_text: ClassVar[bool] = False
 
     @property
     def errors_apart(self) -> bool:
@@ -188,6 +189,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     system: str | None = None
     url: str = CHAT
     params: dict[str, Any] = {}  # further fields of each request's body
+    is_text: bool = False  # every cell is a string, whatever it stands for: the table was CSV
 
     errors_apart: ClassVar[bool] = False
     reserved: ClassVar[tuple[str, ...]] = ("output", "error", "folded_from")

@@ -13,7 +13,8 @@ from batchmill.types import Interface, Outcome, Row, RowError
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 from batchmill.wire.calls import CallError
 from batchmill.wire.forms import OpenAIForm, usage_of
-from batchmill.wire.json_bytes import DEPTH_MAX, decode, join_object, split_object
+from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, join_object, split_object
+from batchmill.wire.text_cells import CellReader
 
 MESSAGE_CHARS_MAX = 2048
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep
@@ -56,6 +57,7 @@ class RowReader:
         names = {each.name for each in interface.inputs}
         takes_any = interface.takes_more or (interface.takes != "arguments" and not names)
         self._strange = frozenset(ADDRESSES) - names if takes_any else frozenset()  # would be taken for arguments
+        self._cells = CellReader(interface.inputs)
 
     def read(self, rows: Sequence[Row]) -> Sequence[Read]:
         """What each row calls."""
@@ -68,6 +70,8 @@ class RowReader:
         text = joined(raws)
         try:
             if type(form) is not OpenAIForm:
+                if self._cells.is_needed and any(row.form.is_text for row in rows):
+                    return None
                 return raws if len(_values.decode(text)) == len(rows) else None
             if self._strange or any(word in text for word in FORM_WORDS):
                 return None
@@ -83,6 +87,8 @@ class RowReader:
     def _read_one(self, row: Row) -> Read:
         try:
             if not isinstance(row.form, OpenAIForm):
+                if self._cells.is_needed and row.form.is_text:
+                    return encode(self._cells.read(row.form.arguments(row)))
                 split_object(row.raw)
                 return row.raw
             request = row.form.request(row)

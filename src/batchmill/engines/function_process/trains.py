@@ -29,7 +29,7 @@ from batchmill.wire.call_errors import FUNCTION_ERROR
 from batchmill.wire.call_forms import CALL_FORMS
 from batchmill.wire.calls import NAMED, Asked, CallError
 
-ROWS_MAX = 2048  # of one train; there are two
+ROWS_MAX = 2048  # of one train, or as many as go together in one call; there are two
 TRAIN_S = 0.1  # a train is so many rows as last so long
 GROWTH_MAX = 8  # from one train to the next
 TOGETHER = 64  # rows of a function that may take many at once
@@ -170,7 +170,8 @@ class Trains:
     @property
     def most(self) -> int:
         """Rows that may be held."""
-        return min(self._most or 2 * ROWS_MAX, 2 * ROWS_MAX)
+        most = 2 * max(ROWS_MAX, self._batch_size())
+        return min(self._most or most, most)
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         """As `Engine.run`. Raises: ModelFailed when the process cannot be had any more."""
@@ -207,10 +208,14 @@ class Trains:
 
     def _unit_size(self) -> int:
         """Rows of one train: as many as last TRAIN_S, and whole batches."""
-        child = self._process.child
         together = self.interface.calls != "row" or self.interface.is_async
-        unit = max(child.batch_size if child is not None else 1, TOGETHER if together else 1)
-        return min(max(unit, self._size), ROWS_MAX)
+        batch = self._batch_size()
+        unit = max(batch, TOGETHER if together else 1)
+        return min(max(unit, self._size), max(ROWS_MAX, batch))
+
+    def _batch_size(self) -> int:
+        child = self._process.child
+        return max(1, child.batch_size) if child is not None else 1
 
     def _wanted(self) -> int:
         return max(1, min(self._unit_size(), self.most - self.held))

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from batchmill.config import LIMITS_MAX, WORKERS_MAX
 from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
+from batchmill.function_side.marks import BATCH_ROWS_MAX
 from batchmill.models.environments import FOLDER, Environments
 from batchmill.models.secrets import NAME
 from batchmill.services.functions.names import folder_of
@@ -34,7 +35,6 @@ from batchmill.wire.deploys import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployO
 SENT = "deploy-"  # how folders begin in which a command leaves an archive for whoever owns the data directory
 LOG, ORDER, TRIAL = "deploy.log", "deploy.json", "trial"
 LOG_BYTES_MAX = 256 * 1024  # of what is shown
-BATCH_SIZE_MAX = 100_000
 BATCH_WINDOW_S_MAX = 60.0
 GPUS_MAX = 64
 VARIABLES_MAX = 1000
@@ -227,7 +227,7 @@ def check(order: DeployOrder, code: Path) -> None:
     ranges = (
         ("workers", order.workers, 1, WORKERS_MAX),
         ("gpus", order.gpus, 0, GPUS_MAX),
-        ("batch_size", order.batch_size, 0, BATCH_SIZE_MAX),
+        ("batch_size", order.batch_size, 0, BATCH_ROWS_MAX),
         ("batch_window_s", order.batch_window_s, 0, BATCH_WINDOW_S_MAX),
         ("memory_bytes", order.memory_bytes, 1, LIMITS_MAX["memory_bytes"]),
         ("timeout_s", order.timeout_s, 1e-3, LIMITS_MAX["attempt_timeout_s"]),
