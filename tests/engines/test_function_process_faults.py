@@ -220,10 +220,9 @@ async def test_what_does_no_harm(tmp_path: Path, how: str) -> None:
 
 
 async def test_what_is_printed_goes_to_the_log(tmp_path: Path) -> None:
-    """What a function prints lies in function.log."""
-    async with running(deployed(tmp_path, DOES), tmp_path / "home") as engine:
-        await Answers(engine).value({"does": "print"})
-        assert b"hello from the function\n" in (tmp_path / "home" / "function.log").read_bytes()
+    """What a function prints before any call lies in function.log, for whoever reads why it did not start."""
+    async with running(deployed(tmp_path, "print('loading')\n" + DOES), tmp_path / "home"):
+        assert b"loading\n" in (tmp_path / "home" / "function.log").read_bytes()
 
 
 @pytest.mark.parametrize(("how", "code"), [("junk", "bad_return"), ("sysexit", "function_error")])

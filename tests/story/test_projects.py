@@ -269,6 +269,6 @@ def test_who_may_bring_code(asking):
     assert asking("other", "POST", "/v1/doubler/latest", json={"data": 2}).json() == {"data": 4}
     seen = asking("other", "GET", one)
     assert seen.status_code == 200 and "one-secret.py" not in seen.text and '"one"' not in seen.text
-    asked = [("DELETE", one), ("POST", f"{one}/restart"), ("GET", f"{one}/log"), unload]
+    asked = [("DELETE", one), ("POST", f"{one}/restart"), ("GET", f"{one}/log"), ("GET", f"{one}/logs"), unload]
     assert {asking("other", *each).status_code for each in asked} == {403}
     assert asking("deploy", "DELETE", one).status_code == 200

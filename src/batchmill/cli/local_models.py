@@ -22,6 +22,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 
 class LocalModels:
@@ -45,6 +46,9 @@ class LocalModels:
 
     async def log(self, name: str, branch: str | None, version: str) -> str:
         return await self._models.log(name, branch, version)
+
+    async def calls(self, name: str, query: LogQuery) -> LogPage:
+        return await self._models.calls(name, query)
 
     async def rollback(self, name: str, asked: Rollback) -> VersionInfo:
         return views.version_info(await self._models.rollback(name, asked.branch, asked.number))

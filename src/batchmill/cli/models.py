@@ -7,6 +7,7 @@ import re
 import click
 
 from batchmill.cli.deploy import signature_of
+from batchmill.cli.model_logs import show_logs
 from batchmill.cli.session import EXIT_OK, Models, Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
 from batchmill.errors import InvalidInput
@@ -21,6 +22,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
+from batchmill.wire.native_logs import LIMIT_DEFAULT, LIMIT_MAX, LogQuery
 
 NAME_CHARS_MAX = 80
 LATEST, MAIN = "latest", "main"
@@ -137,20 +139,33 @@ def _version(version: VersionInfo, found: FunctionDetail) -> list[str]:
 @name_argument
 @branch_option
 @click.option("--version", metavar="N", callback=_text, help="Which one [the newest that was tried].")
+@click.option("--request", metavar="ID", callback=_text, help="Of this request alone, or of this job's rows.")
+@click.option("--follow", is_flag=True, help="Go on with what calls print, until interrupted.")
+@click.option("--build", "is_build", is_flag=True, help="Only of the version's making.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, LIMIT_MAX),
+    default=LIMIT_DEFAULT,
+    show_default=True,
+    help="The last so many lines of calls.",
+)
 @global_options
 @click.pass_obj
-def logs(session: Session, name: str, branch: str | None, version: str | None) -> int:
-    """Print what was printed while a version was made: pip's output, the function's own, the traceback."""
-
-    async def tell() -> None:
-        async with session.app.open_models(session.config()) as opened:
-            text = await opened.log(name, branch, version or LATEST)
-        if session.as_json:
-            session.emit("log", text=text)
-        elif text:
-            session.print(clean(text, 1_000_000, lines=True))
-
-    return session.run(tell())
+def logs(
+    session: Session,
+    name: str,
+    branch: str | None,
+    version: str | None,
+    request: str | None,
+    *,
+    follow: bool,
+    is_build: bool,
+    limit: int,
+) -> int:
+    """Print what was printed while a version was made (pip's output, the function's own, the traceback), then what its
+    calls printed and raised."""
+    query = LogQuery(branch, version, request, None, limit)
+    return session.run(show_logs(session, name, query, follow=follow, is_build=is_build))
 
 
 @models.command()

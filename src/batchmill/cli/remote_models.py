@@ -17,6 +17,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 
 class RemoteModels:
@@ -35,6 +36,9 @@ class RemoteModels:
 
     async def log(self, name: str, branch: str | None, version: str) -> str:
         return await self._client.model(name).log(branch=branch, version=version)
+
+    async def calls(self, name: str, query: LogQuery) -> LogPage:
+        return await self._client.call(calls.model_calls(name, query))
 
     async def rollback(self, name: str, asked: Rollback) -> VersionInfo:
         return await self._client.call(calls.rollback(name, asked))

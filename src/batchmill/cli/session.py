@@ -39,6 +39,7 @@ from batchmill.wire.native import (
 )
 from batchmill.wire.native_adapters import AdapterInfo
 from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 if TYPE_CHECKING:
     from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -74,6 +75,8 @@ class Models(Protocol):
     async def show(self, name: str) -> FunctionDetail: ...
 
     async def log(self, name: str, branch: str | None, version: str) -> str: ...
+
+    async def calls(self, name: str, query: LogQuery) -> LogPage: ...
 
     async def rollback(self, name: str, asked: Rollback) -> VersionInfo: ...
 

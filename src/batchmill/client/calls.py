@@ -40,6 +40,7 @@ from batchmill.wire.native import (
     VersionList,
     Work,
 )
+from batchmill.wire.native_logs import LogPage, LogQuery
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
@@ -158,6 +159,11 @@ def deploy(size_bytes: int) -> Ask[DeployReply]:
 
 def model(name: str) -> Ask[FunctionDetail]:
     return Ask(Request("GET", _path("models", name)), FunctionDetail)
+
+
+def model_calls(name: str, query: LogQuery) -> Ask[LogPage]:
+    told = _query(**{each: getattr(query, each) for each in query.__struct_fields__})
+    return Ask(Request("GET", _path("models", name, "logs"), told), LogPage)
 
 
 def model_log(name: str, *, branch: str | None, version: str | None) -> Request:

@@ -17,6 +17,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
+from batchmill.wire.native_logs import LIMIT_DEFAULT, LogPage, LogQuery
 
 if TYPE_CHECKING:
     from batchmill.client.sync import Client
@@ -41,6 +42,18 @@ class Model:
         wanted = None if version is None else str(version)
         pieces = self._client.read(Bytes(calls.model_log(self.name, branch=branch, version=wanted)))
         return b"".join(pieces).decode(errors="replace")
+
+    def logs(
+        self, *, request: str | None = None, branch: str | None = None, version: int | str | None = None,
+        after: str | None = None, limit: int = LIMIT_DEFAULT,
+    ) -> LogPage:  # fmt: skip
+        """What its calls printed and raised: the last lines, or those behind `after`, which is `next` of a page.
+
+        Args:
+            request: the id of a request (x-request-id of its reply) or of a job: nothing else is told then.
+        """
+        query = LogQuery(branch, None if version is None else str(version), request, after, limit)
+        return self._client.call(calls.model_calls(self.name, query))
 
     def rollback(self, number: int | None = None, *, branch: str = "main") -> VersionInfo:
         """Let an earlier version be the latest: this one, or the one before."""

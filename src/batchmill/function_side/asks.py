@@ -14,11 +14,12 @@ class Ask:
 
     __slots__ = (
         "id", "rows", "is_train", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
-        "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces",
+        "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
         self.id, self.rows, self.is_train, self.is_exact = meta["id"], meta["rows"], meta["train"], meta["exact"]
+        self.of = meta.get("of") or ()  # project, and request or job; of a train with the number of its first row too
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
         self.bound = bound
         self.errors = bound.errors

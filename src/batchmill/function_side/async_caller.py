@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 
-from . import list_rows
+from . import list_rows, printing
 from .arguments import read_rows
 from .asks import Ask
 from .batching import Batches, Bisection, halves, singles
-from .streams import call_with, check_count
+from .streams import StreamCall, call_with, check_count
 from .tracebacks import row_error
 from .user_code import ROW
 
@@ -36,7 +36,7 @@ class AsyncLoop:
         self._running = {}  # task -> its (ask id, first row, rows), as many as the call has asks
         self._places = []  # the tasks of single rows and streams, as `progress` numbers them
         self._place_of = {}
-        self._streams = {}  # id -> (async generator, whether it answers tensors)
+        self._streams = {}  # id -> (async generator, whether it answers tensors, its StreamCall)
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
         self._failed = 0
@@ -56,7 +56,7 @@ class AsyncLoop:
         self._loop.run_until_complete(asyncio.gather(*tasks, self._close_streams(), return_exceptions=True))
 
     async def _close_streams(self):
-        for events, _ in self._streams.values():
+        for events, _, _ in self._streams.values():
             await events.aclose()
 
     def _readable(self):
@@ -170,6 +170,7 @@ class AsyncLoop:
 
     async def _call_row(self, parts):
         [(ask, row, _)] = parts
+        printing.calling((ask,), row)
         began = time.perf_counter_ns()
         try:
             if self._code.streams:
@@ -221,6 +222,7 @@ class AsyncLoop:
     async def _try(self, parts, rows):
         """Call with these rows; false where it raised, and then nothing is settled."""
         began = called = time.perf_counter_ns()
+        printing.calling(tuple(dict.fromkeys([ask for ask, _, _ in parts])))
         try:
             args, named = list_rows.arguments_of(parts, self._code)
             called = time.perf_counter_ns()
@@ -269,7 +271,8 @@ class AsyncLoop:
         if meta["kind"] == "open":
             self._open(meta, buffers)
         elif stream_id in self._streams:
-            events, exact = self._streams[stream_id]
+            events, exact, called = self._streams[stream_id]
+            printing.calling((called,))
             if meta["kind"] == "next":
                 await self._next(stream_id, events, exact)
             else:
@@ -284,7 +287,7 @@ class AsyncLoop:
         elif bound.errors:
             self._replies.end_stream(stream_id, bound.errors[0])
         else:
-            self._streams[stream_id] = (call_with(self._code.call, bound), meta["exact"])
+            self._streams[stream_id] = (call_with(self._code.call, bound), meta["exact"], StreamCall(meta))
 
     async def _next(self, stream_id, events, exact):
         error = None

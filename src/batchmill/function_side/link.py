@@ -30,7 +30,7 @@ class Link:
     """
 
     def __init__(self, fd):
-        self._socket = socket.socket(fileno=_high(fd))
+        self._socket = socket.socket(fileno=high(fd))
         self._socket.setblocking(True)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
@@ -110,7 +110,7 @@ def _rest(pieces, sent):
     return []
 
 
-def _high(fd):
+def high(fd):
     """The same descriptor with a high number, closed when another program is run."""
     try:
         high = _duplicate(fd)

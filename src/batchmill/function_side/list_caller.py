@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from . import list_rows
+from . import list_rows, printing
 from .arguments import read_rows
 from .asks import Ask
 from .batching import Batches, Bisection, halves, singles
@@ -101,6 +101,7 @@ class ListCaller:
         began = time.perf_counter_ns()
         self._progress.many([(ask.id, first, end - first) for ask, first, end in parts])
         called = began
+        printing.calling(tuple(dict.fromkeys([ask for ask, _, _ in parts])))
         try:
             args, named = list_rows.arguments_of(parts, self._code)
             called = time.perf_counter_ns()
@@ -110,6 +111,7 @@ class ListCaller:
         finally:
             if self._link.is_child:
                 os._exit(0)
+            printing.idle()
             self._progress.none()
             self._replies.count(rows, 1, called - began + self._reading_ns, time.perf_counter_ns() - called)
             self._reading_ns = 0

@@ -13,10 +13,10 @@ import os
 import sys
 import traceback
 
-from . import inferless_app, marks
+from . import inferless_app, marks, printing
 from .async_caller import AsyncLoop
 from .frames import pack
-from .link import BROKEN, Link, end_with_worker
+from .link import BROKEN, Link, end_with_worker, high
 from .list_caller import ListCaller
 from .loading import LoadError, run_user_code
 from .progress import Progress
@@ -48,6 +48,7 @@ class FunctionProcess:
         self._replies = Replies(self._link)
         self._loop = None  # of a function that is async, or whose setup is
         self._memory_bytes = None
+        self._lines = None  # of what is printed, where the worker keeps that
         self._is_stopped = False
         self._code = self._caller = self._streams = None
 
@@ -75,6 +76,8 @@ class FunctionProcess:
             frames = self._link.receive()
         start = frames[0][0]
         self._limit_memory(start.get("memory_bytes"))
+        if start.get("log_fd") is not None:
+            self._lines = printing.begin(high(start["log_fd"]), self._progress)
         marks.stand_in()
         inferless_app.stand_in()
         self._code = load(start)
@@ -87,6 +90,8 @@ class FunctionProcess:
         gc.freeze()  # what is there now stays: no collection needs to look at it
         if gc.get_threshold()[0] == GC_OBJECTS_DEFAULT:  # user code has not set another
             gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
+        if self._lines is not None:
+            self._lines.stage = printing.CALL
         told = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
         self._link.put(pack({"kind": "ready", "interface": self._code.interface, **told}))
         self._link.flush()

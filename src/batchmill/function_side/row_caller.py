@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 
+from . import printing
 from .arguments import ONE, STAR, read_rows
 from .asks import Ask, bad_return
 from .progress import FIRST
@@ -69,6 +70,13 @@ class RowCaller:
     def _run(self, ask):
         """Call the rows of an ask that are left; false where something goes before them."""
         ask.begin()
+        printing.calling((ask,))
+        try:
+            return self._run_calls(ask)
+        finally:
+            printing.idle()
+
+    def _run_calls(self, ask):
         runs = ask.runs
         while runs and not ask.is_abandoned:
             first, end = runs.pop()

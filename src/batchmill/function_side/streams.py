@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 
+from . import printing
 from .arguments import NAMED, ONE, read_rows
 from .tracebacks import row_error
 
@@ -12,6 +14,15 @@ EVENTS_MAX = 100_000  # of a call that is answered in one piece
 
 class StreamClosed(BaseException):
     """Nobody wants more events: raised where user code sends one."""
+
+
+class StreamCall:
+    """What is being called when an event is made."""
+
+    __slots__ = ("id", "of")
+
+    def __init__(self, meta):
+        self.id, self.of = meta["id"], meta.get("of") or ()
 
 
 def call_with(call, bound, row=0):
@@ -41,7 +52,8 @@ class HandlerEvents:
     def __next__(self):
         if not self._is_over:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+                context = contextvars.copy_context()
+                self._thread = threading.Thread(target=context.run, args=(self._run,), name="stream", daemon=True)
                 self._thread.start()
             else:
                 self._wanted.release()
@@ -120,7 +132,7 @@ class Streams:
 
     def __init__(self, code, replies, progress, *, memory_bytes=None):
         self._code, self._replies, self._progress, self._memory_bytes = code, replies, progress, memory_bytes
-        self._open = {}  # id -> (iterator, whether it answers tensors)
+        self._open = {}  # id -> (iterator, whether it answers tensors, its StreamCall)
         self._wanted = []  # (what, id, …) that has come and is not done
 
     def add(self, meta, buffers):
@@ -148,18 +160,22 @@ class Streams:
         if bound.errors:
             self._replies.end_stream(meta["id"], bound.errors[0])
             return
+        called = StreamCall(meta)
         self._progress.one(meta["id"], 0)
+        printing.calling((called,))
         try:
-            self._open[meta["id"]] = (events_of(self._code, bound), meta["exact"])
+            self._open[meta["id"]] = (events_of(self._code, bound), meta["exact"], called)
         except BaseException as error:  # user code
             self._replies.end_stream(meta["id"], row_error(error, self._memory_bytes))
+        printing.idle()
         self._progress.none()
 
     def _next(self, stream_id):
         if stream_id not in self._open:
             return  # it has ended, and that was said
-        events, exact = self._open[stream_id]
+        events, exact, called = self._open[stream_id]
         self._progress.one(stream_id, 0)
+        printing.calling((called,))
         try:
             event = next(events)
             if self._code.result is not None:
@@ -171,6 +187,7 @@ class Streams:
         else:
             if not self._replies.piece(stream_id, event, exact=exact):
                 self.close(stream_id)
+        printing.idle()
         self._progress.none()
 
     def _end(self, stream_id, error=None):
@@ -179,14 +196,16 @@ class Streams:
 
     def close(self, stream_id):
         """End a stream that nobody reads any more; quiet where it has ended."""
-        events, _ = self._open.pop(stream_id, (None, False))
+        events, _, called = self._open.pop(stream_id, (None, False, None))
         if events is None or not hasattr(events, "close"):
             return
         self._progress.one(stream_id, 0)
+        printing.calling((called,))
         try:
             events.close()
         except BaseException as error:  # user code: nobody reads what it says any more
             self._replies.note(error)
+        printing.idle()
         self._progress.none()
 
     def close_all(self):

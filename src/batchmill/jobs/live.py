@@ -70,23 +70,26 @@ class LivePath:
         *,
         head: bytes = b"",
         timeout_s: float | None = None,
+        origin: tuple[str, str] = ("", ""),
         hear: HearAnswer,
     ) -> Cancel | None:
         """Begin a call at once; None where it would have to wait, or would be refused: then `ask` it.
 
+        `origin` is the caller's project and the id of the request.
         `hear` gets the answer, later and once, its `raised` included; never after the call was cancelled.
         """
         line = self._line(model)
         worker = self._free_worker(line)
         if worker is None or len(body) > BODY_BYTES_MAX or not line.has_room(len(body)):
             return None
-        call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s), hear, self._ask_again)
+        call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s, *origin), hear, self._ask_again)
         call.begin(worker)
         return call.cancel
 
     async def ask(
-        self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None
-    ) -> Answer:
+        self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None,
+        origin: tuple[str, str] = ("", ""),
+    ) -> Answer:  # fmt: skip
         """See `ports.Live`. Raises: TooLarge for a body that does not fit one message."""
         if len(body) > BODY_BYTES_MAX:
             raise TooLarge(f"a body of {len(body)} bytes; a live request may have {BODY_BYTES_MAX}")
@@ -96,7 +99,7 @@ class LivePath:
             if not answered.done():
                 answered.set_result(answer)
 
-        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, hear=hear)
+        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, origin=origin, hear=hear)
         if cancel is None:
             line = self._line(model)
             if not line.has_room(len(body)):
@@ -104,7 +107,8 @@ class LivePath:
                     f"{BYTES_IN_FLIGHT_MAX:,} bytes are on their way to {model.name!r}; try again",
                     code="too_many_bytes",
                 )
-            call = LiveAsk(line, Ask(next(self._numbers), form, body, head, timeout_s), hear, self._ask_again)
+            ask = Ask(next(self._numbers), form, body, head, timeout_s, *origin)
+            call = LiveAsk(line, ask, hear, self._ask_again)
             cancel = call.cancel
             try:
                 await self._begin(call)

@@ -23,6 +23,7 @@ from batchmill import function_side
 from batchmill.errors import ModelFailed
 from batchmill.function_side import frames
 from batchmill.models import isolation, secrets
+from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
 from batchmill.models.function_environment import environment_of
 from batchmill.models.function_family import VARIABLE, Family
@@ -58,15 +59,16 @@ class FunctionChild:
         home: a folder for `function.log`.
         resolve: finds its secrets.
         isolation: how it is kept from the machine; None: it runs as this process does.
+        calls: where what it prints is kept with whose call it was; None: all of it goes to `function.log`.
     """
 
     def __init__(
         self, spec: ModelSpec, home: Path, *, resolve: Callable[[str], Secret] = secrets.resolve,
-        isolation: Isolation | None = None,
+        isolation: Isolation | None = None, calls: CallLog | None = None,
     ) -> None:  # fmt: skip
         assert spec.function is not None, "a deployed function has a FunctionSpec"
         self._spec, self._function, self._resolve = spec, spec.function, resolve
-        self._isolation = isolation
+        self._isolation, self._calls = isolation, calls
         self._inside = Inside()
         self.heard: Callable[[list[Frame]], None] = self._hear_nothing
         self.ended: Callable[[], None] = _nothing
@@ -114,6 +116,7 @@ class FunctionChild:
         ours, theirs = socket.socketpair()
         progress = os.memfd_create("batchmill-progress")
         info = [self._inside.open()] if before else []
+        log = [] if self._calls is None else [self._calls.fd]
         try:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
@@ -123,7 +126,7 @@ class FunctionChild:
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder,
                 env=self._environ() | {VARIABLE: self._family.mark},
-                pass_fds=[theirs.fileno(), progress, *info], start_new_session=True,
+                pass_fds=[theirs.fileno(), progress, *info, *log], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -168,6 +171,7 @@ class FunctionChild:
             "batch_window_s": function.batch_window_s,
             "frame_columns": function.frame_columns,
             "received_shapes": function.received_shapes,
+            "log_fd": None if self._calls is None else self._calls.fd,
             "memory_bytes": None if memory_bytes is None else DATA_ROOM * memory_bytes,
         }
 

@@ -46,15 +46,16 @@ class FunctionLog:
             shutil.copyfileobj(file, kept)
         os.ftruncate(self._fd, 0)
 
-    def traceback(self, code: str, trace: str, about: str) -> None:
-        """Write a traceback down, if this error from this place has not been seen often enough."""
+    def traceback(self, code: str, trace: str, about: str) -> bool:
+        """Write a traceback down, if this error from this place has not been seen often enough; whether it was."""
         key = code, _place(trace)
         times = self._seen.get(key, 0)
         if times >= TRACEBACKS_MAX or (times == 0 and len(self._seen) >= DISTINCT_ERRORS_MAX):
-            return
+            return False
         self._seen[key] = times + 1
         text = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{mask_known(trace.rstrip())}\n"
         os.write(self._fd, text.encode("utf-8", "backslashreplace"))
+        return True
 
     def tail(self, start: int = 0) -> str:
         """The last few lines written at or after byte `start`."""

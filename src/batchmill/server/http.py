@@ -29,6 +29,7 @@ from batchmill.server.hosts import Hosts
 from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Found, Routes
+from batchmill.services.trace_context import request_id
 from batchmill.types import Caller
 
 SEND_STALL_S = 120.0  # a client that takes nothing of its reply for so long is left
@@ -98,6 +99,7 @@ class HttpRoot:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
         served = Served(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
+        request_id.set(served.id)
         found = self.routes.find(scope["method"], scope["path"])
         reply = _Reply(scope, send, served, found.dialect, self._long_replies)
         if found.route is not None:

@@ -19,6 +19,7 @@ from batchmill.server.http import REQUEST_ID, HttpRoot
 from batchmill.server.operations import JSON, Content, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Route
+from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 
 BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, within its time
@@ -158,10 +159,13 @@ class Lane:
                 return None
             flight.held = len(body)
             root.admission.memory.take(caller.project, flight.held)
+        token = request_id.set(name)
         try:
             flight.cancel = way.express.begin(way.parameters, asked.headers, body, caller, flight)
         except Exception as error:  # the edge, as in HttpRoot
             flight.refuse(hidden(error, name))
+        finally:
+            request_id.reset(token)
         if flight.cancel is None and not flight.response_complete:
             flight.is_ours = False
             self.left(flight)

@@ -17,6 +17,7 @@ class LiveRequest(Struct, frozen=True):
     adapter_place: str = ""  # where it lies
     project: str = ""  # whose call it is
     is_admitted: bool = False  # the rate that its model sets was kept where it came in
+    request: str = ""  # the id of the request that it answers
 
 
 class Ask(Struct, frozen=True, gc=False):
@@ -27,6 +28,8 @@ class Ask(Struct, frozen=True, gc=False):
     body: bytes
     head: bytes = b""  # what the form needs beside the body
     timeout_s: float | None = None  # from now on; None: the model's own limit
+    project: str = ""  # whose call it is
+    request: str = ""  # the id of the request that it answers
 
 
 class BatchTimes(Struct, frozen=True, gc=False):

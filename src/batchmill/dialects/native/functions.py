@@ -36,6 +36,7 @@ from batchmill.wire.native import (
     VersionList,
     VersionQuery,
 )
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 MODELS = f"{PREFIX}/models"
 ONE = f"{MODELS}/{{name}}"
@@ -72,6 +73,10 @@ class Functions:
             Operation(
                 "modelLog", "GET", f"{ONE}/log", "What was printed while a version was made", admin, self.log,
                 query=VersionQuery, reply=Content("text/plain"), errors=(MISSING,),
+            ),
+            Operation(
+                "modelCalls", "GET", f"{ONE}/logs", "What its calls printed and raised", admin, self.calls,
+                query=LogQuery, reply=LogPage, errors=(MISSING,),
             ),
             Operation(
                 "rollbackModel", "POST", f"{ONE}/rollback", "Let an earlier version be the latest", deploy,
@@ -141,6 +146,12 @@ class Functions:
         query: VersionQuery = call.query
         text = await self._versions.log(self._name(call), query.branch, query.version or LATEST, by=call.caller)
         return PlainTextResponse(self._shown.text(text))
+
+    async def calls(self, call: Call) -> Response:
+        page = await self._versions.calls(self._name(call), call.query, by=call.caller)
+        return json_reply(
+            replace(page, entries=[replace(each, text=self._shown.text(each.text)) for each in page.entries])
+        )
 
     async def rollback(self, call: Call) -> Response:
         asked: Rollback = call.body

@@ -70,7 +70,7 @@ class FunctionProcessEngine:
             yield LiveHead(200)
             yield answer.body
             return
-        ask = Ask(self._trains.next_id(), request.form, request.body, request.head)
+        ask = self._ask(request)
         asked = self._live.read(ask)
         if isinstance(asked, Raised):
             raise asked.error()
@@ -78,17 +78,22 @@ class FunctionProcessEngine:
             raise streams.no_stream(self._source)
         self._streams += 1
         try:
-            pieces = streams.events(self._process, ask.id, asked, CALL_FORMS[ask.form], ask.form)
+            pieces = streams.events(self._process, ask, asked, CALL_FORMS[ask.form])
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece
         finally:
             self._streams -= 1
 
+    def _ask(self, request: LiveRequest) -> Ask:
+        return Ask(
+            self._trains.next_id(), request.form, request.body, request.head, None, request.project, request.request
+        )
+
     async def _answer(self, request: LiveRequest) -> Answer:
         """The answer to a request in one piece. Raises: what the call raised."""
         waiting = _Waiting()
-        ask = Ask(self._trains.next_id(), request.form, request.body, request.head)
+        ask = self._ask(request)
         self._live.ask(ask, waiting)
         try:
             answer = await waiting.answer

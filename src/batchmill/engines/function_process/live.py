@@ -42,9 +42,14 @@ class LiveCall(Work):
         if asked.timeout_s is not None and asked.timeout_s < self.limit_s:
             self.limit_s = asked.timeout_s
         self.deadline = arrived + self.limit_s
+        self.origin = ask.project, ask.request
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
-        self._calls.write(self, results_of(meta, buffers), sum(map(len, buffers)))
+        results = results_of(meta, buffers)
+        for error in results.errors.values():
+            if error.trace:
+                self.note(self._calls.log, error.trace)
+        self._calls.write(self, results, sum(map(len, buffers)))
         return True
 
     def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
@@ -71,6 +76,7 @@ class LiveCalls:
     def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
         self._name, self._version, self._process, self._counts = model.name, function.number, process, counts
         self._received_shapes = function.received_shapes
+        self.log = process.calls
         self.is_idempotent = function.is_idempotent
         self.limit_s = model.limits.attempt_timeout_s
         self.interface: Interface = function.interface

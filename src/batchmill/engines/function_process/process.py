@@ -16,6 +16,7 @@ from typing import Any
 from batchmill.engines.function_process.work import CRASHED, Blame, Fault, Work
 from batchmill.errors import ModelFailed
 from batchmill.models import provisions
+from batchmill.models.call_log import CallLog
 from batchmill.models.function_child import MEMORY, Call, FunctionChild
 from batchmill.models.function_socket import Frame
 from batchmill.types import Interface, ModelSpec
@@ -36,7 +37,9 @@ class Process:
     """
 
     def __init__(self, model: ModelSpec, home: Path, counted: Callable[[dict[str, Any]], None]) -> None:
+        assert model.function is not None, "a deployed function has a FunctionSpec"
         self._model, self._home, self._counted = model, home, counted
+        self.calls = CallLog(Path(model.function.folder).parent)
         self.works: dict[int, Work] = {}
         self.child: FunctionChild | None = None
         self.note = ""
@@ -56,10 +59,13 @@ class Process:
     async def start(self) -> Interface:
         """Raises: ModelFailed, with the traceback."""
         self.note = f"setting up {self._model.source}"
-        self.child = FunctionChild(self._model, self._home, isolation=provisions.isolation())
+        self.child = self._child()
         interface = await self.child.start()
         self._up(self.child)
         return interface
+
+    def _child(self) -> FunctionChild:
+        return FunctionChild(self._model, self._home, isolation=provisions.isolation(), calls=self.calls)
 
     def _up(self, child: FunctionChild) -> None:
         child.heard, child.ended = self._hear, self._ended
@@ -77,6 +83,7 @@ class Process:
         if self.child is not None:
             await self.child.stop(grace_s)
             self.child = None
+        self.calls.close()
 
     # -- works --------------------------------------------------------------------------------------------------------
 
@@ -168,6 +175,8 @@ class Process:
         are_suspects = False
         if called and not is_ours and not blamed:
             blamed, are_suspects = self._unexplained(called)
+        for id_ in {id_ for id_, _, _ in blamed if id_ in self.works}:
+            self.works[id_].note(self.calls, fault.message)
         self._settle(had, fault, blamed, are_suspects=are_suspects)
         if self._idle_deaths >= IDLE_DEATHS_MAX or self._blamed_deaths >= BLAMED_DEATHS_MAX:
             count = max(self._idle_deaths, self._blamed_deaths)
@@ -223,7 +232,7 @@ class Process:
             if setbacks:
                 await asyncio.sleep(min(BACKOFF_S * 2**setbacks, BACKOFF_MAX_S))
             self.note = "starting the function again"
-            self.child = FunctionChild(self._model, self._home, isolation=provisions.isolation())
+            self.child = self._child()
             try:
                 await self.child.start()
             except ModelFailed as error:

@@ -12,7 +12,7 @@ from batchmill.engines.function_process.work import CRASHED, Blame, Work
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.function_side.frames import pack
 from batchmill.models.function_socket import Buffer
-from batchmill.types import LiveHead
+from batchmill.types import Ask, LiveHead
 from batchmill.wire.call_errors import failure
 from batchmill.wire.call_forms import ARGUMENTS, CallForm
 from batchmill.wire.calls import Asked, CallError
@@ -30,8 +30,9 @@ class Stream(Work):
     __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
     holds_up = False
 
-    def __init__(self, id_: int, asked: Asked, process: Process, *, is_exact: bool) -> None:
-        super().__init__(id_, asked, is_exact=is_exact)
+    def __init__(self, ask: Ask, asked: Asked, process: Process) -> None:
+        super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
+        self.origin = ask.project, ask.request
         self._process = process
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._wanted = AHEAD
@@ -39,7 +40,7 @@ class Stream(Work):
 
     def frame(self) -> list[Buffer]:
         asked = self.asked
-        meta = {"kind": "open", "id": self.id, "layout": asked.layout, "exact": self.is_exact}
+        meta = {"kind": "open", "id": self.id, "layout": asked.layout, "exact": self.is_exact, "of": self.origin}
         return pack(meta, [asked.calls, *asked.buffers]) + self._next() * self._wanted
 
     def _next(self) -> list[Buffer]:
@@ -55,7 +56,10 @@ class Stream(Work):
         self._has_begun = True
         self._wanted -= 1
         if meta.get("error") is not None:
-            self.pieces.put_nowait(failure(CallError(*meta["error"])))
+            error = CallError(*meta["error"])
+            if error.trace:
+                self.note(self._process.calls, error.trace)
+            self.pieces.put_nowait(failure(error))
             return True
         if buffers:
             self.pieces.put_nowait((bytes(buffers[0]), buffers[1:]))
@@ -77,11 +81,9 @@ class Stream(Work):
         self.pieces.put_nowait(error)
 
 
-async def events(
-    process: Process, id_: int, asked: Asked, form: CallForm, form_name: str
-) -> AsyncGenerator[LiveHead | bytes]:
+async def events(process: Process, ask: Ask, asked: Asked, form: CallForm) -> AsyncGenerator[LiveHead | bytes]:
     """The head and the events of a stream. Raises: ModelFailed, InvalidInput where the function does."""
-    stream = Stream(id_, asked, process, is_exact=form_name in EXACT)
+    stream = Stream(ask, asked, process)
     process.begin(stream)
     has_begun = False
     try:
@@ -96,7 +98,7 @@ async def events(
             stream.more()
         if not has_begun:
             yield LiveHead(200, EVENT_STREAM)
-        if form_name == ARGUMENTS:
+        if ask.form == ARGUMENTS:
             yield DONE
     finally:
         process.drop(stream)

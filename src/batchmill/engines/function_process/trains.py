@@ -20,7 +20,7 @@ from batchmill.engines.function_process.rows import (
     outcomes_of,
 )
 from batchmill.engines.function_process.stages import Stages
-from batchmill.engines.function_process.work import HUNG, OWN_IDS, Blame, Work, results_of
+from batchmill.engines.function_process.work import HUNG, OWN_IDS, Blame, Origin, Work, results_of
 from batchmill.errors import BatchmillError
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Feed, Sink
@@ -45,6 +45,7 @@ class Train(Work):
     def __init__(self, trains: Trains, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
         super().__init__(trains.next_id(), Asked(len(rows), NAMED, joined(items)))
         self._trains, self._rows, self._items, self.deaths = trains, rows, items, deaths
+        self.origin = _origin(rows)
         self._left = len(rows)
         self._came: list[tuple[int, int]] = []  # first row, rows
         self.sent_at = time.monotonic()
@@ -106,6 +107,7 @@ class FormRow(Work):
     def __init__(self, trains: Trains, row: Row, form: str, asked: Asked) -> None:
         super().__init__(trains.next_id(), asked, is_exact=form in EXACT)
         self._trains, self._row, self._form = trains, row, form
+        self.origin = _origin([row])
         self._stages = Stages(asked.rows)
         self._deaths = 0
         self.sent_at = time.monotonic()
@@ -268,8 +270,13 @@ class Trains:
         if self._process.child is not None:
             for place, error in errors.items():
                 if error.trace:
-                    number = outcomes[place if place < len(outcomes) else 0].row.number
-                    self._process.child.log.traceback(error.code, error.trace, f"row {number}")
+                    row = outcomes[place if place < len(outcomes) else 0].row
+                    if self._process.child.log.traceback(error.code, error.trace, f"row {row.number}"):
+                        self._note(row, error.trace)
+
+    def _note(self, row: Row, trace: str) -> None:
+        if origin := _origin([row]):
+            self._process.calls.write(trace, origin[0], f"{origin[1]} row {row.number}")
 
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None:
         """A row that ends every process it is called in gets its error."""
@@ -288,3 +295,12 @@ class Trains:
 
 def _told(error: BatchmillError) -> RowError:
     return RowError(error.code, error.message)
+
+
+def _origin(rows: Sequence[Row]) -> Origin:
+    """Whose rows of one lease are: project, job, and the number of the first where the others follow it."""
+    lease = rows[0].lease
+    if lease is None:
+        return ()
+    is_run = rows[-1].number - rows[0].number == len(rows) - 1
+    return (lease.project, lease.job_id, rows[0].number) if is_run else (lease.project, lease.job_id)

@@ -42,6 +42,8 @@ class Watch:
         child = self._process.child
         if child is not None and child.is_alive and child.log.is_full():
             await asyncio.to_thread(child.log.rotate)
+        if child is not None and self._process.calls.is_full():
+            await asyncio.to_thread(self._process.calls.rotate)
 
     def look(self, now: float) -> None:
         """Tell those whose time is up; replace the process where a call does not end, or holds too much."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from batchmill.errors import ModelFailed
 from batchmill.function_side.frames import pack_text
+from batchmill.models.call_log import CallLog
 from batchmill.models.function_socket import Buffer
 from batchmill.wire.calls import Asked, CallError, Results
 
 CRASHED, HUNG, STUFFED = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
-ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b}'
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
+
+
+Origin = tuple[str, str] | tuple[str, str, int] | tuple[()]  # project, request or job, number of the first row
+_json = msgspec.json.encode
 
 
 class Fault(Struct, frozen=True):
@@ -53,20 +59,22 @@ class Blame(Struct, frozen=True):
 class Work:
     """Base of LiveCall, Train, FormRow and Stream."""
 
-    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "strikes")
+    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
     limit_s = math.inf  # what its deadline was made of
     is_train = False
     holds_up = True  # counts as running while the process has it
 
     def __init__(self, id_: int, asked: Asked, *, is_exact: bool = False) -> None:
         self.id, self.asked, self.is_exact = id_, asked, is_exact
+        self.origin: Origin = ()  # whose it is; (): nobody knows
         self.deadline = math.inf  # monotonic: somebody waits so long
         self.is_sent = False
         self.strikes = 0  # processes that died with it and nobody knows why
 
     def frame(self) -> list[Buffer]:
         asked = self.asked
-        text = ASK % (self.id, asked.rows, asked.layout.encode(), WORDS[self.is_train], WORDS[self.is_exact])
+        train, exact, of = WORDS[self.is_train], WORDS[self.is_exact], _json(self.origin)
+        text = ASK % (self.id, asked.rows, asked.layout.encode(), train, exact, of)
         return pack_text(text, [asked.calls, *asked.buffers] if asked.buffers else (asked.calls,))
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
@@ -80,6 +88,14 @@ class Work:
     def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
         """(what to ask again, what to ask again with nothing beside it)."""
         raise AssertionError("said by what it is")
+
+    def note(self, calls: CallLog, text: str, row: int | None = None) -> None:
+        """Write down what became of it, or of one of its rows."""
+        match self.origin:
+            case (project, request):
+                calls.write(text, project, request)
+            case (project, job, first):
+                calls.write(text, project, job if row is None else f"{job} row {first + row}")
 
     def expire(self, *, was_called: bool) -> None:
         """Its deadline has passed: who waits is told. `was_called`: the function was at it."""

@@ -20,6 +20,7 @@ from batchmill.jobs.live import LivePath
 from batchmill.ports import Clock
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.live_calls import LiveCall
+from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, CallStats, Interface, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.messages import Answer
 from batchmill.wire.raised import Raised
@@ -116,9 +117,10 @@ class FunctionCalls:
         self._require_loaded(target)
         began = self._clock.monotonic()
         code: str | None = "abandoned"
-        self._copy(target, form, body, head)
+        origin = caller.project, request_id.get()
+        self._copy(target, form, body, head, origin)
         try:
-            answer = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s)
+            answer = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s, origin=origin)
             code = None
         except BatchmillError as error:
             code = error.code
@@ -146,11 +148,12 @@ class FunctionCalls:
                 log.error("an answer of %s could not be handed on", target.name, exc_info=error)
                 hear(Answer(answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))))
 
-        cancel = self._live.ask_now(target.model, form, body, head=head, hear=told)
+        origin = caller.project, request_id.get()
+        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, hear=told)
         if cancel is None:
             return None
         if target.mirrors:
-            self._copy(target, form, body, head)
+            self._copy(target, form, body, head, origin)
         return lambda: self._give_up(cancel, (caller, target, form, "abandoned", began))
 
     def _give_up(self, cancel: Cancel, told: tuple[Caller, Target, str, str, float]) -> None:
@@ -163,7 +166,9 @@ class FunctionCalls:
         """An answer event by event, as server-sent events. Close the iterator to end it early. Raises as `ask`."""
         self._require_loaded(target)
         began = self._clock.monotonic()
-        request = LiveRequest(f"/{form}", body, stream=True, form=form, head=head)
+        request = LiveRequest(
+            f"/{form}", body, stream=True, form=form, head=head, project=caller.project, request=request_id.get()
+        )
         for mirror in target.mirrors:
             self._spawn_copy(mirror, self._drain(mirror, request))
         pieces = self._live.predict(target.model, request)
@@ -204,10 +209,10 @@ class FunctionCalls:
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def _copy(self, target: Target, form: str, body: bytes, head: bytes) -> None:
+    def _copy(self, target: Target, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
         """Whatever becomes of it, the call itself hears nothing of it."""
         for mirror in target.mirrors:
-            self._spawn_copy(mirror, self._ask_copy(mirror, form, body, head))
+            self._spawn_copy(mirror, self._ask_copy(mirror, form, body, head, origin))
 
     def _spawn_copy(self, mirror: ModelSpec, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= COPIES_MAX:
@@ -218,9 +223,9 @@ class FunctionCalls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask_copy(self, mirror: ModelSpec, form: str, body: bytes, head: bytes) -> None:
+    async def _ask_copy(self, mirror: ModelSpec, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
         try:
-            await self._live.ask(mirror, form, body, head=head)
+            await self._live.ask(mirror, form, body, head=head, origin=origin)
         except BatchmillError:
             self.copied[mirror.name, FAILED] += 1
         else:

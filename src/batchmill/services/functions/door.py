@@ -12,6 +12,7 @@ from batchmill.services.functions.names import LATEST, MAIN, read_reference
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.types import ModelSpec
 from batchmill.wire.deploys import Backend, Deployed, ModelVersion, Route
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 
 class _Deploy(Struct, frozen=True, tag="deploy"):
@@ -30,6 +31,11 @@ class _Log(Struct, frozen=True, tag="log"):
     name: str
     branch: str | None
     version: str
+
+
+class _Calls(Struct, frozen=True, tag="calls"):
+    name: str
+    query: LogQuery
 
 
 class _Rollback(Struct, frozen=True, tag="rollback"):
@@ -72,7 +78,7 @@ class _Find(Struct, frozen=True, tag="find"):
 
 
 _call = msgspec.msgpack.Decoder(
-    _Deploy | _Names | _Show | _Log | _Rollback | _Merge | _Alias | _Remove | _RemoveAlias | _Restart | _Find
+    _Deploy | _Names | _Show | _Log | _Calls | _Rollback | _Merge | _Alias | _Remove | _RemoveAlias | _Restart | _Find
 )
 _pack = msgspec.msgpack.encode
 Shown = tuple[list[ModelVersion], list[Route]]
@@ -108,6 +114,8 @@ class ModelDoor:
                 return _pack(versions.show(name))
             case _Log(name, branch, version):
                 return _pack(await versions.log(name, branch, version))
+            case _Calls(name, query):
+                return _pack(await versions.calls(name, query))
             case _Rollback(name, branch, number):
                 return _pack(await versions.rollback(name, branch, number))
             case _Merge(name, source, into):
@@ -144,6 +152,9 @@ class ModelClient:
 
     async def log(self, name: str, branch: str | None = None, version: str = LATEST) -> str:
         return await self._ask(_Log(name, branch, version), str)
+
+    async def calls(self, name: str, query: LogQuery) -> LogPage:
+        return await self._ask(_Calls(name, query), LogPage)
 
     async def rollback(self, name: str, branch: str | None = None, number: int | None = None) -> ModelVersion:
         return await self._ask(_Rollback(name, branch, number), ModelVersion)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput
 from batchmill.ports import Clock
-from batchmill.services.functions import records
+from batchmill.services.functions import call_logs, records
 from batchmill.services.functions.book import Chosen, ModelBook
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.names import LATEST, MAIN, check_alias, check_branch, check_name
@@ -25,6 +25,7 @@ from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVE
 from batchmill.store.database import Database
 from batchmill.types import Caller, ModelSpec, ProjectQuotas
 from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
+from batchmill.wire.native_logs import LogPage, LogQuery
 
 __all__ = ["Chosen", "ModelVersion", "ModelVersions"]
 
@@ -127,17 +128,25 @@ class ModelVersions:
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
     ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
+        return await asyncio.to_thread(self._workshop.log, self._tried(name, branch, version, by))
+
+    async def calls(self, name: str, query: LogQuery, *, by: Caller | None = None) -> LogPage:
+        """What calls of a version printed and raised; of the caller's project alone."""
+        found = self._tried(name, query.branch, query.version or LATEST, by)
+        project = None if by is None else by.project
+        return await asyncio.to_thread(call_logs.read, self._workshop.folder(found), query, project)
+
+    def _tried(self, name: str, branch: str | None, version: str, by: Caller | None) -> ModelVersion:
+        """The version whose log is meant. Raises as `own`, and UnknownName for a version that there is not."""
         tried = [each for each in self.own(name, by) if each.branch == (branch or MAIN)]
         if version == LATEST and tried:
-            found = tried[-1]
-        elif version.isdigit():
+            return tried[-1]
+        if version.isdigit():
             match = [each for each in tried if each.number == int(version)]
             if not match:
                 raise self._book.unknown(name, branch, version)
-            found = match[0]
-        else:
-            found = self.choose(name, branch, version).version
-        return await asyncio.to_thread(self._workshop.log, found)
+            return match[0]
+        return self.choose(name, branch, version).version
 
     # -- deploying ----------------------------------------------------------------------------------------------------
 

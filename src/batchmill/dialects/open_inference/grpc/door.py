@@ -25,6 +25,7 @@ from batchmill.server.access_log import Served
 from batchmill.server.admission.admission import Admission, Place
 from batchmill.server.admission.memory import Hold
 from batchmill.server.auth import ANYBODY, Gate
+from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 
 log = logging.getLogger("batchmill.server")
@@ -148,6 +149,7 @@ class Door:
         told = next((value for name, value in context.invocation_metadata() or () if name == ID), "")
         is_good = isinstance(told, str) and REQUEST_ID.fullmatch(told)
         served = Served(told if is_good else f"req_{secrets.token_hex(12)}", "GRPC", started=self._clock.monotonic())
+        request_id.set(served.id)
         served.route = f"/{SERVICE}/{method.name}"
         context.set_trailing_metadata(((ID, served.id),))
         return served

@@ -1,0 +1,138 @@
+"""What user code prints, line by line with the calls that it was printed for, in a file that the worker opened.
+
+A line is a JSON object: `at`, `stream`, `text`; of calls `project` (null: of several) and `requests`; `stage` is
+"start" until the function is ready. What belongs to no call is printed as it is too, into the worker's own log.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import json
+import os
+import sys
+import threading
+import time
+
+from .progress import FIRST
+
+TEXT_CHARS_MAX = 16 * 1024  # of one line; the rest is left out
+BYTES_PER_S_MAX = 4 * 1024 * 1024  # of what is printed; lines beyond it are counted, not kept
+REQUESTS_MAX = 16  # told of a line that was printed for many calls together
+START, CALL = "start", "call"
+
+_calls = contextvars.ContextVar("batchmill_calls", default=((), None))  # what is being called: asks, and the row
+
+
+def calling(asks, row=None):
+    """What is printed from now on, in this context, is printed for these asks; each has `id` and `of`."""
+    _calls.set((asks, row))
+
+
+def idle():
+    """What is printed from now on belongs to no call."""
+    _calls.set(((), None))
+
+
+class Lines:
+    """Where lines go. Safe to be used by many threads, and after a fork."""
+
+    def __init__(self, fd, progress):
+        self._fd, self._progress = fd, progress
+        self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._forked)
+        self.stage = START
+        self._second = self._bytes = self._left_out = 0
+
+    def _forked(self):
+        self.lock = threading.RLock()
+
+    def write(self, stream, text, origin):
+        """Append one line; one that there is no room for is counted, and told of with the next."""
+        now = time.time()
+        if int(now) != self._second:
+            self._second, self._bytes = int(now), 0
+        if self._bytes > BYTES_PER_S_MAX:
+            self._left_out += 1
+            return
+        if self._left_out:
+            text, self._left_out = f"({self._left_out} lines were left out)\n{text}", 0
+        if len(text) > TEXT_CHARS_MAX:
+            text = f"{text[:TEXT_CHARS_MAX]}… ({len(text) - TEXT_CHARS_MAX} more characters)"
+        entry = {"at": round(now, 6), "stream": stream, "text": text, "stage": self.stage}
+        entry["project"], entry["requests"] = self._told(*origin)
+        data = json.dumps(entry).encode() + b"\n"
+        self._bytes += len(data)
+        try:
+            os.write(self._fd, data)
+        except OSError:  # the disk is full: to raise here would fail calls for what they print
+            self._left_out += 1
+
+    def _told(self, asks, row):
+        """(project, requests) of asks; a project only where it is that of all."""
+        projects = {ask.of[0] for ask in asks if ask.of}
+        requests = [self._request(ask, row, len(asks)) for ask in asks[:REQUESTS_MAX] if ask.of]
+        return (projects.pop() if len(projects) == 1 else None), requests
+
+    def _request(self, ask, row, count):
+        """The id of a request; of rows of a job the job's, and the row's number where it is known."""
+        if len(ask.of) < 3:
+            return ask.of[1]
+        words = self._progress.words
+        if row is None and count == 1 and words[0] == 1 and words[4] == 1 and words[1] == ask.id & 0xFFFFFFFF:
+            row = words[FIRST]
+        return ask.of[1] if row is None else f"{ask.of[1]} row {ask.of[2] + row}"
+
+
+class Printed(io.RawIOBase):
+    """A standard stream whose lines go to `lines`; what belongs to no call goes to `fd` too."""
+
+    mode = "wb"
+
+    def __init__(self, name, fd, lines):
+        self.name, self._fd, self._lines = f"<{name}>", fd, lines
+        self._stream = name
+        self._begun, self._origin = bytearray(), ((), None)  # a line that has not ended, and whose it is
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self._fd
+
+    def write(self, data):
+        data, origin = bytes(data), _calls.get()
+        if not origin[0]:
+            os.write(self._fd, data)
+        with self._lines.lock:
+            if self._begun and origin != self._origin:
+                self._end_line()
+            self._origin = origin
+            *whole, rest = data.split(b"\n")
+            for line in whole:
+                self._begun += line
+                self._end_line(even_empty=True)
+            self._begun += rest
+            if len(self._begun) > 4 * TEXT_CHARS_MAX:
+                self._end_line()
+        return len(data)
+
+    def flush(self):
+        if not self.closed:
+            with self._lines.lock:
+                self._end_line()
+
+    def _end_line(self, *, even_empty=False):
+        if self._begun or even_empty:
+            text, self._begun = self._begun.decode("utf-8", "backslashreplace"), bytearray()
+            self._lines.write(self._stream, text, self._origin)
+
+
+def begin(fd, progress):
+    """Let what is printed from now on go to `fd` line by line; returns the Lines."""
+    lines = Lines(fd, progress)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        printed = Printed(name, number, lines)
+        stream = io.TextIOWrapper(printed, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+    return lines
