@@ -9,6 +9,8 @@ import typing
 from .installed import loaded
 
 SCALARS = {int: "INT64", float: "FP64", bool: "BOOL", str: "STRING", bytes: "BYTES"}
+ALIASES_MAX = 32  # that stand for one another
+DIMENSIONS_MAX = 32  # of lists in lists; an alias may stand for a list of itself
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 _NUMPY = {
     "bool": "BOOL", "bool_": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64", "str_": "STRING",
@@ -41,7 +43,7 @@ def read_hint(hint, *, is_column=False):
     hint, is_optional = _without_none(hint)
     mark = next((each for each in getattr(hint, "__metadata__", ()) if hasattr(each, "batchmill_tensor")), None)
     if hasattr(hint, "__metadata__"):
-        inner = hint.__origin__
+        inner = resolve_alias(hint.__origin__)
         if mark is None:
             hint = inner
     if mark is not None:
@@ -51,7 +53,7 @@ def read_hint(hint, *, is_column=False):
         return Hint(_dtype_of(hint), [-1], is_array=True, is_optional=is_optional)
     if is_column:
         args = typing.get_args(hint)
-        hint = args[0] if typing.get_origin(hint) in _LISTS and args else None
+        hint = resolve_alias(args[0]) if typing.get_origin(hint) in _LISTS and args else None
     read = _read_value(hint)
     read.is_optional = is_optional
     return read
@@ -60,11 +62,11 @@ def read_hint(hint, *, is_column=False):
 def _read_value(hint):
     dimensions = 0
     hint, _ = _without_none(hint)
-    while typing.get_origin(hint) in _LISTS or hint in (list, tuple):
+    while dimensions < DIMENSIONS_MAX and (typing.get_origin(hint) in _LISTS or hint in (list, tuple)):
         args = [each for each in typing.get_args(hint) if each is not Ellipsis]
         if not args or any(each != args[0] for each in args):
             return Hint(None, [-1])
-        hint, dimensions = args[0], dimensions + 1
+        hint, dimensions = resolve_alias(args[0]), dimensions + 1
     if typing.get_origin(hint) is typing.Literal:
         kinds = {type(each) for each in typing.get_args(hint)}
         hint = kinds.pop() if len(kinds) == 1 else None
@@ -79,7 +81,7 @@ def _read_value(hint):
 
 def is_model(hint):
     """Whether it is a class of pydantic."""
-    pydantic = loaded("pydantic")
+    hint, pydantic = resolve_alias(hint), loaded("pydantic")
     return pydantic is not None and isinstance(hint, type) and issubclass(hint, pydantic.BaseModel)
 
 
@@ -103,13 +105,37 @@ def model_fields(model):
 
 def _without_none(hint):
     """The hint inside an Optional, and whether it was one."""
+    hint = resolve_alias(hint)
     if typing.get_origin(hint) is typing.Union or type(hint).__name__ == "UnionType":
         args = typing.get_args(hint)
         rest = [each for each in args if each is not type(None)]
         if len(rest) == 1:
-            return rest[0], len(rest) < len(args)
+            return resolve_alias(rest[0]), len(rest) < len(args)
         return None, len(rest) < len(args)
     return hint, False
+
+
+def resolve_alias(hint):
+    """What an alias of Python 3.12's statement `type` stands for, as `NDArray[float64]` is one of newer numpys."""
+    for _ in range(ALIASES_MAX):
+        alias = typing.get_origin(hint) or hint
+        if type(alias).__name__ != "TypeAliasType":
+            return hint
+        try:
+            hint = _filled(alias, typing.get_args(hint))
+        except Exception:  # user code: the value of an alias is any expression, read now for the first time
+            return None
+    return None  # one that stands for itself
+
+
+def _filled(alias, arguments):
+    """The value of an alias with the arguments of its parameters."""
+    value = alias.__value__
+    wanted = getattr(value, "__parameters__", ())
+    if not arguments or not wanted:
+        return value
+    given = dict(zip(alias.__type_params__, arguments))
+    return value[tuple(given.get(each, each) for each in wanted)]
 
 
 def _is_ndarray(hint):
@@ -120,7 +146,7 @@ def _is_ndarray(hint):
 def _dtype_of(hint):
     """The datatype of numpy.typing.NDArray[np.float64]."""
     for each in typing.get_args(hint)[1:]:
-        for kind in typing.get_args(each):
+        for kind in typing.get_args(resolve_alias(each)):
             if isinstance(kind, type):
                 return _NUMPY.get(kind.__name__)
     return None

@@ -107,7 +107,7 @@ def read_model(model):
 
 def object_classes(module, infer):
     """The class that `infer` takes instead of a dict, and the one it returns instead; None where there is none."""
-    found = hints.hints_of(infer)
+    found = {name: hints.resolve_alias(each) for name, each in hints.hints_of(infer).items()}
     takes = [each for name, each in found.items() if name != "return" and hints.is_model(each)]
     named = [getattr(module, name, None) for name in ("RequestObjects", "ResponseObjects")]
     request = takes[0] if takes else named[0] if "_json_schema" in getattr(named[0], "__dict__", ()) else None
