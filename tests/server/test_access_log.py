@@ -20,7 +20,7 @@ log = logging.getLogger("batchmill.server")
 log.warning("two\\nlines \\x1b[31m %s", "and a \\r")
 logging.getLogger("uvicorn.error").info("not wanted")
 try:
-    raise ValueError("what somebody sent")
+    raise ValueError(" ".join(["what", "somebody", "sent"]))  # newer Pythons show this very line in a traceback
 except ValueError as error:
     log.error("failed", exc_info=error)
 """
