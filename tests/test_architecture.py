@@ -2,6 +2,7 @@
 reason in one of the tables below; the tables may only shrink."""
 
 import ast
+import ipaddress
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -336,6 +337,21 @@ def test_nothing_runs_what_it_reads():
             if is_bare or is_shell or ast.unparse(call.func) in {"os.system", "os.popen"}:
                 broken.append(f"{module.name}:{call.lineno} {ast.unparse(call.func)}")
     assert broken == []
+
+
+def test_addresses_are_judged_by_our_own_tables():
+    """No property of ipaddress says what an address is: they differ from one Python to the next."""
+    properties = {
+        each for kind in (ipaddress.IPv4Address, ipaddress.IPv6Address) for each in dir(kind) if each.startswith("is_")
+    }
+    properties |= {"sixtofour", "teredo", "ipv4_mapped"}
+    found = [
+        f"{module.name}:{node.lineno} asks for .{node.attr}"
+        for module in read_modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in properties
+    ]
+    assert not found, found
 
 
 def test_sql_is_never_built_from_strings():

@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.errors import Forbidden, InvalidInput
-from batchmill.server.hosts import Hosts, is_loopback
+from batchmill.server.hosts import Hosts, is_everywhere, is_loopback
 
 
 def host(value):
@@ -67,3 +67,13 @@ def test_its_own_pages():
 def test_loopback(name, expected):
     """What only this machine can reach."""
     assert is_loopback(name) is expected
+
+
+def test_an_address_to_listen_at_is_judged_by_its_bits():
+    """What reaches only this machine, and what is every address of it, is the same under every Python."""
+    for bound in ("127.0.0.1", "127.255.0.9", "::1", "::ffff:127.0.0.1", "localhost"):
+        assert is_loopback(bound) and not is_everywhere(bound)
+    for bound in ("0.0.0.0", "::", "::ffff:0.0.0.0"):
+        assert is_everywhere(bound) and not is_loopback(bound)
+    for bound in ("0.0.0.1", "128.0.0.1", "::2", "::127.0.0.1", "2002:7f00:1::", "::ffff:8.8.8.8", "host"):
+        assert not is_everywhere(bound) and not is_loopback(bound)

@@ -57,6 +57,11 @@ _SPECIAL_V6 = _networks("2001::/23", "2001:db8::/32", "3fff::/20")
 # where that address is: translators of the network, and of the kernel, take packets to it.
 _PUBLIC_CARRIERS = _networks("64:ff9b::/96", "::ffff:0:0/96")
 _CARRIERS = (*_PUBLIC_CARRIERS, *_networks("64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96"))
+_MAPPED = ipaddress.ip_network("::ffff:0:0/96")
+_SIX_TO_FOUR = ipaddress.ip_network("2002::/16")  # its IPv4 address stands behind these bits (RFC 3056)
+_TEREDO = ipaddress.ip_network("2001::/32")  # the server's stands there, and the client's, inverted, last (RFC 4380)
+_LOCAL = _networks("127.0.0.0/8", "::1/128")
+_EVERY = _networks("0.0.0.0/32", "::/128")  # to listen there is to listen at every address of the machine
 _ISATAP = 0x0000_5EFE  # the third quarter of an address whose last is an IPv4 one (RFC 5214)
 _UNIVERSAL = 0x0200_0000  # a bit of that quarter which may be set
 
@@ -191,11 +196,30 @@ def _inner(address: Address) -> list[Address]:
     """The IPv4 addresses that an IPv6 address carries inside."""
     if address.version == 4:
         return []
-    found: list[Address | None] = [address.sixtofour, *(address.teredo or ())]
-    low, above = int(address) & 0xFFFF_FFFF, int(address) >> 32 & 0xFFFF_FFFF
-    if int(address) > 1 and (above & ~_UNIVERSAL == _ISATAP or any(address in network for network in _CARRIERS)):
-        found.append(ipaddress.IPv4Address(low))
-    return [each for each in found if each is not None]
+    bits, found = int(address), []
+    if address in _SIX_TO_FOUR:
+        found.append(bits >> 80)
+    if address in _TEREDO:
+        found += [bits >> 64, ~bits]
+    above = bits >> 32 & 0xFFFF_FFFF
+    if bits > 1 and (above & ~_UNIVERSAL == _ISATAP or any(address in network for network in _CARRIERS)):
+        found.append(bits)
+    return [ipaddress.IPv4Address(each & 0xFFFF_FFFF) for each in found]
+
+
+def unmapped(address: Address) -> Address:
+    """An IPv4 address that is written as IPv6 (::ffff:192.0.2.1) as the IPv4 address."""
+    return ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF) if address in _MAPPED else address
+
+
+def is_local(address: Address) -> bool:
+    """Whether only this machine reaches it."""
+    return any(unmapped(address) in network for network in _LOCAL)
+
+
+def is_every(address: Address) -> bool:
+    """Whether it stands for every address of the machine."""
+    return any(unmapped(address) in network for network in _EVERY)
 
 
 def _is_public(address: Address) -> bool:

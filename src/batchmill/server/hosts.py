@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from batchmill.errors import Forbidden, InvalidInput
+from batchmill.models import addresses
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -65,11 +66,11 @@ def _is_address(name: str) -> bool:
 
 
 def is_everywhere(bound: str) -> bool:
-    return _is_address(bound) and ipaddress.ip_address(bound).is_unspecified
+    return _is_address(bound) and addresses.is_every(ipaddress.ip_address(bound))
 
 
 def is_loopback(bound: str) -> bool:
-    return bound.lower() == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
+    return bound.lower() == "localhost" or (_is_address(bound) and addresses.is_local(ipaddress.ip_address(bound)))
 
 
 def base_of(request: Request) -> str:

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from batchmill.errors import InvalidConfig
+from batchmill.models.addresses import unmapped
 
 PROXIES_MAX = 256  # entries of server.trusted_proxies
 FORWARDED_MAX = 64  # addresses of X-Forwarded-For that are looked at, from the right
@@ -80,7 +81,7 @@ def _address(text: str) -> Address | None:
         address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
     except ValueError:
         return None
-    return getattr(address, "ipv4_mapped", None) or address
+    return unmapped(address)
 
 
 def _network(entry: str) -> Network:
