@@ -12,6 +12,7 @@ from batchmill.types import Interface, Tensor
 from batchmill.wire import modelbit_rows
 from batchmill.wire.call_forms import CALL_FORMS
 from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, CallError, Results
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 ROWS = CALL_FORMS["rows"]
 ONE = Interface([Tensor("foo")])
@@ -109,6 +110,7 @@ def test_rows_of_a_frame_keep_their_ids():
         (b"{", "invalid_json", "not JSON"),
         (b"", "invalid_json", "not JSON"),
         (b'{"data":"\xff"}', "invalid_encoding", "UTF-8"),
+        (b'{"data":' + b"[" * DEPTH_MAX + b"]" * DEPTH_MAX + b"}", "nesting_too_deep", "500 levels"),
         (b'{"data":' + b"[" * 5000 + b"]" * 5000 + b"}", "nesting_too_deep", "deep"),
     ],
 )

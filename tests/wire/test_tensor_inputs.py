@@ -9,6 +9,7 @@ from tensor_requests_kit import LENIENT, PROMPT, SEED, STRICT, UNTYPED, asked, c
 
 from batchmill.errors import InvalidInput
 from batchmill.types import Interface, Tensor
+from batchmill.wire.json_bytes import DEPTH_MAX
 
 BIG = 9223372036854775807
 
@@ -249,7 +250,7 @@ def test_malformed_json_is_the_callers_error(body: bytes):
     assert caught.value.code in ("invalid_json", "invalid_encoding")
 
 
-@pytest.mark.parametrize("depth", [2_000, 100_000])
+@pytest.mark.parametrize("depth", [DEPTH_MAX + 1, 2_000, 100_000])
 def test_json_that_is_too_deep_is_refused(depth: int):
     """Nesting beyond every limit ends in an error, not in a crash (P13)."""
     data = b"[" * depth + b"1" + b"]" * depth

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import click
 
-from batchmill.datasets.text_rules import is_too_deep
 from batchmill.errors import InvalidInput
+from batchmill.wire.json_bytes import is_too_deep
 
 SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

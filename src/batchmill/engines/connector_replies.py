@@ -12,12 +12,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.datasets.text_rules import is_too_deep
 from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
 from batchmill.engines.retry import Fault, Kind, judge
 from batchmill.types import RowError, Usage
 from batchmill.wire.forms import counted
-from batchmill.wire.json_bytes import DEPTH_MAX, encode
+from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep
 from batchmill.wire.json_oddities import oddity
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)

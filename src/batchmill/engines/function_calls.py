@@ -10,14 +10,13 @@ from typing import Any
 
 import msgspec
 
-from batchmill.datasets.text_rules import is_too_deep
 from batchmill.engines.user_code import UserLog
 from batchmill.errors import BatchmillError
 from batchmill.function_side.marks import ROWS_PARAMETER
 from batchmill.models import functions
 from batchmill.types import Outcome, Row, RowError
 from batchmill.wire.forms import usage_of
-from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 from batchmill.wire.text_cells import CellReader
 
 MESSAGE_CHARS_MAX = 2048

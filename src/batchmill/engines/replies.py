@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.datasets.text_rules import is_too_deep
 from batchmill.models.redaction import mask
 from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import counted, usage_of
-from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 from batchmill.wire.json_oddities import oddity
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded

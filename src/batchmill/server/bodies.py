@@ -22,7 +22,7 @@ from batchmill.server.admission.memory import PARSED_TIMES, STREAM_BYTES, Hold
 from batchmill.server.admission.pace import NO_BODY_S, Pace, Pacer
 from batchmill.server.json_inspection import inspect
 from batchmill.server.operations import JSON, Content, Operation
-from batchmill.wire.json_bytes import DEPTH_MAX
+from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 
 QUERY_FIELDS_MAX = 100
 NO_BODY_BYTES_MAX = 64  # of what clients send where a request has no body: "{}", "null", white space
@@ -171,7 +171,10 @@ async def read_body(operation: Operation, reader: BodyReader, programs: Programs
     if operation.body_is_optional and (not raw or raw.isspace()):
         return raw, _filled(wanted)
     await inspect(raw, operation.values_max, programs, project)
-    return raw, None if isinstance(wanted, Content) else parse_json(raw, wanted)
+    if isinstance(wanted, Content):
+        _refuse_deep(raw)
+        return raw, None
+    return raw, parse_json(raw, wanted)
 
 
 def _filled(wanted: type[Struct] | Content) -> Any:
@@ -180,55 +183,31 @@ def _filled(wanted: type[Struct] | Content) -> Any:
 
 def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
     """The struct that JSON holds. Raises: InvalidInput, naming the field and the nearest one that is known."""
+    _refuse_deep(raw)
     try:
-        found = _decoder(wanted).decode(raw)
-    except RecursionError:
-        raise _too_deep() from None
+        return _decoder(wanted).decode(raw)
     except msgspec.ValidationError as error:
         raise _explained(str(error), wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
-    if _is_too_deep(found):
-        raise _too_deep()
-    return found
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The members of the JSON object that a body must be. Raises: InvalidInput."""
+    _refuse_deep(raw)
     try:
         found = msgspec.json.decode(raw)
-    except RecursionError:
-        raise _too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise Refusal("the body must be a JSON object", code="invalid_json")
-    if _is_too_deep(found):
-        raise _too_deep()
     return found
 
 
-def _is_too_deep(value: Any) -> bool:
-    """It could not be read again by every process that it may come to."""
-    level = [value]
-    for _ in range(DEPTH_MAX):
-        inner: list[Any] = []
-        for each in level:
-            match each:
-                case dict():
-                    inner += each.values()
-                case list():
-                    inner += each
-                case Struct():
-                    inner += [getattr(each, name) for name in each.__struct_fields__]
-        level = [each for each in inner if isinstance(each, dict | list | Struct)]
-        if not level:
-            return False
-    return True
-
-
-def _too_deep() -> Refusal:
-    return Refusal(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
+def _refuse_deep(raw: bytes) -> None:
+    """It could not be read by every process that it may come to."""
+    if is_too_deep(raw):
+        raise Refusal(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
 
 
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}

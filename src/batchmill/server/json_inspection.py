@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from batchmill.children.bounds import MIB, Bounds
 from batchmill.children.programs import Programs
-from batchmill.datasets.text_rules import without_strings
 from batchmill.errors import TooComplex
 
 UNSEEN_BYTES_MAX = 4 * 1024  # of a body that is read without a look
@@ -21,6 +20,7 @@ VALUES_MAX = 50_000  # of a body whose every value the handler reads
 HANDED_ON_VALUES_MAX = 1_000_000  # of one that goes on as bytes, of which a few members are read
 PIECE_BYTES = MIB  # looked at before others have their turn
 BOUNDS = Bounds(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
+_strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # up to a string that has no end
 _MARKS = (b",", b"[", b"{")
 LONG_DIGITS = 64
@@ -65,7 +65,7 @@ def count(order: bytes, progress: Progress) -> bytes:
     while at < len(order) and values <= HANDED_ON_VALUES_MAX:
         piece = order[at : at + size]
         end = len(piece) if at + size >= len(order) else _end_outside(piece)
-        bare = without_strings(piece[:end])
+        bare = _strings.sub(b"", piece[:end])
         values += sum(bare.count(mark) for mark in _MARKS) + SLOW_VALUES * len(_SLOW.findall(bare))
         at, size = at + end, PIECE_BYTES if end else 2 * size  # a string that is longer than a piece
     return b"%d" % values

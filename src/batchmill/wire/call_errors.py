@@ -8,6 +8,7 @@ import msgspec
 
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.wire.calls import CallError
+from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 
 # Codes of a CallError that are ours; any other is the type of an exception that user code raised.
 MODEL_CODES = frozenset(["timeout", "worker_crashed", "memory_limit", "bad_return", "model_failed"])
@@ -19,10 +20,10 @@ FUNCTION_ERROR = "function_error"
 
 def parse(decoder: msgspec.json.Decoder, data: Any, what: str = "the body") -> Any:
     """What the decoder reads. Raises: InvalidInput, and nothing else, whatever the bytes are."""
+    if is_too_deep(data):
+        raise InvalidInput(f"{what} is nested too deep: more than {DEPTH_MAX} levels", code="nesting_too_deep")
     try:
         return decoder.decode(data)
-    except RecursionError:
-        raise InvalidInput(f"{what} is nested too deep", code="nesting_too_deep") from None
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{what} is not as it should be: {error}", code="invalid_field") from None
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from batchmill.errors import InvalidInput
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 from batchmill.wire.placeholders import PARAMETERS, TO_STRING, Hole, split
 
 DEPTH_MAX = 32  # parameters that refer to one another
@@ -103,7 +103,7 @@ def _is_container(data: bytes) -> bool:
 
 def is_json(data: bytes) -> bool:
     try:
-        _raw.decode(data)
+        _raw.decode(shallow(data))
     except (msgspec.MsgspecError, RecursionError):
         return False
     return True

@@ -19,6 +19,7 @@ from batchmill.types import Interface
 from batchmill.wire.arguments_form import only_value
 from batchmill.wire.call_errors import CALLER_CODES, check_text, failure, last_line, parse
 from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, Asked, CallError, Results
+from batchmill.wire.json_bytes import shallow
 
 ROWS_MAX = 1_000_000  # of one body
 ID_CHARS_SHOWN = 60
@@ -103,7 +104,7 @@ class RowsForm:
 def body_of(body: bytes) -> RowsBody:
     """The fields of a body, `data` unread. Raises: InvalidInput, naming the nearest field for one nobody knows."""
     try:
-        return _body.decode(body)
+        return _body.decode(shallow(body))
     except msgspec.ValidationError as error:
         members = parse(_members, body)
         for name in members:

@@ -27,7 +27,7 @@ from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.call_forms import ROWS
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 
 if TYPE_CHECKING:
     from batchmill.services.functions.calls import Target
@@ -115,7 +115,7 @@ class Calls:
 
     def _is_named(self, call: Call, raw: bytes) -> bool:
         try:
-            self._catalogue.find(call.caller, _named(raw).model)
+            self._catalogue.find(call.caller, _named(shallow(raw)).model)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, UnknownName):
             return False
         return True

@@ -10,6 +10,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidRow
 from batchmill.server.bodies import SHOWN_CHARS
+from batchmill.wire.json_bytes import shallow
 
 LINKS = "links"
 _OURS = ("response_format", "response_webhook", "response_webhook_ignore_timeout")
@@ -39,7 +40,7 @@ def read_wanted(body: bytes) -> Wanted:
     if is_plain(body):
         return Wanted(body)
     try:
-        fields = _fields.decode(body)
+        fields = _fields.decode(shallow(body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return Wanted(body)  # the form says what is wrong with it
     asked = {name: _read(name, fields.pop(name)) for name in _OURS if name in fields}

@@ -26,7 +26,7 @@ from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope
-from batchmill.wire.json_bytes import encode, join_object, split_object
+from batchmill.wire.json_bytes import encode, join_object, shallow, split_object
 
 FORM = "arguments"
 TEXT_OUTPUT = "text_output"  # of a function that returns one value, and no dict
@@ -112,7 +112,7 @@ class Generation:
 
 def _members(data: bytes, what: str) -> dict[str, Raw]:
     try:
-        return split_object(data)
+        return split_object(shallow(data))
     except msgspec.ValidationError:
         raise Refusal(f"{what} must be a JSON object", code="invalid_value") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

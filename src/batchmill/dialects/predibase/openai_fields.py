@@ -7,7 +7,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.wire import lorax_fields
-from batchmill.wire.json_bytes import split_object
+from batchmill.wire.json_bytes import shallow, split_object
 
 
 class Asked(Struct, frozen=True):
@@ -32,7 +32,7 @@ _head = msgspec.json.Decoder(_Head).decode
 def read_body(raw: bytes) -> Asked:
     """Raises: InvalidInput, naming the field."""
     try:
-        head, members = _head(raw), split_object(raw)
+        head, members = _head(shallow(raw)), split_object(raw)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"the body is no request: {error}", code="invalid_field") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

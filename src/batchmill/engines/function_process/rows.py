@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.datasets.text_rules import is_too_deep
 from batchmill.errors import BatchmillError
 from batchmill.types import Interface, Outcome, Row, RowError
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 from batchmill.wire.calls import CallError
 from batchmill.wire.forms import OpenAIForm, usage_of
-from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, join_object, split_object
+from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, is_too_deep, join_object, split_object
 from batchmill.wire.text_cells import CellReader
 
 MESSAGE_CHARS_MAX = 2048

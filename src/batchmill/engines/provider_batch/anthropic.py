@@ -30,7 +30,7 @@ from batchmill.engines.provider_batch.settings import count, read_limits, text
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import CHAT, MESSAGES
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"
@@ -268,7 +268,7 @@ def _told(job: RemoteJob, batch: _Batch) -> RemoteJob:
 
 def _read(line: bytes, mark: str, created: int) -> tuple[int, RowReply]:
     try:
-        found = _line.decode(line)
+        found = _line.decode(shallow(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return -1, RowReply(0, None, row_error("bad_response", f"a line cannot be read: {error}"), is_garbled=True)
     name = found.custom_id.removeprefix(f"{mark}-")

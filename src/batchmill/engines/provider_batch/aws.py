@@ -32,6 +32,7 @@ from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.signing import sign
 from batchmill.types import ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT
+from batchmill.wire.json_bytes import shallow
 
 KEY_NAMES = ("access_key", "secret_key", "session_token")
 ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
@@ -260,7 +261,7 @@ def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
         code, message = root.findtext("Code") or "", root.findtext("Message") or ""
     else:
         try:
-            told = msgspec.json.decode(data, type=dict[str, Any])
+            told = msgspec.json.decode(shallow(data), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             told = {}
         code = code or str(told.get("__type") or told.get("code") or "")

@@ -28,7 +28,7 @@ from batchmill.errors import InvalidRow
 from batchmill.types import ModelSpec, RemoteJob, Request, Usage
 from batchmill.wire import forms
 from batchmill.wire.forms import CHAT, MESSAGES, counted
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 
 INPUT, OUTPUT = "input.jsonl", "output"
 ANTHROPIC, ANTHROPIC_VERSION = "anthropic.", "bedrock-2023-05-31"
@@ -229,7 +229,7 @@ def _told(job: RemoteJob, found: _Job) -> RemoteJob:
 
 def _read(line: bytes, created: int) -> tuple[int, RowReply]:
     try:
-        record = _record.decode(line)
+        record = _record.decode(shallow(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return -1, RowReply(0, None, row_error("bad_response", f"a record cannot be read: {error}"), is_garbled=True)
     found = _RECORD.fullmatch(record.recordId)

@@ -20,6 +20,7 @@ from batchmill.engines.scrubbing import MASK
 from batchmill.errors import AuthRefused, BatchmillError, QuotaExhausted, RouteFailed
 from batchmill.ports import Clock
 from batchmill.types import RowError
+from batchmill.wire.json_bytes import shallow
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Answer(Struct, frozen=True):
     def json(self) -> dict[str, Any]:
         """Raises: TryAgain for what is no JSON object: a proxy's page, or half of a reply."""
         try:
-            return msgspec.json.decode(self.data, type=dict[str, Any])
+            return msgspec.json.decode(shallow(self.data), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             start = self.data[:100].decode(errors="replace")
             raise TryAgain(f"the provider's reply is no JSON object: it begins {start!r}") from None

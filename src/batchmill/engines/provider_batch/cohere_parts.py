@@ -13,6 +13,7 @@ import msgspec
 
 from batchmill.engines.provider_batch.provider import TryAgain
 from batchmill.errors import RouteFailed
+from batchmill.wire.json_bytes import shallow
 
 READERS = {"avro": "batchmill.engines.provider_batch.cohere_avro:read"}
 AVRO = b"Obj\x01"
@@ -64,4 +65,4 @@ def _take(found: Records) -> list[dict[str, Any]]:
 def _json_lines(file: IO[bytes]) -> Records:
     for line in file:
         if line.strip():
-            yield _object.decode(line)
+            yield _object.decode(shallow(line))

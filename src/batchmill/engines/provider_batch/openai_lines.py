@@ -14,6 +14,7 @@ from batchmill.engines.provider_batch.provider import RowReply, row_number
 from batchmill.engines.replies import Reply, read_reply, redact
 from batchmill.engines.retry import is_result
 from batchmill.types import RowError
+from batchmill.wire.json_bytes import shallow
 
 UNDONE = frozenset({"batch_expired", "batch_cancelled", "batch_canceled"})
 
@@ -42,7 +43,7 @@ _named = re.compile(rb'"custom_id"\s*:\s*"(r\d{1,11})"')
 def read_line(line: bytes) -> tuple[int, RowReply]:
     """(the row's number, its reply); -1 for a line that names none of ours."""
     try:
-        found = _line.decode(line)
+        found = _line.decode(shallow(line))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         match = _named.search(line[:4096])
         number = row_number(match[1].decode()) if match else -1

@@ -28,7 +28,7 @@ from batchmill.engines.provider_batch.settings import read_limits
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import usage_of
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 
 INPUT, OUTPUT = "input.jsonl", "output"
 JSON, JSON_LINES = "application/json", "application/jsonlines"
@@ -242,7 +242,7 @@ def _reply(line: bytes) -> RowReply:
     """A line of the output: JSON as it is, any other text as the value of `response`."""
     line = line.strip()
     try:
-        value = msgspec.json.decode(line)
+        value = msgspec.json.decode(shallow(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return RowReply(200, encode({"response": line.decode(errors="replace")}))
     return RowReply(200, line, None, usage_of(value) if isinstance(value, dict) else None)
@@ -257,6 +257,6 @@ def _whole(value: Any, name: str) -> int:
 
 def _decoded(data: bytes, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(shallow(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TryAgain(f"SageMaker's reply is not what it should be: {error}") from None

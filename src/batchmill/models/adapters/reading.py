@@ -17,6 +17,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.models.adapters.tensors import FLOATS, TensorHead, read_heads
 from batchmill.wire.adapter_bundles import CONFIG, FILES, PICKLES, WEIGHTS, refused_pickle
+from batchmill.wire.json_bytes import shallow
 
 BASE_CONFIG, BASE_WEIGHTS, BASE_INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 BASE_CONFIG_BYTES_MAX = 16 * 1024 * 1024
@@ -124,7 +125,7 @@ def _config_of(place: Path) -> dict[str, Any]:
     if len(data) > FILES[CONFIG]:
         raise _invalid(f"{CONFIG} is larger than {FILES[CONFIG]:,} bytes")
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(shallow(data), type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _invalid(f"{CONFIG} cannot be read: {error}") from None
 
@@ -281,7 +282,7 @@ def _object(path: Path, bytes_max: int) -> dict[str, Any]:
         return {}
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(bytes_max), type=dict[str, Any])
+            return msgspec.json.decode(shallow(file.read(bytes_max)), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{path.name} of the base model cannot be read: {error}", code="invalid_model") from None
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput
+from batchmill.wire.json_bytes import shallow
 
 LENGTH_BYTES = 8  # before the head
 HEAD_BYTES_MAX = 100_000_000  # as safetensors has it
@@ -45,7 +46,7 @@ def read_heads(path: Path) -> dict[str, TensorHead]:
     except OSError as error:
         raise _invalid(path, error.strerror or str(error)) from None
     try:
-        told = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        told = msgspec.json.decode(shallow(data), type=dict[str, msgspec.Raw])
         told.pop(METADATA, None)
         heads = {name: msgspec.json.decode(raw, type=TensorHead) for name, raw in told.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors import late
 from batchmill.types.connectors import Action
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
 
 FILTER = "response_filter"
 
@@ -77,7 +77,7 @@ def result_json(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> 
 
 def _decoded(reply: bytes) -> Any:
     try:
-        return msgspec.json.decode(reply)
+        return msgspec.json.decode(shallow(reply))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise _unexpected("the reply is no JSON") from None
 
@@ -85,7 +85,7 @@ def _decoded(reply: bytes) -> Any:
 def _selected(reply: bytes, expression: str | None) -> Any:
     """A reply, or what a filter selects of it; the whole where it selects nothing. Text is text."""
     try:
-        document = msgspec.json.decode(reply)
+        document = msgspec.json.decode(shallow(reply))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return reply.decode(errors="replace")
     if expression is None:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.types.connectors import Action, Connector
+from batchmill.wire.json_bytes import shallow
 
 DOCS_MAX = 10_000
 CALLS_MAX = 1_000  # that one request may come to
@@ -52,7 +53,7 @@ def _nova(given: Input) -> Parameters:
     if text is None:
         raise InvalidInput("No input provided", code="invalid_input")
     try:
-        read = msgspec.json.decode(text)
+        read = msgspec.json.decode(shallow(text.encode()))
     except (msgspec.MsgspecError, RecursionError):
         read = None
     if isinstance(read, dict):

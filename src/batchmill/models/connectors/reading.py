@@ -24,6 +24,7 @@ from batchmill.models.connectors.fields import invalid, read_parameters, read_te
 from batchmill.models.connectors.postprocessing import FILTER
 from batchmill.models.connectors.preprocessing import refuse_processors
 from batchmill.types.connectors import Connector
+from batchmill.wire.json_bytes import shallow
 from batchmill.wire.placeholders import CREDENTIAL, holes
 
 PROTOCOLS = ("http", "aws_sigv4")
@@ -101,7 +102,7 @@ def read_file(path: Path) -> Connector:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
-        fields = msgspec.json.decode(data, type=dict[str, Any]) if len(data) <= FILE_BYTES_MAX else None
+        fields = msgspec.json.decode(shallow(data), type=dict[str, Any]) if len(data) <= FILE_BYTES_MAX else None
     except OSError as error:
         raise invalid(f"the connector {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, RecursionError) as error:
