@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import sqlite3
 import sys
@@ -115,7 +116,7 @@ class Ears:
         for path in self.server.folder.rglob("*"):
             if path.is_file() and path.name not in OURS:
                 self.heard[str(path)] = path.read_bytes().decode("latin-1")
-        with sqlite3.connect(self.server.data_dir / "batchmill.db") as db:
+        with contextlib.closing(sqlite3.connect(self.server.data_dir / "batchmill.db")) as db:
             self.heard["database"] = "\n".join(db.iterdump())
 
     def read_processes(self) -> None:
