@@ -199,3 +199,23 @@ def _memory_ledger() -> Ledger:
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+def test_no_time_of_a_job_lies_before_another(ledger):
+    """A job whose clock was set back while it ran began and ended no earlier than it was created, nor before it
+    began."""
+    ledger.create(spec("job_2", created=1000.0))
+    for state in (JobState.PLANNING, JobState.QUEUED):
+        ledger.move("job_2", state)
+    ledger.move("job_2", JobState.RUNNING, started=1010.0)
+    ledger.move("job_2", JobState.FINALIZING, finalizing=400.0)
+    ledger.move("job_2", JobState.COMPLETED, finished=410.0)
+    record = ledger.job("job_2")
+    assert [record[name] for name in ("started", "finalizing", "finished")] == [1010.0] * 3
+    for state in (JobState.PLANNING, JobState.QUEUED):
+        ledger.move("job_1", state)
+    ledger.move("job_1", JobState.RUNNING, started=5.0)
+    ledger.move("job_1", JobState.FINALIZING, finalizing=6.0)
+    ledger.move("job_1", JobState.COMPLETED, finished=7.0)
+    record = ledger.job("job_1")
+    assert [record[name] for name in ("started", "finalizing", "finished")] == [5.0, 6.0, 7.0]

@@ -46,6 +46,14 @@ class Verdict(StrEnum):
     STALE = "stale"  # somebody else holds the shard, or the job has ended
 
 
+_TIMES = ("started", "finalizing", "cancelling", "finished")
+
+
+def _after_all(at: object) -> sa.ColumnElement[float]:
+    """This time, or the latest that a job has."""
+    return sa.func.max(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
+
+
 class Ledger:
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -83,12 +91,14 @@ class Ledger:
     ) -> None:
         """Take a job to another state, `via` one between, and set fields with it. Raises: InvalidTransition.
 
-        `errors` replaces the error counts: a gathered result knows them exactly, followers included.
+        `errors` replaces the error counts: a gathered result knows them exactly, followers included. No time that is
+        set lies before one that the job has: the clock may have been set back.
         """
         assert via is None or state in NEXT[via], f"{via} is never followed by {state}"
         with self._engine.begin() as db:
             _check_next(db, job_id, via or state)
-            db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **fields))
+            times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
+            db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
             if errors is not None:
                 _replace_errors(db, job_id, errors)
 

@@ -32,7 +32,9 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
     is_same = found.fingerprint == once.fingerprint
     if once.blind:
         is_asked_again = once.again_s is not None and age_s <= once.again_s
-        was_answered = found.answered is not None and (once.arrived is None or found.answered < once.arrived)
+        was_answered = found.answered is not None and (
+            once.arrived is None or found.answered < once.arrived or age_s < 0
+        )
         is_open = not was_answered and age_s <= BLIND_S
         return found.job if is_same and (is_open or is_asked_again) else None
     if age_s > KEPT_S:

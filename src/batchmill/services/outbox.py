@@ -16,12 +16,14 @@ from msgspec import Struct
 from batchmill.errors import BatchmillError, StorageFull
 from batchmill.ports import Clock, Jobs
 from batchmill.services import outbox_records as records
+from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.courier import Answer
 from batchmill.services.events import Ended
 from batchmill.services.files import FileService
 from batchmill.services.outbox_records import Settled, Waiting
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
+from batchmill.store.service_tables import outbox
 
 # Seconds between one attempt and the next; after the last one an event is given up, about three days old.
 DELAYS_S = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
@@ -68,6 +70,7 @@ class Outbox:
     ) -> None:
         """`heard` is called once for each end of a job, whoever is told of it."""
         self._database, self._clock = database, clock
+        self._steps = ClockSteps(database, clock, outbox)
         self._webhooks, self._jobs, self._files, self._heard = webhooks, jobs, files, heard
         self._sending: dict[str, _Sending] = {}  # by message
         self._settled: deque[Settled] = deque()
@@ -94,6 +97,7 @@ class Outbox:
 
     async def turn(self) -> None:
         """Write down what came of attempts, tell of jobs that ended, and begin to send what is due."""
+        await self._steps.look()
         await self._settle()
         await self._announce()
         await self._send_due()

@@ -103,7 +103,7 @@ class WebhookService:
         asked = replace(known, **{key: value for key, value in told.items() if value is not None})
         asked = replace(asked, events=self._checked(asked.name, asked.url, asked.events))
         if asked != known:
-            asked = replace(asked, updated=self._clock.now())
+            asked = replace(asked, updated=max(self._clock.now(), known.created, known.updated))
             changed = records.columns_of(asked)
             await self._database.write(records.update, project, endpoint_id, changed)
         return asked
@@ -115,11 +115,13 @@ class WebhookService:
     async def rotate(self, project: str, endpoint_id: str, *, keep_old: bool) -> tuple[Endpoint, Secret]:
         """Give an endpoint a new secret; with `keep_old` deliveries are signed with the old one too, for 24 hours."""
         record = await self._database.read(records.find, project, endpoint_id)
-        known, now, secret = endpoint_of(record), self._clock.now(), new_secret()
+        known, secret = endpoint_of(record), new_secret()
+        now = self._clock.now()
         kept = [_Key(each.secret, now + KEPT_S) for each in self._opened(record)[:1]] if keep_old else []
+        updated = max(now, known.updated)
         sealed = self._sealed(known, [_Key(secret.reveal()), *kept])
-        await self._database.write(records.update, project, endpoint_id, {"secret": sealed, "updated": now})
-        return replace(known, updated=now, hint=hint_of(secret)), secret
+        await self._database.write(records.update, project, endpoint_id, {"secret": sealed, "updated": updated})
+        return replace(known, updated=updated, hint=hint_of(secret)), secret
 
     async def test(self, project: str, endpoint_id: str, event_type: str) -> int:
         """Send a sample event at once; the status the endpoint answered with.

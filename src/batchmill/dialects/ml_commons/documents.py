@@ -110,7 +110,7 @@ def task_document(task: TaskRecord, node: str) -> dict[str, Any]:
         input_type="REMOTE" if task.type == BATCH_PREDICTION else None,
         worker_node=[node],
         create_time=_millis(task.created),
-        last_update_time=_millis(task.changed),
+        last_update_time=_millis(max(task.changed, task.created)),
         error=task.error or None,
         is_async=False,
         remote_job=task.remote_job,

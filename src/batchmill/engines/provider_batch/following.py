@@ -130,7 +130,10 @@ class Following:
             await self._look()
             if self.job.state == "ended":
                 return
-            silent = self._clock.now() - self.job.changed
+            now = self._clock.now()
+            if now < self.job.changed:  # the clock was set back: it is silent from now on
+                self.job = replace(self.job, changed=now)
+            silent = now - self.job.changed
             if silent > self._settings.stuck_after_s:
                 raise Stuck(
                     f"the job {self.job.id} says {self.job.remote_state!r} and nothing new for {silent / 3600:,.1f} h"

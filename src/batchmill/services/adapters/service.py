@@ -387,7 +387,7 @@ class AdapterService:
 
     async def _write(self, record: AdapterRecord) -> AdapterRecord:
         """Write down what became of a version; one that was removed meanwhile stays so."""
-        record = replace(record, changed=self._clock.now())
+        record = replace(record, changed=max(self._clock.now(), record.changed))
         await self._database.write(records.update, [record])
         if self._book.get(record.id) is None:
             return replace(record, state=REMOVED)

@@ -84,7 +84,15 @@ def arrived(db: sa.Connection, dataset_id: str, file_id: str, size_bytes: int, n
     record = find(db, dataset_id)
     if record is None or record.state != DatasetState.ARRIVING or record.file is not None:
         return None
-    return _update(db, replace(record, file=file_id, details=replace(record.details, bytes=size_bytes), changed=now))
+    return _update(
+        db,
+        replace(
+            record,
+            file=file_id,
+            details=replace(record.details, bytes=size_bytes),
+            changed=max(now, record.changed),
+        ),
+    )
 
 
 def give_name(db: sa.Connection, dataset_id: str, name: str, now: float) -> DatasetRecord:
@@ -102,7 +110,7 @@ def give_name(db: sa.Connection, dataset_id: str, name: str, now: float) -> Data
         abandon(db, other.id)
     is_table = record.details.format != OPENAI
     state = DatasetState.CONNECTED if is_table else DatasetState.CHECKING
-    return _update(db, replace(record, name=name, state=state, changed=now))
+    return _update(db, replace(record, name=name, state=state, changed=max(now, record.changed)))
 
 
 def is_same(db: sa.Connection, dataset_id: str, other_id: str) -> None:
@@ -116,7 +124,7 @@ def checked(db: sa.Connection, dataset_id: str, details: Details, state: str, no
     """What came out of the check of a dataset that is still there."""
     record = find(db, dataset_id)
     if record is not None and record.state == DatasetState.CHECKING:
-        _update(db, replace(record, state=state, details=details, changed=now))
+        _update(db, replace(record, state=state, details=details, changed=max(now, record.changed)))
 
 
 def abandon(db: sa.Connection, dataset_id: str) -> None:

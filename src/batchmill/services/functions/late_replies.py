@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 
 from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
 from batchmill.ports import Clock
+from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.courier import Answer as Heard
 from batchmill.services.courier import Courier
 from batchmill.services.functions import late_records as records
 from batchmill.services.functions.late_records import LateCall, Order
 from batchmill.services.outbox import DELAYS_S, GONE, delay_s
 from batchmill.store.database import Database
+from batchmill.store.service_tables import late_calls
 from batchmill.types import Caller, ProjectQuotas, Scope
 from batchmill.wire.messages import Answer
 
@@ -51,6 +53,7 @@ class LateReplies:
     ) -> None:  # fmt: skip
         self._quotas = quotas
         self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
+        self._steps = ClockSteps(database, clock, late_calls)
         self._writers: dict[str, Write] = {}
         self._in_hand: dict[str, tuple[str, asyncio.Task[None]]] = {}  # call -> its project, task
         self._calling: set[str] = set()
@@ -114,6 +117,7 @@ class LateReplies:
 
     async def _turn(self) -> None:
         """Begin with what is due, of each project up to its share."""
+        await self._steps.look()
         while (room := IN_HAND_MAX - len(self._in_hand)) > 0:
             running = Counter(project for project, _ in self._in_hand.values())
             full = [project for project, count in running.items() if count >= IN_HAND_PROJECT_MAX]

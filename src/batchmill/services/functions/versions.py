@@ -214,7 +214,7 @@ class ModelVersions:
         """Where the old version has workers, the new one's are up before the first call goes there."""
         if old is not None and old.spec is not None:
             await self.warm(old.spec, spec)
-        now = self._clock.now()
+        now = max(self._clock.now(), version.created)
         ready = replace(version, state=READY, finished=now, spec=spec)
         route = Route(version.name, version.branch, [Backend(version.branch, version.number)], [], now)
         await self._database.write(records.publish, ready, route)
@@ -224,7 +224,7 @@ class ModelVersions:
 
     async def _failed(self, version: ModelVersion, error: BaseException) -> None:
         told = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
-        failed = replace(version, state=FAILED, finished=self._clock.now(), error=told)
+        failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=told)
         self._book.put(failed)
         await self._database.write(records.fail, failed)
         await asyncio.to_thread(self._workshop.discard_code, version)

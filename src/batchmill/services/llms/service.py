@@ -270,7 +270,7 @@ class LlmService:
         is_trusted: bool,
     ) -> LlmDeployment:
         old = self._own(caller, name)
-        new = replace(old, changed=self._clock.now())
+        new = replace(old, changed=max(self._clock.now(), old.changed))
         if description is not UNSET:
             _check_description(description)
             new = replace(new, description=description)
@@ -317,7 +317,7 @@ class LlmService:
         old = self._own(caller, name)
         if not is_stopped:
             self.bases.get((old.serving or old.settings).base_model)
-        new = replace(old, is_stopped=is_stopped, changed=self._clock.now())
+        new = replace(old, is_stopped=is_stopped, changed=max(self._clock.now(), old.changed))
         await self._database.write(records.update, new)
         return await self._settle(new)
 

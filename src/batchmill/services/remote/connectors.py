@@ -138,7 +138,8 @@ class ConnectorService:
         access = {**old.access, **_access(fields)}
         if set(fields) - {"credential"}:
             await self._refuse_deployed(connector_id)
-        new = replace(old, connector=connector, access=access, revision=old.revision + 1, changed=self._clock.now())
+        changed = max(self._clock.now(), old.changed)
+        new = replace(old, connector=connector, access=access, revision=old.revision + 1, changed=changed)
         await self.store(lambda db: records.update(db, new), old.project, plain=plain, new=connector, old=old.connector)
         self._put(new)
         return new

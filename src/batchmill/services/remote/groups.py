@@ -84,7 +84,11 @@ class ModelGroups:
         old = self.get(caller, group_id)
         if name is not None and name != old.name:
             self._refuse_taken(caller, name)
-        changed = {"details": details, "revision": old.revision + 1, "changed": self._clock.now()}
+        changed = {
+            "details": details,
+            "revision": old.revision + 1,
+            "changed": max(self._clock.now(), old.changed),
+        }
         group = replace(old, name=name or old.name, **changed)
         await self._database.write(records.update_group, group)
         self.put(group)

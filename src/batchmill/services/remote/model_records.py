@@ -133,7 +133,7 @@ def read_all(db: sa.Connection) -> list[RemoteModel]:
 
 def next_version(group: ModelGroup, now: float) -> ModelGroup:
     """The group once one more model is in it."""
-    return replace(group, latest=group.latest + 1, revision=group.revision + 1, changed=now)
+    return replace(group, latest=group.latest + 1, revision=group.revision + 1, changed=max(now, group.changed))
 
 
 def _update_group(db: sa.Connection, group: ModelGroup) -> bool:

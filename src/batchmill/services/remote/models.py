@@ -252,7 +252,7 @@ class RemoteModels:
             name=name_of(fields) if "name" in fields else old.name,
             details=details_of(fields, old.details),
             revision=old.revision + 1,
-            changed=self._clock.now(),
+            changed=max(self._clock.now(), old.changed),
         )
         plain: dict[str, str] = {}
         if "connector_id" in fields:

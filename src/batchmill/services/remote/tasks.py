@@ -18,6 +18,7 @@ from batchmill.config import MlCommonsEntry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
+from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls, RemoteReply
 from batchmill.services.remote.ids import new_id
@@ -34,6 +35,7 @@ from batchmill.services.remote.task_records import (
     UNREACHABLE,
     TaskRecord,
 )
+from batchmill.store.connector_tables import remote_tasks
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, JobOrder, Once, Scope
 from batchmill.types.connectors import BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
@@ -79,6 +81,7 @@ class RemoteTasks:
     ) -> None:  # fmt: skip
         self._database, self._models, self._calls, self._jobs = database, models, calls, jobs
         self._clock, self._entry, self._words = clock, entry, StatusWords(entry)
+        self._steps = ClockSteps(database, clock, remote_tasks)
         self._handing: dict[str, asyncio.Task[TaskRecord]] = {}  # by task: batches on their way to a provider
         self._looking: dict[str, asyncio.Task[TaskRecord]] = {}
         self._rounds: dict[str, asyncio.Task[None]] = {}  # by task: looks that nobody waits for, and those to come
@@ -313,6 +316,7 @@ class RemoteTasks:
 
     async def _begin_looks(self) -> None:
         """Have every task looked at whose time has come. A provider that hangs keeps only its own models waiting."""
+        await self._steps.look()
         due = await self._database.read(records.due, self._clock.now(), ROUND_TASKS_MAX, self._rounds.keys())
         for project, name, model in due:
             look = asyncio.create_task(self._look_in_turn(project, name, model))
