@@ -20,6 +20,7 @@ from batchmill.store.segments import sync_folder
 
 log = logging.getLogger("batchmill.owner")
 
+FIRST_S = 3600.0  # after which the first is made: before that there is little to lose
 FOLDER, PREFIX, SUFFIX, PART = "backups", "batchmill-", ".db", "batchmill.db.part"
 
 
@@ -47,9 +48,11 @@ class Backups:
     def _sweep(self) -> Path | None:
         folder = self._data_dir / FOLDER
         (folder / PART).unlink(missing_ok=True)  # of a process that was killed
-        if self._entry.keep == 0 or not self._is_due(folder):
+        if self._entry.keep == 0:
             return None
         folder.mkdir(exist_ok=True, mode=0o700)
+        if not self._is_due(folder):
+            return None
         target = folder / time.strftime(f"{PREFIX}%Y%m%dT%H%M%SZ{SUFFIX}", time.gmtime(self._clock.now()))
         _copy(self._data_dir / NAME, folder / PART)
         faults.point("before_backup")
@@ -62,10 +65,9 @@ class Backups:
 
     def _is_due(self, folder: Path) -> bool:
         there = found(self._data_dir)
-        if not there:
-            return True
-        age_s = self._clock.now() - there[0].stat().st_mtime
-        return not 0 <= age_s < self._entry.interval_s  # one of the future says nothing
+        last, wait_s = (there[0], self._entry.interval_s) if there else (folder, min(self._entry.interval_s, FIRST_S))
+        age_s = self._clock.now() - last.stat().st_mtime
+        return not 0 <= age_s < wait_s  # one of the future says nothing
 
 
 def found(data_dir: Path) -> list[Path]:
