@@ -142,12 +142,26 @@ async def test_a_result_link_works_once(predibase):
     assert (await predibase.http.get(second)).status_code == 200
 
 
-async def test_a_row_that_names_nobody(predibase):
-    """No row of a job runs while one names an adapter that is not there: the job fails with its line."""
-    job = await run(predibase, "unknown adapter", lines(asked(1, "a"), asked(2, "a", "nobody/7")))
-    assert job["status"] == "failed" and "line 2" in job["error"] and "nobody/7" in job["error"]
-    assert job["resultPath"] is None
-    refused(await predibase.http.get(f"/v2/batch-inference/{job['uuid']}/results"), 409, "no results", "line 2")
+async def test_what_a_row_asks_for_is_its_own(predibase):
+    """A line that is a request with an id is taken; what it asks for and cannot have fails it alone, in its place."""
+    wrong = [
+        (asked(2, "a", "nobody/7"), "unknown_model"),
+        (row(3, messages=[]), "invalid_field"),
+        (row(4, messages="a"), "invalid_field"),
+        ({**asked(5, "a"), "url": "/v1/fine_tuning"}, "invalid_url"),
+        (row(6, model=7, messages=[{"role": "user", "content": "a"}]), "invalid_field"),
+        (asked(7, "a") | {"body": asked(7, "a")["body"] | {"adapter_id": "x"}}, "parameter_not_allowed"),
+        (asked(8, "a") | {"body": asked(8, "a")["body"] | {"temprature": 1}}, "unknown_parameter"),
+    ]
+    content = lines(asked(1, "a"), *(each for each, _ in wrong), asked(9, "b"))
+    job = await run(predibase, "own", content)
+    assert (job["status"], job["error"]) == ("completed", None)
+    assert job["rows"] == {"total": 9, "succeeded": 2, "failed": 7}
+    found = await results(predibase, job["uuid"])
+    assert [each["custom_id"] for each in found] == [f"row-{n}" for n in range(1, 10)]
+    assert found[0]["error"] is None and found[-1]["error"] is None
+    told = [each["error"]["code"] for each in found[1:-1]]
+    assert told == [code for _, code in wrong]
 
 
 @pytest.mark.parametrize(

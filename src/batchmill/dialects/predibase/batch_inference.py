@@ -170,7 +170,7 @@ class BatchInference:
         return JobOrder(
             DatasetSpec([str(self._services.files.path(file))], format="openai", **limits),
             [model],
-            policy=Policy(on_invalid="fail", on_engine_failure="fail"),
+            policy=Policy(on_invalid="skip", on_engine_failure="fail"),
             together=True,
             rows_max=config.server.rows_max,
             project=call.caller.project,

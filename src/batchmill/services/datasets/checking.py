@@ -1,4 +1,5 @@
-"""Whether the rows of a dataset are OpenAI batch rows with ids of their own, whichever model they will be for."""
+"""Whether each line of a dataset is an OpenAI batch row with an id of its own. What its body asks for is not looked at:
+a request that cannot be answered fails by itself, when it is known which model it is for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from msgspec import Struct
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal_patiently
 from batchmill.types import DatasetSpec, Problem
-from batchmill.wire.forms import URLS
 
 PROBLEMS_MAX = 100  # that are kept with a dataset
 TARGET = f"{__name__}:check"
@@ -38,7 +38,7 @@ def check(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: CheckOrder in, Checked out, both as JSON. Raises: InvalidDataset, InputChanged, StorageFull."""
     asked = msgspec.json.decode(order, type=CheckOrder)
     wanted = SealOrder(
-        asked.dataset, any_model=True, urls=[frozenset(URLS)], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX,
+        asked.dataset, any_model=True, urls=[None], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX,
         bytes_left=asked.bytes_left, no_room=asked.no_room,
     )  # fmt: skip
     report = seal_patiently(wanted, Path(asked.home), progress)
