@@ -41,7 +41,7 @@ def arrays_in(value, buffers):
     if isinstance(value, list):
         return [arrays_in(each, buffers) for each in value]
     if isinstance(value, dict) and list(value) == ["$array"]:
-        number, datatype, shape = value["$array"]
+        number, datatype, shape, *_ = value["$array"]
         if datatype == "BYTES":
             return ("BYTES", shape, bytes(buffers[number]))
         return np.frombuffer(buffers[number], TYPES[datatype]).reshape(shape)

@@ -1,4 +1,7 @@
-"""Arrays as they travel: `{"$array": [number of the buffer, datatype, shape]}`, bytes little-endian and row-major."""
+"""Arrays as they travel: `{"$array": [number of the buffer, datatype, shape]}`, bytes little-endian and row-major.
+
+Python's own floats, where some are none that JSON has, travel so too, with `true` as a fourth member.
+"""
 
 from __future__ import annotations
 

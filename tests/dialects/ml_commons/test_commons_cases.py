@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import struct
 from typing import Any
 from urllib.parse import unquote
 
+import openai
 import pytest
 import pytest_asyncio
 from dialects.ml_commons.commons_kit import commons
@@ -386,3 +389,16 @@ async def test_health_and_stats(there):
     assert one == {"nodes": {node: {"ml_request_count": 1, "ml_failure_count": 0}}}
     assert (await there.reason("GET", "/stats/ml_jvm_heap_usage"))[0] == 400
     assert (await there.reason("GET", "/other/stats"))[0] == 404
+
+
+async def test_the_openai_package_reads_embeddings(there):
+    """Through a connector whose post-processing makes tensors the package's own client gets its vectors."""
+    await there.model(name="vectors")
+    client = openai.AsyncOpenAI(base_url=f"{there.running.url}/v1", api_key="none", http_client=there.http)
+    for encoding in ("float", "base64"):
+        told = await client.embeddings.create(model="vectors", input=["a", "three"], encoding_format=encoding)
+        vectors = [each.embedding for each in told.data]
+        if encoding == "base64":
+            vectors = [list(struct.unpack("<3f", base64.b64decode(each))) for each in vectors]
+        assert vectors == [[1.0, 0.5, -1.0], [5.0, 0.5, -1.0]]
+        assert (told.model, told.usage.prompt_tokens) == ("text-embedding-ada-002", 2)
