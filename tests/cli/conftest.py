@@ -31,6 +31,7 @@ class MemoryJobs:
         self.views = {}
         self.orders = []
         self.asked = []
+        self.queries = []  # of lists
         self.how = "started"
         self.reasons, self.ahead = [], 0
         self.report = LedgerReport("job_1", rows=10, rows_done=10, commits=2, segments=1, bytes=2000)
@@ -52,8 +53,9 @@ class MemoryJobs:
         self.orders.append(order)
         return Submitted(next(iter(self.views)), self.how)
 
-    async def list(self):
-        return [views[-1] for views in self.views.values()]
+    async def list(self, query):
+        self.queries.append(query)
+        return [views[-1] for views in self.views.values()][: query.limit]
 
     async def show(self, job_id):
         return self._views(job_id)[0]

@@ -8,21 +8,33 @@ import pytest
 
 from batchmill.cli import jobs as jobs_commands
 from batchmill.errors import BatchmillError
-from batchmill.types import Price, Problem
+from batchmill.types import JobQuery, Problem
 
 
-def test_jobs_are_listed_in_columns(app, call, view):
-    """Each job is a line with its state, rows, model and first input."""
-    app.jobs.add(view(rows_ok=4, rows_failed=1, input=["/a", "/b"], cost=0.5, prices={"m": Price.of(0.25)}))
-    app.jobs.add(view(id="job_2", state="paused", reason="budget", rows=0))
-    head, first, second = call("jobs").stdout.splitlines()
-    assert head.split() == ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "PRICE", "MODEL", "CREATED", "INPUT"]
-    assert first.split()[:8] == ["job_1", "running", "5", "10", "1", "$0.5000", "0.25", "m"] and first.endswith(
-        "/a and 1 more"
+def test_jobs_are_listed_one_a_line(app, call, view):
+    """Each job is one line of 80 columns at most, with its id whole, its state, rows, time and model."""
+    long = "job_" + "f" * 20
+    app.jobs.add(
+        view(id=long, state="validating", rows=5_000_000, rows_ok=1_250_000, rows_failed=40_200, model="m" * 90)
     )
-    assert second.startswith("job_2  paused (budget)")
+    app.jobs.add(view(id="job_2", state="paused", reason="budget", rows_ok=4, rows_failed=1))
+    head, first, second = call("jobs").stdout.splitlines()
+    assert head.split() == ["ID", "STATE", "DONE", "FAILED", "CREATED", "MODEL"]
+    assert first.split()[:4] == [long, "validating", "1.3M/5.0M", "40.2k"] and len(first) == 80 and "mmm" in first
+    assert second.split()[:4] == ["job_2", "paused", "(budget)", "5/10"]
     lines = [json.loads(line) for line in call("jobs", "--json").stdout.splitlines()]
-    assert [line["job"]["id"] for line in lines] == ["job_1", "job_2"]
+    assert [line["job"]["id"] for line in lines] == [long, "job_2"]
+
+
+def test_jobs_are_chosen(app, call, view):
+    """What is to be listed goes to whoever has the jobs; a list that is cut short says so."""
+    app.jobs.add(view()).add(view(id="job_2"))
+    flags = ("--state", "running", "--model", "m", "--project", "p", "--since", "2026-01-02T03:04:05+00:00")
+    result = call("jobs", *flags, "--limit", "1")
+    assert app.jobs.queries == [JobQuery(project="p", state="running", model="m", since=1767323045.0, limit=2)]
+    assert len(result.stdout.splitlines()) == 2 and "there are more than 1" in result.stderr
+    for wrong in (("--state", "odd"), ("--since", "soon"), ("--limit", "0")):
+        assert call("jobs", *wrong).exit_code == 2
 
 
 def test_no_jobs_are_said_to_be_none(call):

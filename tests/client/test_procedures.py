@@ -260,3 +260,18 @@ def test_pages_are_turned_until_the_last():
 def test_ids_cannot_leave_their_place_in_a_path():
     """Slashes and dots of an id are sent as parts of a name."""
     assert calls.show("../keys?x=1#y").request.path == "/batchmill/v1/jobs/..%2Fkeys%3Fx%3D1%23y"
+
+
+def test_rows_in_memory_are_refused_with_what_to_do():
+    """A data frame, rows and their bytes are no files: before anything is sent it is said how they become one."""
+    frame = type("DataFrame", (), {"to_parquet": None, "__iter__": lambda self: iter("ab")})()
+    for inputs, way in (
+        (frame, "to_parquet"),
+        ([frame], "to_parquet"),
+        ({"a": 1}, "JSON object a line"),
+        ([{"a": 1}], "JSON object a line"),
+        (b"{}", "JSON object a line"),
+        (3, "JSON object a line"),
+    ):
+        with pytest.raises(InvalidInput, match=way):
+            play(procedures.submit(inputs, {"model": "m"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
+from batchmill.jobs import job_records
 from batchmill.jobs.ledger import Ledger, Verdict, mask_of, open_ledger, undone
 from batchmill.states import JobState
 from batchmill.store import tables
 from batchmill.store.segments import pack_positions
-from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
+from batchmill.types import Commit, DatasetSpec, JobQuery, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -55,6 +57,28 @@ def test_counts_what_the_holder_commits(ledger):
     assert ledger.errors("job_1") == {"boom": (1, "it broke")}
     assert ledger.lease("job_1", 0, SHARD).bitmap == 0b100011
     assert ledger.progress("job_1", 0) == {0: 3}
+
+
+async def test_jobs_are_found_by_state_model_and_time(ledger):
+    """A list has the jobs of a state, of a model that rows go to, and since a time; the database looks them up."""
+    ledger.create(msgspec.structs.replace(spec("job_2", created=2.0), models=[ModelSpec("n", "function", "app.py:f")]))
+    door = msgspec.structs.replace(spec("job_3", created=3.0), origin={"door": "d"})
+    ledger.create(door)
+    ledger.move("job_2", JobState.PAUSED)
+    queries = {
+        JobQuery(): ["job_3", "job_2", "job_1"],
+        JobQuery(state="validating"): ["job_3", "job_1"],
+        JobQuery(state="validating", after="job_2"): ["job_1"],
+        JobQuery(model="m"): ["job_1"],  # a door's job knows its models once it is planned
+        JobQuery(model="n", since=2.0): ["job_2"],
+        JobQuery(since=2.5): ["job_3"],
+    }
+    for query, found in queries.items():
+        assert [record["id"] for record, _ in await ledger.database.read(job_records.page, query)] == found
+    planned = msgspec.json.encode(msgspec.structs.replace(door, used=["m", "m/1"]))
+    ledger.move("job_3", JobState.QUEUED, via=JobState.PLANNING, spec=planned)
+    [(record, _)] = await ledger.database.read(job_records.page, JobQuery(model="m/1"))
+    assert record["id"] == "job_3"
 
 
 def test_refuses_a_lost_lease(ledger):

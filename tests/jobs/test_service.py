@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -120,6 +122,29 @@ async def test_partial_results_while_it_runs(folder, opened):
         found = [json.loads(line)["custom_id"] for line in lines]
     assert 0 < len(found) < ROWS and found == sorted(found, key=lambda name: int(name[1:]))
     await service.cancel(submitted.id)
+
+
+async def test_partial_results_before_a_plan_are_none(folder, opened):
+    """A job of which nothing is planned yet has no finished rows, which is no error."""
+    service = await opened()
+    submitted = await service.submit(order(folder))
+    await end_of(service, submitted.id)
+    shutil.rmtree(folder / "data" / "jobs" / submitted.id / "plan-0")
+    path = Path(await service.partial(submitted.id))
+    assert path.read_bytes() == b""
+
+
+async def test_a_watch_shows_no_view_of_before_a_resume(folder, opened):
+    """Who begins to watch while a paused job is being resumed sees it going on, never paused."""
+    service = await opened()
+    job_id = await paused_midway(service, order(folder, "slow"))
+    views = service.watch(job_id, 0.05)
+    resumed = asyncio.ensure_future(service.resume(job_id))
+    first = asyncio.ensure_future(anext(views))
+    await resumed
+    assert (await first).state != "paused"
+    await views.aclose()
+    await service.cancel(job_id)
 
 
 async def test_cancel_keeps_what_is_finished(folder, opened):

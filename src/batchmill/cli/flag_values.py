@@ -77,6 +77,21 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _refuse_number(text)
 
 
+class Past(click.ParamType):
+    """A time that has been: a span before now (90m, 12h, 2d), or an ISO 8601 date and time, local without a zone."""
+
+    name = "past"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = SPAN.fullmatch(str(value))
+        try:
+            if match is not None:
+                return max(0.0, time.time() - int(match[1]) * SECONDS[match[2]])
+            return datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
+
+
 class Moment(click.ParamType):
     """A time to come: a span from now (90m, 12h, 2d), or an ISO 8601 date and time, local where it names no zone."""
 

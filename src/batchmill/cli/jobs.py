@@ -5,70 +5,101 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import BinaryIO
 
 import click
 
 from batchmill.cli.displays import Display, display_for, done
+from batchmill.cli.flag_values import Past
 from batchmill.cli.following import follow
 from batchmill.cli.order_options import written_by
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.removing import prune, rm
+from batchmill.cli.result_files import kind_of, must_convert, write_as
 from batchmill.cli.run import attend
-from batchmill.cli.session import EXIT_OK, EXIT_PAUSED, ResultFile, Session, global_options, job_argument
+from batchmill.cli.session import (
+    EXIT_OK,
+    EXIT_PAUSED,
+    ResultFile,
+    Session,
+    global_options,
+    job_argument,
+    refuse_half_text,
+)
 from batchmill.cli.summary import lines, pause_lines, show_problems
-from batchmill.cli.text import clean, count, moment, money, table
+from batchmill.cli.text import brief, clean, count, moment, short, table
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.ports import Jobs
 from batchmill.states import JobState
-from batchmill.types import JobView, Submitted
+from batchmill.types import JobQuery, JobView, Submitted
 
+PARTIAL = "partial.jsonl"  # what results that are not all there would be called
+PIECE_BYTES = 1024 * 1024
+LINE_CHARS_MAX = 80
+STATE_CHARS_MAX = 22  # paused (engine_failed)
+LISTED, LISTED_MAX = 100, 10_000  # jobs of one list
+EXACT_MAX = 10_000  # rows from here on are told in three figures
 QUIET_S = 2.0  # somebody who waits longer is told for what
 
 
 @click.group(invoke_without_command=True)
+@click.option("--state", type=click.Choice([str(state) for state in JobState]), help="Only those in this state.")
+@click.option("--model", metavar="NAME", help="Only those with rows for this model or adapter.")
+@click.option("--project", metavar="NAME", help="Only those of this project, on this machine.")
+@click.option("--since", type=Past(), metavar="WHEN", help="Only those made since: 2d, 2026-12-31T18:00.")
+@click.option("--limit", type=click.IntRange(1, LISTED_MAX), default=LISTED, show_default=True, help="So many at most.")
 @global_options
 @click.pass_context
-def jobs(ctx: click.Context) -> int | None:
+def jobs(
+    ctx: click.Context, *, state: str | None, model: str | None, project: str | None, since: float | None, limit: int
+) -> int | None:
     """List the jobs, the newest first; `rm` and `prune` remove those that have ended."""
     session: Session = ctx.obj
-    return session.run(_list(session)) if ctx.invoked_subcommand is None else None
+    if ctx.invoked_subcommand is not None:
+        return None
+    for text in (model, project):
+        refuse_half_text(text or "")
+    query = JobQuery(project=project, state=state, model=model, since=since, limit=limit + 1)
+    return session.run(_list(session, query))
 
 
 jobs.add_command(rm)
 jobs.add_command(prune)
 
 
-async def _list(session: Session) -> None:
+async def _list(session: Session, query: JobQuery) -> None:
     async with session.app.open_jobs(session.config()) as opened:
-        views = await opened.list()
+        *views, more = [*await opened.list(query), None]
+    if len(views) == query.limit:
+        more = views.pop()
     if session.as_json:
         for view in views:
             session.emit("job", job=view)
         return
     if not views:
-        session.print("there are no jobs")
+        is_narrowed = query != JobQuery(limit=query.limit)
+        session.print("there are no such jobs" if is_narrowed else "there are no jobs")
         return
-    head = ["ID", "STATE", "DONE", "ROWS", "FAILED", "COST", "PRICE", "MODEL", "CREATED", "INPUT"]
+    head = ["ID", "STATE", "DONE", "FAILED", "CREATED", "MODEL"]
     for line in table([head, *(_columns(view) for view in views)]):
-        session.print(line)
+        session.print(clean(line, LINE_CHARS_MAX))
+    if more is not None:
+        session.say(f"there are more than {count(len(views))}: --limit, --state, --model and --since choose")
 
 
 def _columns(view: JobView) -> list[str]:
-    state = clean(f"{view.state} ({view.reason})" if view.reason else view.state, 40)
-    first = clean(view.input[0], 80) if view.input else ""
+    state = f"{view.state} ({view.reason})" if view.state == JobState.PAUSED and view.reason else view.state
     return [
-        view.id, state, count(done(view)), count(view.rows), count(view.rows_failed),
-        "" if view.cost is None else money(view.cost), _price(view), clean(view.model, 40), moment(view.created),
-        first + (f" and {len(view.input) - 1} more" if len(view.input) > 1 else ""),
+        view.id, clean(state, STATE_CHARS_MAX), f"{_few(done(view))}/{_few(view.rows)}", _few(view.rows_failed),
+        brief(view.created), clean(view.model, 40),
     ]  # fmt: skip
 
 
-def _price(view: JobView) -> str:
-    """USD per million tokens; `show` tells those of several models."""
-    told = {price.in_words for price in view.prices.values()}
-    return told.pop() if len(told) == 1 else "several" if told else ""
+def _few(number: int) -> str:
+    return str(number) if number < EXACT_MAX else short(number)
 
 
 @click.command()
@@ -106,31 +137,50 @@ async def _show(session: Session, job_id: str) -> None:
 @job_argument
 @click.option("--partial", is_flag=True, help="The rows that are finished so far, as JSON lines.")
 @click.option("--errors", is_flag=True, help="The error file instead.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@click.option("--failed", is_flag=True, help="Only the rows that failed, as JSON lines.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="Write to this file instead of the terminal; its name says jsonl, csv or parquet.",
+)
 @global_options
 @click.pass_obj
-def results(session: Session, job_id: str, partial: bool, errors: bool, output: str | None) -> int:
+def results(session: Session, job_id: str, *, partial: bool, errors: bool, failed: bool, output: str | None) -> int:
     """Print a job's results as they were written; --json says where they lie instead."""
+    if errors and failed:
+        raise InvalidInput("--errors and --failed do not go together: --failed finds the rows wherever they stand")
     if partial and errors:
         raise InvalidInput("--partial and --errors do not go together: finished rows come with their errors")
-    if session.as_json and (partial or errors or output is not None):
-        raise InvalidInput("--json says where all results lie and prints none: leave out --partial, --errors and -o")
-    return session.run(_results(session, job_id, output, partial=partial, errors=errors))
+    if session.as_json and (partial or errors or failed or output is not None):
+        raise InvalidInput("--json says where all results lie and prints none: leave out every other option")
+    if output is not None:
+        kind_of(output)  # refuses a name before anything is looked at
+    return session.run(_results(session, job_id, output, partial=partial, errors=errors, failed=failed))
 
 
-async def _results(session: Session, job_id: str, output: str | None, *, partial: bool, errors: bool) -> None:
+async def _results(
+    session: Session, job_id: str, output: str | None, *, partial: bool, errors: bool, failed: bool
+) -> None:
     config = session.config()
     async with session.app.open_jobs(config) as opened:
         view = await opened.show(job_id)
     if partial:
-        await _write_partial(session, config, view, output)
+        await _write_partial(session, config, view, output, failed=failed)
         return
     if session.as_json:
         session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
         return
     _refuse_early(view, errors=errors)
+    if failed and not view.rows_failed:
+        session.say(f"no row of the job {view.id} failed: nothing is written")
+        return
+    if failed:
+        errors = view.errors_output is not None
     async with session.app.results(config, view, errors=errors) as found:
-        if output is not None:
+        if failed or (output is not None and must_convert(found.name, output)):
+            await write_as(found.name, found.pieces, output, _files_of(view), only_failed=failed)
+        elif output is not None:
             with written_whole(output, _files_of(view)) as out:
                 async for piece in found.pieces:
                     out.write(piece)
@@ -141,14 +191,25 @@ async def _results(session: Session, job_id: str, output: str | None, *, partial
                 sys.stdout.buffer.write(piece)
 
 
-async def _write_partial(session: Session, config: Config, view: JobView, output: str | None) -> None:
-    if output is not None:
+async def _write_partial(session: Session, config: Config, view: JobView, output: str | None, *, failed: bool) -> None:
+    if failed or (output is not None and must_convert(PARTIAL, output)):
+        with tempfile.TemporaryFile() as file:
+            await session.app.partial_results(config, view.id, file)
+            file.seek(0)
+            rows = await write_as(PARTIAL, _pieces(file), output, _files_of(view), only_failed=failed)
+    elif output is not None:
         with written_whole(output, _files_of(view)) as out:
             rows = await session.app.partial_results(config, view.id, out)
     else:
         rows = await session.app.partial_results(config, view.id, sys.stdout.buffer)
         sys.stdout.buffer.flush()
-    session.say(f"{count(rows)} of {count(view.rows, 'row')} are finished")
+    what = "have failed so far" if failed else "are finished"
+    session.say(f"{count(rows)} of {count(view.rows, 'row')} {what}")
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
 
 
 def _files_of(view: JobView) -> list[str]:
@@ -165,6 +226,13 @@ def _refuse_early(view: JobView, *, errors: bool) -> None:
             "--partial prints those"
         )
     is_there = view.errors_output if errors else view.output or view.errors_output
+    if is_there is None and errors and view.output is not None:
+        why = (
+            "its rows that failed stand among the others, with what is wrong in `error`: --failed prints those"
+            if view.rows_failed
+            else "none of its rows failed"
+        )
+        raise InvalidInput(f"the job {view.id} has no error file: {why}", code="no_file")
     if is_there is None:
         raise InvalidInput(f"the job {view.id} has no {'error' if errors else 'result'} file", code="no_file")
 

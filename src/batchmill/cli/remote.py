@@ -196,7 +196,9 @@ class RemoteJobs:
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
         found = []
-        async for view in self._client.jobs():
+        if query.project is not None:
+            raise InvalidInput("--project has no meaning at a server: a key belongs to one project, and sees no other")
+        async for view in self._client.jobs(state=query.state, model=query.model, since=query.since):
             found.append(self._told(view))
             if len(found) == query.limit:
                 break

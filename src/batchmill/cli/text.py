@@ -71,6 +71,14 @@ def moment(epoch_s: float) -> str:
     return datetime.fromtimestamp(epoch_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def brief(epoch_s: float) -> str:
+    """The same in five characters: the time of today, the day of this year, or the year."""
+    then, now = datetime.fromtimestamp(epoch_s).astimezone(), datetime.now().astimezone()
+    if then.date() == now.date():
+        return then.strftime("%H:%M")
+    return then.strftime("%m-%d" if then.year == now.year else "%Y")
+
+
 def percent(part: float, whole: float) -> str:
     """A share that never rounds up to all, nor down to nothing."""
     share = 100 * part / whole if whole else 0.0

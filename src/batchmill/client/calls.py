@@ -75,8 +75,11 @@ def show(job_id: str) -> Ask[JobView]:
     return Ask(Request("GET", _path("jobs", job_id)), JobView)
 
 
-def jobs(*, state: str | None, label: str | None, limit: int | None, after: str | None) -> Ask[JobPage]:
-    query = _query(state=state, label=label, limit=limit, after=after)
+def jobs(
+    *, state: str | None, label: str | None, limit: int | None, after: str | None, model: str | None = None,
+    since: float | None = None,
+) -> Ask[JobPage]:  # fmt: skip
+    query = _query(state=state, label=label, model=model, since=since, limit=limit, after=after)
     return Ask(Request("GET", _path("jobs"), query), JobPage)
 
 

@@ -108,6 +108,7 @@ def _uploaded(inputs: Source | Iterable[Source], fresh: list[str]) -> Steps[list
     if isinstance(inputs, str | os.PathLike | FileInfo) or hasattr(inputs, "read"):
         sources = [inputs]  # type: ignore[list-item]
     else:
+        _refuse_rows(inputs, may_be_many=True)
         sources = list(inputs)  # type: ignore[arg-type]
     ids = []
     for source in sources:
@@ -116,6 +117,7 @@ def _uploaded(inputs: Source | Iterable[Source], fresh: list[str]) -> Steps[list
         elif isinstance(source, str) and source.startswith(FILE_ID) and not os.path.exists(source):
             ids.append(source)
         else:
+            _refuse_rows(source, may_be_many=False)
             name = (
                 None if isinstance(source, str | os.PathLike) else os.path.basename(getattr(source, "name", "")) or None
             )
@@ -133,6 +135,23 @@ def discard(file_ids: list[str]) -> Steps[None]:
 
 
 # -- work ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse_rows(source: object, *, may_be_many: bool) -> None:
+    """Raises: InvalidInput for rows that lie in memory, with what to do: a job is of files."""
+    if isinstance(source, str | os.PathLike | FileInfo) or hasattr(source, "read"):
+        return
+    if hasattr(source, "write_parquet"):
+        way = "call its write_parquet('rows.parquet')"
+    elif hasattr(source, "to_parquet"):
+        way = "call its to_parquet('rows.parquet')"
+    elif may_be_many and isinstance(source, Iterable) and not isinstance(source, dict | bytes | bytearray):
+        return
+    else:
+        way = "write the rows to a file, such as rows.jsonl with a JSON object a line"
+    raise InvalidInput(
+        f"a {type(source).__name__} is no file: {way}, and submit the path of that", code="invalid_source"
+    )
 
 
 def submit(inputs: Source | Iterable[Source], options: dict[str, Any]) -> Steps[Accepted]:

@@ -21,6 +21,7 @@ from batchmill.wire.native import (
     DeployReply,
     Estimated,
     FileInfo,
+    JobPage,
     KeyInfo,
     MadeKey,
     ModelInfo,
@@ -86,11 +87,16 @@ class Client:
         """A job that exists. Raises: UnknownName."""
         return Job(self, self.call(calls.show(job_id)))
 
-    def jobs(self, *, state: str | None = None, label: str | None = None) -> Iterator[JobView]:
-        """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"."""
-        return self._all(
-            Pages(lambda after: calls.jobs(state=state, label=label, limit=None, after=after), lambda page: page.jobs)
-        )
+    def jobs(
+        self, *, state: str | None = None, label: str | None = None, model: str | None = None,
+        since: float | None = None,
+    ) -> Iterator[JobView]:  # fmt: skip
+        """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"; `since`: seconds since the epoch."""
+
+        def page(after: str | None) -> Ask[JobPage]:
+            return calls.jobs(state=state, label=label, model=model, since=since, limit=None, after=after)
+
+        return self._all(Pages(page, lambda found: found.jobs))
 
     def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
         """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""

@@ -312,3 +312,10 @@ _LEAVES: tuple[tuple[Callable[[pa.DataType], bool], Convert], ...] = (
     (_types.is_decimal, _numbers_as_written),
     (_is_binary, _base64),
 )
+
+
+def values(path: Path, rows: int) -> Iterator[dict[str, Any]]:
+    """Every row of a file as Python values, read so many at a time."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(rows):
+            yield from batch.to_pylist()

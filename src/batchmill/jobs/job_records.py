@@ -10,7 +10,7 @@ from batchmill.errors import UnknownName
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import error_counts, jobs
+from batchmill.store.tables import error_counts, job_models, jobs
 from batchmill.types import JobQuery
 
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
@@ -56,13 +56,15 @@ def errors_of(db: sa.Connection, job_ids: Sequence[str] | sa.Select[tuple[str]])
 
 def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors]]:
     """Jobs, the newest first, without their problems. Raises: UnknownName for an `after` that is none of them."""
-    wanted = sa.select(*_listed).order_by(jobs.c.created.desc(), jobs.c.id.desc())
-    if query.project is not None:
-        wanted = wanted.where(jobs.c.project == query.project)
-    if query.origin is not None:
-        wanted = wanted.where(jobs.c.door == query.origin)
+    wanted = _of_door(query).order_by(jobs.c.created.desc(), jobs.c.id.desc())
+    if query.state is not None:
+        wanted = wanted.where(jobs.c.state == query.state)
+    if query.model is not None:
+        wanted = wanted.where(jobs.c.id.in_(sa.select(job_models.c.job).where(job_models.c.model == query.model)))
+    if query.since is not None:
+        wanted = wanted.where(jobs.c.created >= query.since)
     if query.after is not None:
-        after = db.execute(wanted.where(jobs.c.id == query.after)).mappings().first()
+        after = db.execute(_of_door(query).where(jobs.c.id == query.after)).mappings().first()
         if after is None:
             raise UnknownName(f"there is no job {query.after[:SHOWN_CHARS]!r} to list after", code="unknown_job")
         same = (jobs.c.created == after["created"]) & (jobs.c.id < after["id"])
@@ -71,6 +73,14 @@ def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors
     # A list without end may be longer than what one statement takes.
     errors = errors_of(db, sa.select(jobs.c.id) if query.limit is None else [record["id"] for record in records])
     return [(record, errors.get(record["id"], {})) for record in records]
+
+
+def _of_door(query: JobQuery) -> sa.Select:
+    """The jobs that `after` may name: it may have left the state that is asked for since."""
+    wanted = sa.select(*_listed)
+    if query.project is not None:
+        wanted = wanted.where(jobs.c.project == query.project)
+    return wanted if query.origin is None else wanted.where(jobs.c.door == query.origin)
 
 
 def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs import job_records, ledger_snapshot, shard_notes
+from batchmill.jobs.job_files import read_spec
 from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
 from batchmill.jobs.segment_gaps import Span, merged
 from batchmill.jobs.shard_notes import ShardNote
@@ -99,6 +100,8 @@ class Ledger:
             _check_next(db, job_id, via or state)
             times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
+            if isinstance(told := fields.get("spec"), bytes):
+                ledger_snapshot.note_models(db, read_spec(told))
             if errors is not None:
                 _replace_errors(db, job_id, errors)
 

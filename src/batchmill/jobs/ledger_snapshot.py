@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidTransition
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.store.tables import commits, error_counts, jobs, shards
+from batchmill.store.tables import commits, error_counts, job_models, jobs, shards
 from batchmill.types import Usage
 from batchmill.wire.job_spec import JobSpec
 
@@ -121,6 +121,15 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
             priority=spec.policy.priority, deadline=spec.policy.deadline,
         )
     )  # fmt: skip
+    note_models(db, spec)
+
+
+def note_models(db: sa.Connection, spec: JobSpec) -> None:
+    """Write down which models a job is for, so that it is found by them; a door's job knows once it is planned."""
+    names = spec.used if spec.origin is not None else [model.name for model in spec.models]
+    db.execute(job_models.delete().where(job_models.c.job == spec.id))
+    if names:
+        db.execute(job_models.insert(), [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
 
 
 def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:

@@ -82,6 +82,10 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
+def has_plan(files: JobFiles) -> bool:
+    return any(files.home.glob("plan-*/plan.json"))
+
+
 def gather_order(
     spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, unrun: RowError | None = None
 ) -> GatherOrder:

@@ -232,6 +232,7 @@ class JobService:
             if drive is None:
                 async with self._roster.alone(view.id):  # somebody may be about to let it go on
                     drive = self._roster.active(view.id)
+                view = await self.show(view.id)  # as whoever had it meanwhile left it
             if drive is None or drive.task is None:
                 yield await self.show(view.id)
                 return
@@ -257,6 +258,9 @@ class JobService:
         files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
         committed = await self._call(self._ledger.committed, spec.id)
         path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
+        if not publishing.has_plan(files):  # no row has run
+            await asyncio.to_thread(path.touch, 0o600)
+            return str(path)
         order = publishing.gather_order(spec, files, committed, path)
         try:
             await self._children.offload(

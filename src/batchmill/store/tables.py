@@ -56,7 +56,17 @@ jobs = Table(
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
     Index("jobs_to_compact", "finished", sqlite_where=_WHOLE, postgresql_where=_WHOLE),
+    Index("jobs_by_created", "created"),
+    Index("jobs_by_state_created", "state", "created"),
     Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
+)
+
+job_models = Table(  # names of the models and adapters that a job's rows go to, once that is known
+    "job_models",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("model", String(512), primary_key=True),
+    Index("job_models_by_model", "model", "job"),
 )
 
 submissions = Table(  # which job an order that may arrive again has become; written with the job

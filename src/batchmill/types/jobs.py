@@ -126,6 +126,9 @@ class JobQuery(Struct, frozen=True):
 
     project: str | None = None
     origin: str | None = None  # origin["door"] of those wanted
+    state: str | None = None
+    model: str | None = None  # a name that rows of it go to, of a model or an adapter
+    since: float | None = None  # seconds since the epoch: created then or later
     after: str | None = None  # the id of the job before the first one wanted
     limit: int | None = None
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from batchmill.dialects.native.jobs import CONFLICT, GONE, MISSING, ONE
 from batchmill.dialects.native.views import Shown
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
+from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, PieceReply
@@ -30,7 +30,6 @@ MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.
 OCTETS = "application/octet-stream"
 FILE = {"type": "string", "format": "binary"}
 HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
-NO_RESULTS = "no_results"  # no row of the job was planned yet
 PIECE_BYTES = 256 * 1024
 LAST_EVENT_CHARS_MAX = 64
 PRELUDE = b": a job's views; `end` follows the last one\n\n"
@@ -131,7 +130,8 @@ class Following:
     async def errors(self, call: Call) -> Response:
         view, _, errors = await self._ended(call)
         if errors is None:
-            raise UnknownName(f"the job {view.id} has no error file", code="no_file")
+            why = "its rows that failed stand among its results" if view.rows_failed else "none of its rows failed"
+            raise UnknownName(f"the job {view.id} has no error file: {why}", code="no_file")
         return await self._file(call, errors)
 
     async def _ended(self, call: Call) -> tuple[JobView, Result, Result]:
@@ -154,12 +154,7 @@ class Following:
 
     async def _partial(self, call: Call) -> Response:
         """The file is gone from its folder before the first byte of it is sent: nothing can leave it behind."""
-        try:
-            path = await self._desk.partial(call.caller, call.path["job_id"])
-        except BatchmillError as error:
-            if error.code != NO_RESULTS:
-                raise
-            raise InvalidTransition(error.message, code=NO_RESULTS) from None
+        path = await self._desk.partial(call.caller, call.path["job_id"])
         file = await asyncio.to_thread(_taken, path)
         return PieceReply(_pieces(file), media=JSON_LINES)
 

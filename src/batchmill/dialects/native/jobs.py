@@ -36,6 +36,10 @@ CONFLICT, MISSING, GONE = 409, 404, 410
 
 class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
     state: JobState | None = None
+    model: (
+        Annotated[str, Meta(min_length=1, max_length=512, description="A model or an adapter of its rows")] | None
+    ) = None
+    since: Annotated[float, Meta(ge=0, description="Created then or later, in seconds since the epoch")] | None = None
     label: Annotated[str, Meta(max_length=600, description="NAME, or NAME=VALUE")] | None = None
     limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
     after: str | None = None
@@ -137,8 +141,9 @@ class Jobs:
         found: list[JobView] = []
         after, scanned = query.after, 0
         while len(found) < query.limit and scanned < SCANNED_MAX:
-            size = query.limit + 1 if query.state is None and label is None else PAGE_MAX
-            some = await self._desk.list_with_results(call.caller, JobQuery(after=after, limit=size))
+            size = query.limit + 1 if label is None else PAGE_MAX
+            wanted = JobQuery(state=query.state, model=query.model, since=query.since, after=after, limit=size)
+            some = await self._desk.list_with_results(call.caller, wanted)
             for view, results in some:
                 after, scanned = view.id, scanned + 1
                 if _fits(view, query.state, label):
