@@ -166,7 +166,10 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
     app.jobs.add(view(state="paused", reason="budget", message="$1.00 of $1.00 is spent", rows_ok=4))
     result = call(*RUN)
     assert "the budget is spent: $1.00 of $1.00 is spent" in result.stderr
-    assert "to go on: run the same command with a larger --budget\n" in result.stderr  # resume keeps the old one
+    assert (
+        "to go on: run the same command with a larger --budget, or `batchmill amend` and `batchmill resume`"
+        in result.stderr
+    )  # resume keeps the old one
     assert "  left      6" in result.stdout
 
 

@@ -49,7 +49,12 @@ class Desk:
             broken=self.broken.append,
             suspect=tmp_path / "suspect",
         )
-        self.recorder = Recorder(commit=self.commits.append, settled=self.feed.settled, broken=self.broken.append)
+        self.recorder = Recorder(
+            commit=self.commits.append,
+            settled=self.feed.settled,
+            spent=lambda held, done: None,
+            broken=self.broken.append,
+        )
 
     def _want(self, job: str) -> None:
         self.wants += 1

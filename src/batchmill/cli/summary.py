@@ -28,7 +28,10 @@ RESUME = "batchmill resume {id} (or the same command again)"
 PAUSES = {
     PauseReason.ASKED: ("paused", RESUME),
     PauseReason.INTERRUPTED: ("interrupted", RESUME),
-    PauseReason.BUDGET: ("the budget is spent", "run the same command with a larger --budget"),
+    PauseReason.BUDGET: (
+        "the budget is spent",
+        "run the same command with a larger --budget, or `batchmill amend` and `batchmill resume`",
+    ),
     PauseReason.QUOTA: ("the account has nothing left to spend", f"add to its quota; then {RESUME}"),
     PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
     PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),

@@ -222,7 +222,13 @@ class Dispatch:
                 assert call.fault is not None
                 calls.remove(call)
                 self._finish(call.fault.outcome(call.row, call.attempts))
+        self._dismiss()
         self._pump()
+
+    def _dismiss(self) -> None:
+        """Whoever gives rows up says that it is they, not the service, unless there is no connection."""
+        if self._given_up and self._pacer.outage.is_reachable:
+            self._pacer.outage.dismiss()
 
     async def _pump_after(self, wait_s: float) -> None:
         await self._clock.sleep(wait_s)
@@ -296,6 +302,7 @@ class Dispatch:
             self._count(call, fault)
             if self._is_given_up(call) or self._is_spent(call, now, self._retries.attempts_max):
                 self._finish(fault.outcome(call.row, call.attempts))
+                self._dismiss()
                 return
         if outage.is_open:
             if not self._has_lasted_too_long(now):

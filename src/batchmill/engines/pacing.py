@@ -210,6 +210,10 @@ class Outage:
 
     def answered(self) -> None:
         self.was_up = True
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """The failures so far say nothing against the service."""
         if self.failures:
             self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
 

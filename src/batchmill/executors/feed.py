@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InputChanged
+from batchmill.executors.cutting import cut
 from batchmill.executors.held import Held
 from batchmill.executors.turns import Lane, Turns
 from batchmill.types import Lease, Outcome, Row
@@ -95,6 +96,13 @@ class GrantFeed:
         if lane is not None:
             self._turns.weigh(lane, priority=priority, share=share, row_cost=row_cost)
 
+    def unblock(self, job_id: str) -> None:
+        """There may be something again that rows of this job can be paid with."""
+        lane = self._lanes.get(job_id)
+        if lane is not None and lane.queue and lane.project not in self._held_back:
+            self._turns.enter(lane)
+            self._wake()
+
     def end(self) -> None:
         """No grant will come after those that are queued."""
         self._ended = True
@@ -113,8 +121,8 @@ class GrantFeed:
         self._wake()
 
     def _is_empty(self) -> bool:
-        """No row waits, held back or not."""
-        return not len(self._turns) and not (self._held_back and any(lane.queue for lane in self._lanes.values()))
+        """No row waits, held back, without a budget or not."""
+        return not len(self._turns) and not any(lane.queue for lane in self._lanes.values())
 
     def drop(self, job_id: str) -> None:
         """Forget the job and its rows that no engine has taken yet."""
@@ -207,6 +215,9 @@ class GrantFeed:
         """Up to `n` rows of a job's first grant; none where its input has changed: then it is forgotten."""
         queued = lane.queue[0]
         held = queued.held
+        allowance = held.job.allowance
+        if allowance is not None and allowance.takes_all and not held.is_afforded and not self._afford(lane, queued):
+            return []
         n = 1 if held.careful else n
         first, last = queued.next, min(queued.next + n, len(queued.numbers))
         numbers = queued.numbers[first:last]
@@ -216,13 +227,50 @@ class GrantFeed:
             self.drop(held.job.id)
             self._changed(held.job.id, error)
             return []
+        rows = self._rows(queued, first, last, raws)
+        if allowance is not None and not allowance.takes_all:
+            rows = rows[: allowance.reserve(rows)]
+            last = first + len(rows)
+            if not rows:
+                self._turns.leave(lane)
+                return []
         queued.next = last
         lane.pending -= last - first
         if last == len(queued.numbers):
             lane.queue.popleft()
-        form = held.job.form
-        places = zip(queued.positions[first:last], numbers, raws, strict=True)
+        return rows
+
+    @staticmethod
+    def _rows(queued: _Queued, first: int, last: int, raws: list[bytes]) -> list[Row]:
+        held, form = queued.held, queued.held.job.form
+        places = zip(queued.positions[first:last], queued.numbers[first:last], raws, strict=True)
         return [Row(position, number, raw, form, held) for position, number, raw in places]
+
+    def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
+        """Cut the lease to what its job may spend; whether any of it goes now."""
+        held, allowance = queued.held, queued.held.job.allowance
+        assert allowance is not None
+
+        def read(first: int, last: int) -> list[Row]:
+            return self._rows(queued, first, last, self._read(held.job.rows, queued.numbers[first:last]))
+
+        try:
+            kept = cut(held, allowance, queued.positions, read)
+        except InputChanged as error:
+            self.drop(held.job.id)
+            self._changed(held.job.id, error)
+            return False
+        if kept == []:
+            self._turns.leave(lane)
+            return False
+        held.is_afforded = True
+        if kept is not None:
+            away = len(queued.numbers) - len(kept)
+            queued.positions = array("I", [queued.positions[place] for place in kept])
+            queued.numbers = array("I", [queued.numbers[place] for place in kept])
+            held.rows, held.undone, held.is_cut = len(kept), held.undone - away, True
+            lane.pending -= away
+        return True
 
     @staticmethod
     def _read(rows: SealedRows, numbers: array | range) -> list[bytes]:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import JobPaused
+from batchmill.executors.allowance import Allowance
 from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows, SegmentFile
 from batchmill.types import AdapterSet, Lease, RowError, SegmentRef, Usage
@@ -33,6 +34,7 @@ class OpenJob(Struct, eq=False):
     adapters: AdapterSet = AdapterSet()
     ending: str = ""  # how its leases are to be let go, once it is revoked
     project: str = ""
+    allowance: Allowance | None = None  # where the job has a budget
 
 
 class Unsent(Struct, eq=False):
@@ -79,6 +81,8 @@ class Held(Struct, eq=False):
     noted: dict[str, bytes] = msgspec.field(default_factory=dict)
     desk: Desk | None = None
     ending: str = ""
+    is_afforded: bool = False  # what its rows may cost together is reserved
+    is_cut: bool = False  # the budget did not bear all of its rows: the others go back
     is_left: bool = False  # no more outcomes of it come
     waiters: list[asyncio.Future[None]] = []
 

@@ -79,9 +79,10 @@ class Recorder:
         *,
         commit: Callable[[Commit], None],
         settled: Callable[[Outcome], None],
+        spent: Callable[[Held, list[Outcome]], None],
         broken: Callable[[OSError], None],
     ) -> None:
-        self._commit, self._settled, self._broken = commit, settled, broken
+        self._commit, self._settled, self._spent, self._broken = commit, settled, spent, broken
         self._loop = asyncio.get_running_loop()
         self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
         self._written: dict[int, Held] = {}  # leases with blocks that no commit names yet
@@ -108,6 +109,8 @@ class Recorder:
                 held.failures += _without_secrets([outcome.error for outcome in failed])
                 held.failed_usage = _used(failed, held.failed_usage)
             held.undone -= len(done)
+            if held.job.allowance is not None:
+                self._spent(held, done)
             full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
             if full or held.undone == 0 or held.careful:
                 self._write(held)

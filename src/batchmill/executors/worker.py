@@ -22,6 +22,7 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused, of_system
 from batchmill.executors.allocator import keep_memory
+from batchmill.executors.allowance import Allowance
 from batchmill.executors.answering import Answering
 from batchmill.executors.calling import Calling
 from batchmill.executors.channel import Channel, open_channel
@@ -37,6 +38,7 @@ from batchmill.wire import messages
 from batchmill.wire.messages import (
     Abandon,
     Ack,
+    Allow,
     Asks,
     Drain,
     Failed,
@@ -92,7 +94,9 @@ class Worker:
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
         )
-        self._recorder = Recorder(commit=self._record, settled=self._feed.settled, broken=self._storage_failed)
+        self._recorder = Recorder(
+            commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed
+        )
         self._answering = Answering(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteDesk(self._send)
@@ -183,6 +187,8 @@ class Worker:
                     self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
             case Weigh(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
+            case Allow(job, usd, is_lean):
+                self._allow(job, usd, is_lean=is_lean)
             case FailRows(job):
                 if isinstance(self._engine, PatientEngine):
                     self._engine.fail_rows(job)
@@ -206,7 +212,8 @@ class Worker:
 
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
-            self._jobs[message.job].revoked, self._jobs[message.job].ending = False, ""
+            known = self._jobs[message.job]
+            known.revoked, known.ending, known.allowance = False, "", None
             return
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
@@ -214,6 +221,26 @@ class Worker:
             message.job, message.form, SealedRows(Path(message.dataset)), segment, adapters=message.adapters,
             project=message.project,
         )  # fmt: skip
+
+    def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:
+        """A job has a budget, or more of it for this worker."""
+        job, price = self._jobs.get(job_id), self._model.price
+        if job is None or price is None:
+            return
+        if job.allowance is None:
+            job.allowance = Allowance(
+                job.id, price, has_requests=not self._model.takes_columns, takes_all=self._model.is_handed_over,
+                tell=self._send,
+            )  # fmt: skip
+        job.allowance.add(usd, is_lean=is_lean)
+        self._feed.unblock(job.id)
+
+    def _settled(self, held: Held, outcomes: list[Outcome]) -> None:
+        """Rows of a job with a budget are done."""
+        allowance = held.job.allowance
+        assert allowance is not None
+        if allowance.settle(outcomes):
+            self._feed.unblock(held.job.id)
 
     def _grant(self, grant: Grant) -> None:
         lease = grant.lease
@@ -311,7 +338,9 @@ class Worker:
         self._send(Record(commit))
         lease = commit.lease
         held = self._held.get((lease.job, lease.generation, lease.shard))
-        if held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
+        if held is not None and held.is_cut and held.undone == 0:
+            held.is_left = True  # its other rows go back to the owner
+        elif held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
             del self._held[lease.job, lease.generation, lease.shard]
         if held is not None and (held.job.revoked or held.is_left):
             asyncio.get_running_loop().call_soon(self._let_go)
@@ -322,6 +351,9 @@ class Worker:
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
             self._send(Heartbeat(self._engine.stats()))
+            for job in self._jobs.values():
+                if job.allowance is not None:
+                    job.allowance.look()
             self._calling.beat()
             self._let_go()
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
-from batchmill.jobs import scheduler
+from batchmill.jobs import opening, scheduler
 from batchmill.jobs.burials import bury
 from batchmill.jobs.claims import Claim, Claims
 from batchmill.jobs.commits import Books
@@ -29,8 +29,8 @@ from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, Lease, ModelSpec, Shard
-from batchmill.wire.messages import Ack, Failed, FailRows, Note, Noted, Open, Revoke, Weigh
+from batchmill.types import Commit, ModelSpec, Shard
+from batchmill.wire.messages import Ack, Failed, Left, Note, Noted, Revoke, Spending, Weigh
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
@@ -143,11 +143,12 @@ class Dispatcher:
         self._work.set()
 
     def fail_rows(self, run: JobRun) -> None:
-        """Rows of it that failed and wait are given up, by workers that have some now and those that get some."""
-        run.fails_rows = True
-        for worker in self._pools.workers():
-            if run.spec.id in worker.opened:
-                worker.handle.send(FailRows(run.spec.id))
+        """Rows of it that failed and wait are given up."""
+        opening.fail_rows(run, self._pools.workers())
+
+    def bound(self, run: JobRun) -> None:
+        """Its budget has changed."""
+        opening.bound(run, self._pools.workers())
 
     async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
         """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
@@ -296,7 +297,7 @@ class Dispatcher:
                 if not run.has_ready(claim.model):
                     break
                 worker.wants.discard(job_id)
-                self._open(run, worker, claim.model)
+                opening.open_job(run, worker, claim.model)
                 matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
 
@@ -332,18 +333,6 @@ class Dispatcher:
         """A worker that has yet to let go of a job gets nothing more of it before it has."""
         job_id = run.spec.id
         return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
-
-    @staticmethod
-    def _open(run: JobRun, worker: PoolWorker, model: int) -> None:
-        spec = run.spec
-        if spec.id not in worker.opened:
-            worker.opened[spec.id] = spec.project
-            places = str(run.files.dataset), str(run.files.segments)
-            worker.handle.send(
-                Open(spec.id, spec.identity, spec.form, *places, spec.models[model].adapter_set(), spec.project)
-            )
-            if run.fails_rows:
-                worker.handle.send(FailRows(spec.id))
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
@@ -390,11 +379,13 @@ class Dispatcher:
 
         def told(verdict: Verdict | BatchmillError) -> None:
             worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
-            self._told(pool, commit, cost, verdict)
+            self._told(pool, commit, cost, verdict, worker)
 
         await self._books.commit(commit, cost, told)
 
-    def _told(self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError) -> None:
+    def _told(
+        self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError, worker: PoolWorker
+    ) -> None:
         job_id = commit.lease.job
         run, left = self._runs.get(job_id), self._left.get(job_id)
         if verdict is Verdict.COUNTED:
@@ -409,7 +400,7 @@ class Dispatcher:
         if isinstance(verdict, BatchmillError):
             run.pause(verdict)
         elif verdict is Verdict.COUNTED:
-            run.cost += cost or 0.0
+            run.spent(worker.name, cost or 0.0, commit.rows_ok + commit.rows_failed)
             run.counted(commit)
             run.check_budget()
             if len(run.spec.models) > 1 and job_id in self._keys:
@@ -441,7 +432,13 @@ class Dispatcher:
 
         await self._books.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), told)
 
-    def left(self, worker: PoolWorker, lease: Lease) -> None:
+    def left(self, worker: PoolWorker, message: Left | Spending) -> None:
+        if isinstance(message, Spending):
+            if (run := self._runs.get(message.job)) is not None and run.purse is not None:
+                run.purse.hear(worker.name, message)
+                run.check_budget()
+            return
+        lease = message.lease
         run = self._runs.get(lease.job)
         if run is not None and run.generation == lease.generation:
             run.left(lease)
@@ -474,7 +471,7 @@ class Dispatcher:
         """What a dead worker finished is adopted; the rest of its shards goes to others."""
 
         def told(commit: Commit, cost: float | None) -> None:
-            self._told(pool, commit, cost, Verdict.COUNTED)
+            self._told(pool, commit, cost, Verdict.COUNTED, worker)
 
         async with self._burying:
             worker.opened.clear()
@@ -490,6 +487,8 @@ class Dispatcher:
                 died = code != 0 and not (worker.is_ended or worker.storage_error)
                 adopted += await bury(self._books, worker, run, died=died, told=told)
                 by_row = by_row or run.suspects > suspects
+            for run in self._runs.values():
+                run.lost(worker.name)
             self._work.set()
             return Death(adopted, by_row)
 

@@ -119,7 +119,7 @@ class Drive:
         self.spec = msgspec.structs.replace(self.spec, policy=policy)
         if self._run is not None:
             self._run.spec = self.spec
-            self._run.check_budget()
+            self._dispatcher.bound(self._run)
 
     def _halt(self, error: BatchmillError) -> None:
         self._stop = self._stop or error

@@ -12,6 +12,7 @@ from batchmill.errors import JobPaused
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger import Standing, undone
 from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.purse import Purse
 from batchmill.jobs.rates import Rates, RowCost
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
@@ -75,6 +76,7 @@ class JobRun:
         self.suspects = 0  # times that a worker died while a row ran alone
         self.rows_left = plan.leaders
         self.cost = 0.0
+        self.purse: Purse | None = None  # of a job with a budget, once `check_budget` has looked at it
 
     def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
         """Make the shards ready, given how many rows of each are done; `only` these, of what providers are given."""
@@ -288,11 +290,28 @@ class JobRun:
         if not self.ended.done():
             self.ended.set_result(Ending(cancelled=True))
 
+    def spent(self, worker: str, cost: float, rows: int) -> None:
+        """So many rows of this worker were counted, and have cost so much."""
+        self.cost += cost
+        if self.purse is not None:
+            self.purse.spent(worker, cost, rows)
+
+    def lost(self, worker: str) -> None:
+        """This worker has gone, and what it had finished is counted."""
+        if self.purse is not None:
+            self.purse.gone(worker)
+            self.check_budget()
+
     def check_budget(self) -> None:
-        """Pause when what was spent has reached the budget."""
+        """Pause when what was spent has reached the budget, or the next row may cost more than is left."""
         budget = self.spec.policy.budget
-        if budget is not None and self.cost >= budget and self.rows_left:
-            text = f"the budget of {budget:.2f} USD is spent ({self.cost:.4f} USD); resume with a larger --budget"
+        if budget is None or not self.rows_left:
+            return
+        if self.purse is None:
+            self.purse = Purse(self.spec.id, budget, self.cost)
+        self.purse.amend(budget)
+        if self.cost >= budget or self.purse.needs:
+            text = self.purse.refusal(rows=self.plan.leaders, rows_left=self.rows_left)
             self.pause(JobPaused(text, reason=PauseReason.BUDGET))
 
     def _end_if_complete(self) -> None:

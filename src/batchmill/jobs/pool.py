@@ -25,7 +25,7 @@ from batchmill.models import redaction
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, Lease, ModelSpec, Provision
+from batchmill.types import Commit, ModelSpec, Provision
 from batchmill.types.engines import DIED
 from batchmill.wire.messages import (
     Answered,
@@ -42,6 +42,7 @@ from batchmill.wire.messages import (
     Ready,
     Record,
     Released,
+    Spending,
     Start,
     StorageBroken,
     Suspected,
@@ -68,7 +69,7 @@ class PoolListener(Protocol):
     def wanted(self, pool: Pool) -> None: ...
     async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
     async def note(self, worker: PoolWorker, note: Note) -> None: ...
-    def left(self, worker: PoolWorker, lease: Lease) -> None: ...
+    def left(self, worker: PoolWorker, message: Left | Spending) -> None: ...
     def released(self, worker: PoolWorker, job_id: str) -> None: ...
     def failed(self, pool: Pool, failure: Failed) -> None: ...
     def load(self, key: str) -> Load: ...
@@ -371,8 +372,8 @@ class Pool:
                 self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
             case Suspected() | Charged():
                 self._tools.quarantine.hear(self.model.source, message)
-            case Left(lease):
-                self._listener.left(worker, lease)
+            case Left() | Spending():
+                self._listener.left(worker, message)
             case Released(job):
                 self._listener.released(worker, job)
             case StorageBroken(told):

@@ -82,5 +82,5 @@ def add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobVi
         output_tokens_per_s=output_per_s,
         remaining_s=run.rows_left / rows_per_s if rows_per_s else None,
         in_flight=sum(stats.in_flight for stats in workers),
-        notes=list(dict.fromkeys(stats.note for stats in workers if stats.note)),
+        notes=[*dict.fromkeys(stats.note for stats in workers if stats.note), *(run.purse.notes if run.purse else [])],
     )

@@ -93,6 +93,14 @@ class Weigh(Struct, frozen=True, tag="weigh"):
     row_cost: float
 
 
+class Allow(Struct, frozen=True, tag="allow"):
+    """Owner: rows of this job may cost so much more; until a worker hears of a budget, there is none."""
+
+    job: str
+    usd: float
+    is_lean: bool = False  # give back at once what rows leave of what they have reserved
+
+
 class FailRows(Struct, frozen=True, tag="fail_rows"):
     """Owner: give up the rows of this job that have failed and wait, and those that fail from now on."""
 
@@ -182,6 +190,19 @@ class Note(Struct, frozen=True, tag="note"):
     lease: Lease
     key: str
     data: bytes
+
+
+class Spending(Struct, frozen=True, tag="spending"):
+    """Worker: how a job with a budget stands here."""
+
+    job: str
+    returned: float  # USD of what it was allowed, which it does not keep
+    needs: float  # USD that the next row may cost, while it waits for them; 0: none waits
+    reserved: int  # rows in flight
+    done: int = 0  # rows that ended here, counted or not
+    beyond: float = 0.0  # USD that those without a bound may cost more than they have reserved, told from those before
+    heard: int = 0  # Allow messages before it
+    takes_all: bool = False  # what it is allowed is handed over together
 
 
 class Left(Struct, frozen=True, tag="left"):
@@ -281,6 +302,7 @@ ToWorker = (
     | Grant
     | Ack
     | Weigh
+    | Allow
     | FailRows
     | Revoke
     | Noted
@@ -297,6 +319,7 @@ ToOwner = (
     | Want
     | Record
     | Note
+    | Spending
     | Left
     | Released
     | Heartbeat

@@ -1,0 +1,162 @@
+"""What a worker may spend of a job's budget: each row's most is reserved before an engine gets it.
+
+A row bounds itself where it says how many tokens it may write: then no more can be spent than was reserved, as no token
+is shorter than a byte. What other rows write is learned from those before them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import InvalidRow
+from batchmill.types import Outcome, Price, Row
+from batchmill.wire.messages import Spending
+
+OUTPUT_GUESS = 4096  # tokens that a row without a bound is taken to write, until one such row was answered
+# Rows from which that is learned; while they are fewer than KNOWN, it is twice what the longest wrote.
+KNOWN, MEMORY = 8, 256
+TINY = 1e-9  # USD: sums of fractions are not exact
+SHARE = 0.9  # of them that write no more
+UNREADABLE = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_WRITES_NOTHING = ("/embeddings", "/rerank", "/score", "/pooling", "/classify", "/moderations")
+
+
+class _Bounds(Struct, gc=False):
+    """What a body says of how much it may be answered with."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        told = [each for each in (self.max_completion_tokens, self.max_output_tokens, self.max_tokens) if each]
+        return None if not told else max(told) * max(self.n or 1, self.best_of or 1, 1)
+
+
+_bounds = msgspec.json.Decoder(_Bounds)
+
+
+class _Reserved(Struct, gc=False):
+    usd: float
+    base: float | None = None  # what its prompt may cost, of a row that does not bound itself; None: it does
+
+
+class Allowance:
+    """One job's at this worker. `free` is what no row has reserved; it comes from the owner, and goes back to it."""
+
+    def __init__(
+        self, job: str, price: Price, *, has_requests: bool, tell: Callable[[Spending], None], takes_all: bool = False
+    ) -> None:
+        """Args:
+        has_requests: its rows are requests to a model, not arguments.
+        takes_all: they are handed over together, and paid then.
+        """
+        self.takes_all = takes_all
+        self.free = 0.0
+        self.is_lean = False  # the budget is nearly spent: what a row leaves of its reservation goes back at once
+        self._job, self._price, self._has_requests, self._tell = job, price, has_requests, tell
+        self._input = max(price.input, price.cached or 0.0) / 1e6
+        self._reserved: dict[int, _Reserved] = {}  # position -> what its row has reserved
+        self._beyond: deque[float] = deque(maxlen=MEMORY)  # what rows without a bound cost beyond their prompts
+        self._usual = price.output / 1e6 * OUTPUT_GUESS
+        self._done = self._heard = 0
+        self._needs = 0.0  # what the next row would reserve, where that is too much
+        self._told: Spending | None = None
+
+    def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
+        """How many of these rows, from the first on, may go: their most is reserved.
+
+        Where that is none and no row `is_first` before them, the owner is asked for more. Rows that are paid already
+        go `at_any_price`.
+        """
+        for count, row in enumerate(rows):
+            most = self._most(row)
+            if most.usd > self.free + TINY and not at_any_price:
+                if count == 0 and is_first:
+                    self._needs = most.usd
+                    self.report(gives_back=True)
+                return count
+            self.free -= most.usd
+            self._reserved[row.position] = most
+        self._needs = 0.0
+        return len(rows)
+
+    def settle(self, outcomes: Iterable[Outcome]) -> bool:
+        """These rows have cost what they have cost; the rest of what they reserved is free again.
+
+        Returns: whether that is enough for the row that waits.
+        """
+        for outcome in outcomes:
+            self._done += 1
+            cost = 0.0 if outcome.usage is None else self._price.cost(outcome.usage)
+            most = self._reserved.pop(outcome.row.position, None)
+            self.free += (0.0 if most is None else most.usd) - cost
+            if most is not None and most.base is not None and outcome.error is None:
+                self._learn(cost - most.base)
+        if self.is_lean:
+            self.report(gives_back=True)
+        return 0 < self._needs <= self.free
+
+    def add(self, usd: float, *, is_lean: bool) -> None:
+        """The owner allows so much more."""
+        self.free += usd
+        self._heard += 1
+        self._told = None
+        if is_lean and not self.is_lean:
+            self.is_lean = True
+            self.report(gives_back=True)
+        if usd:
+            self._needs = 0.0
+
+    def look(self) -> None:
+        """Time has passed: what nobody uses goes back, where others may need it."""
+        self.report(gives_back=self.is_lean and not self._reserved)
+
+    def report(self, *, gives_back: bool = False) -> None:
+        """Tell the owner how things stand, where it does not know."""
+        given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
+        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._beyond else 0
+        beyond = unbounded * (max(self._beyond, default=0.0) - self._usual) if unbounded else 0.0
+        told = Spending(
+            self._job,
+            given,
+            self._needs,
+            len(self._reserved),
+            self._done,
+            max(0.0, beyond),
+            self._heard,
+            self.takes_all,
+        )
+        if told != self._told or given:
+            self._told = told
+            self._tell(told)
+
+    def _most(self, row: Row) -> _Reserved:
+        """What a row may cost. One that cannot be read is never sent."""
+        if not self._has_requests:
+            base = self._input * len(row.raw)
+            return _Reserved(max(0.0, base + self._usual), base)
+        try:
+            request = row.form.request(row)
+            bounds = _bounds.decode(request.body)
+        except UNREADABLE:
+            return _Reserved(0.0)
+        base = self._input * len(request.body)
+        tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens
+        if tokens is None:
+            return _Reserved(max(0.0, base + self._usual), base)
+        return _Reserved(base + self._price.output / 1e6 * tokens)
+
+    def _learn(self, beyond: float) -> None:
+        self._beyond.append(beyond)
+        if len(self._beyond) >= KNOWN:
+            self._usual = sorted(self._beyond)[int(SHARE * len(self._beyond))]
+        else:
+            self._usual = 2 * max(self._beyond)

@@ -1,0 +1,78 @@
+"""What rows may cost at most, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from contract.engine_suite import chat_row
+
+from batchmill.executors.allowance import OUTPUT_GUESS, Allowance
+from batchmill.types import Outcome, Price, Row, RowError, Usage
+from batchmill.wire.messages import Spending
+
+PRICE = Price(1.0, cached=0.5, output=10.0)  # USD per million tokens
+USD = 1e-6
+
+
+def allowance(free: float, told: list[Spending], **more) -> Allowance:
+    made = Allowance("job", PRICE, has_requests=True, tell=told.append, **more)
+    made.add(free, is_lean=False)
+    return made
+
+
+def most(row: Row) -> float:
+    """What is reserved for a row, in millionths of a dollar."""
+    made = allowance(1.0, [])
+    assert made.reserve([row]) == 1
+    return (1.0 - made.free) / USD
+
+
+def body_bytes(row: Row) -> int:
+    return len(json.dumps(json.loads(row.raw)["body"]))
+
+
+def test_most_of_a_row() -> None:
+    """The prompt's bytes and the largest bound of what is written, for each answer that is asked for."""
+    cases = [
+        ({"max_tokens": 100}, 100),
+        ({"max_completion_tokens": 50, "max_tokens": 100}, 100),
+        ({"max_output_tokens": 7}, 7),
+        ({"max_tokens": 100, "n": 3}, 300),
+        ({"max_tokens": 100, "n": 2, "best_of": 4}, 400),
+        ({}, OUTPUT_GUESS),
+    ]
+    for fields, tokens in cases:
+        row = chat_row(0, "hello", **fields)
+        assert most(row) == pytest.approx(body_bytes(row) + 10 * tokens), fields
+
+
+def test_a_row_goes_only_while_its_most_is_there() -> None:
+    """Rows go from the first on while there is enough; the next says what it needs, and gives back the rest."""
+    told: list[Spending] = []
+    rows = [chat_row(n, "hello", max_tokens=100) for n in range(5)]
+    each = most(rows[0]) * USD
+    made = allowance(2.5 * each, told)
+    assert made.reserve(rows) == 2
+    assert made.reserve(rows[2:]) == 0
+    assert (told[-1].needs, told[-1].returned, told[-1].reserved) == pytest.approx((each, 0.5 * each, 2))
+    assert made.free == 0
+    assert made.settle([Outcome(rows[0], b"{}", usage=Usage(10, 0, 50))]) is False
+    assert made.free == pytest.approx(each - 510 * USD)
+    assert made.settle([Outcome(rows[1], None, RowError("e", "failed"), 500)]) is True
+
+
+def test_what_is_usual_is_learned() -> None:
+    """Rows without a bound are reckoned at what nine of ten before them wrote, and the rest is told."""
+    told: list[Spending] = []
+    rows = [chat_row(n, "hello") for n in range(22)]
+    made = allowance(100.0, told)
+    assert made.reserve(rows[:20]) == 20
+    for n, row in enumerate(rows[:20]):
+        tokens = 1000 if n == 19 else 10 * (n + 1)
+        made.settle([Outcome(row, b"{}", usage=Usage(body_bytes(row), 0, tokens))])
+    before = made.free
+    assert made.reserve(rows[20:]) == 2
+    assert before - made.free == pytest.approx(2 * (body_bytes(rows[20]) + 10 * 190) * USD)
+    made.report()
+    assert told[-1].beyond == pytest.approx(2 * 10 * (1000 - 190) * USD)
