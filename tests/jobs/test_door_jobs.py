@@ -448,13 +448,13 @@ async def test_a_server_that_starts_on_a_full_disk(folder, opened, state):
     service = JobService(folder / "data", ledger, LocalExecutor(folder / "data" / "workers"), HastyClock())
     with no_file_may_grow():
         await service.recover(resume_doors=True)
-        while job_id not in service._stranded:
+        while job_id not in service._waiting.stranded:
             await asyncio.sleep(0)
     if state is JobState.QUEUED:  # as where not even that it paused could be written down
         ledger.move(job_id, state)
     while (view := await end_of(service, job_id)).state != "completed":
         await asyncio.sleep(0.01)
-    assert (view.rows_ok, view.reason, service._stranded) == (50, None, set())
+    assert (view.rows_ok, view.reason, service._waiting.stranded) == (50, None, set())
     await service.close(at_once=True)
 
 

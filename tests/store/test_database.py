@@ -52,9 +52,9 @@ def test_a_database_that_the_disk_keeps_closed_is_no_bad_input(tmp_path: Path):
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path):
-    """A file that is something else is named, not written over."""
+    """A file that is something else is named with the way out, not written over."""
     (tmp_path / "batchmill.db").write_bytes(b"no database at all, but long enough to be looked at" * 50)
-    with pytest.raises(InvalidConfig, match="cannot be opened"):
+    with pytest.raises(InvalidConfig, match="ledger salvage"):
         Database(tmp_path / "batchmill.db")
 
 

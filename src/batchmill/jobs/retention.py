@@ -32,7 +32,7 @@ from batchmill.store.removals import Removal
 from batchmill.store.segments import sync_folder
 from batchmill.store.service_tables import files as file_table
 from batchmill.store.service_tables import removals as removal_table
-from batchmill.store.tables import commits, error_counts, jobs, notes, shards, submissions
+from batchmill.store.tables import commits, error_counts, job_models, jobs, notes, shards, submissions
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"
@@ -155,7 +155,7 @@ def _remove(db: sa.Connection, job_id: str, by: str, now: float) -> Removal:
     for result in db.execute(sa.select(file_table.c.id).where(file_table.c.job == job_id)).scalars().all():
         removals.insert(db, Removal(result, record["project"], job_id, by, now))
     db.execute(file_table.delete().where(file_table.c.job == job_id))
-    for table in (shards, commits, notes, error_counts, submissions):
+    for table in (shards, commits, notes, error_counts, submissions, job_models):
         db.execute(table.delete().where(table.c.job == job_id))
     db.execute(jobs.delete().where(jobs.c.id == job_id))
     db.execute(removal_table.delete().where(removal_table.c.id == job_id + PARTS))

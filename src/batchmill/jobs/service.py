@@ -26,7 +26,7 @@ from batchmill.jobs import (
 from batchmill.jobs.adapters import NoAdapters
 from batchmill.jobs.at_work import models_at_work, standstill_of, view_at_work
 from batchmill.jobs.audit import AuditOrder
-from batchmill.jobs.caretaker import Caretaker, Waiting
+from batchmill.jobs.caretaker import Caretaker
 from batchmill.jobs.commits import Books
 from batchmill.jobs.deadlines import Deadlines
 from batchmill.jobs.dispatcher import Dispatcher
@@ -39,6 +39,7 @@ from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.roster import Roster
+from batchmill.jobs.waiting_jobs import WaitingJobs
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
@@ -103,9 +104,9 @@ class JobService:
         self.retention = Retention(data_dir, ledger.database, self._roster, clock)
         self._entrance = Entrance(tools, self._roster)
         self._deadlines = Deadlines(clock, self._upcoming, self._expire)
-        self._caretaker = Caretaker(clock, self._ballast, self._waiting, self._resume_or_note, self._tidy)
+        self._waiting = WaitingJobs(data_dir, ledger.database, self._roster, lambda: self.room)
+        self._caretaker = Caretaker(clock, self._ballast, self._waiting.look, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
-        self._stranded: set[str] = set()  # jobs of doors that would go on, but for a full disk
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -158,7 +159,7 @@ class JobService:
             if (await self._record(job_id))["state"] != JobState.PAUSED:
                 await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
         except StorageFull:
-            self._stranded.add(job_id)
+            self._waiting.stranded.add(job_id)
             return False
         return True
 
@@ -168,15 +169,15 @@ class JobService:
 
     async def _resume_or_note(self, job_id: str) -> None:
         """Let a paused job go on; one that cannot says why."""
-        is_stranded = job_id in self._stranded
-        self._stranded.discard(job_id)
+        is_stranded = job_id in self._waiting.stranded
+        self._waiting.stranded.discard(job_id)
         try:
             if not is_stranded or await self._set_down(job_id):
                 await self.resume(job_id)
         except InvalidTransition:
             return  # somebody else was faster
         except StorageFull:
-            self._stranded.add(job_id)  # the caretaker tries again
+            self._waiting.stranded.add(job_id)  # the caretaker tries again
         except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)
 
@@ -243,7 +244,9 @@ class JobService:
         view = await self.show(job_id)
         drive = self._roster.active(view.id)
         if drive is None:
-            return Wait(view.id, view.state, [*waits.unattended(view, view.id in self._stranded), *view.routing], 0)
+            return Wait(
+                view.id, view.state, [*waits.unattended(view, view.id in self._waiting.stranded), *view.routing], 0
+            )
         now = self._clock.monotonic()
         ahead = self._dispatcher.ahead_of(view.id)
         first = [drive.waits_for] if drive.waits_for else []
@@ -398,34 +401,6 @@ class JobService:
 
     async def _tidy(self) -> None:
         await self._ledger.database.write(submissions.forget_old, self._clock.now())
-
-    async def _see_quotas(self) -> None:
-        """Pause what runs for projects that have no room for further results."""
-        running = [drive for drive in self._roster.drives() if drive.spec.origin is not None]
-        for project in {drive.spec.project for drive in running}:
-            has, most = await self.room.look(project)
-            if has > most:
-                for drive in running:
-                    if drive.spec.project == project:
-                        drive.refuse_more(self.room.refusal(project))
-
-    async def _waiting(self) -> Sequence[Waiting]:
-        """Jobs that a server tries again: those without room, and those that end while a provider does not answer."""
-        await self._see_quotas()
-        stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
-        found = [record for reason in stuck for record in await self._read(job_records.paused_for, reason)]
-        kept_out = await self._read(job_records.paused_for, PauseReason.DISK_QUOTA)
-        has_room = {project: await self.room.has_room(project) for project in {each["project"] for each in kept_out}}
-        found += [record for record in kept_out if has_room[record["project"]]]
-        stopped = await self._read(job_records.paused_for, PauseReason.ROUTE_FAILED)
-        found += [record for record in stopped if record["cancelling"] is not None]
-        paused = {record["id"] for record in found}
-        found += [await self._record(job_id) for job_id in self._stranded - paused]
-        specs = [read_spec(record["spec"]) for record in found]
-        return [
-            Waiting(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
-            for spec in specs
-        ]
 
     # -- jobs at providers --------------------------------------------------------------------------------------------
 
