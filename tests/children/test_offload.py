@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import select
 import signal
@@ -12,7 +14,7 @@ import sys
 import pytest
 
 from batchmill.children import offload as offloading
-from batchmill.children.offload import Children, offload
+from batchmill.children.offload import Child, Children, offload
 from batchmill.errors import BatchmillError
 
 WORK = """
@@ -161,9 +163,10 @@ async def test_what_a_child_forked_keeps_nobody_waiting(work, tmp_path):
     """A child that dies while a process it forked lives, and holds all that it holds, has died; the other ends too."""
     with pytest.raises(BatchmillError, match="exit code -9"):
         await offload("offloaded_work:leave_one", str(tmp_path / "told").encode(), lambda _: None)
-    watch = os.pidfd_open(int((tmp_path / "told").read_text()))
-    await asyncio.to_thread(select.select, [watch], [], [])
-    os.close(watch)
+    with contextlib.suppress(ProcessLookupError):  # it has gone already
+        watch = os.pidfd_open(int((tmp_path / "told").read_text()))
+        await asyncio.to_thread(select.select, [watch], [], [])
+        os.close(watch)
 
 
 async def test_work_whose_child_was_killed_begins_anew(kept, tmp_path):
@@ -211,9 +214,9 @@ def wait(order, progress):
     ask += "asyncio.run(offload('offloaded_wait:wait', b'', print))"
     asker = await asyncio.create_subprocess_exec(sys.executable, "-c", ask)
     pid = int(await asyncio.to_thread(fifo.read_text))
+    watch = os.pidfd_open(pid)
     asker.kill()
     await asker.wait()
-    watch = os.pidfd_open(pid)
     try:
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(watch, ended.set)
@@ -221,3 +224,18 @@ def wait(order, progress):
     finally:
         asyncio.get_running_loop().remove_reader(watch)
         os.close(watch)
+
+
+async def test_whoever_is_cancelled_leaves_no_child():
+    """A start that is cancelled at any moment leaves neither a process nor a socket open."""
+    for steps in range(12):
+        starting = asyncio.create_task(Child.start())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        starting.cancel()
+        try:
+            child = await starting
+        except asyncio.CancelledError:
+            continue
+        await child.end()
+    gc.collect()  # what was left open says so

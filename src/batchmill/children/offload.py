@@ -67,6 +67,18 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
         await child.end()
 
 
+async def _opened(ours: contextlib.ExitStack, its: contextlib.ExitStack) -> tuple[Stream, socket.socket]:
+    """Both ends of a socket pair, closed with the stacks that they belong to."""
+    own, other = socket.socketpair()
+    its.enter_context(other)
+    with contextlib.ExitStack() as unless_opened:
+        unless_opened.enter_context(own)
+        stream = await asyncio.open_unix_connection(sock=own)
+        unless_opened.pop_all()
+    ours.callback(stream[1].transport.abort)
+    return stream, other
+
+
 class Child:
     """A child process that does one piece of work after another."""
 
@@ -82,17 +94,15 @@ class Child:
     async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
         """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
         told = of_helpers(os.environ) if environ is None else dict(environ)
-        with contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
-            speech, its_speech = socket.socketpair()
-            ours.enter_context(speech), its.enter_context(its_speech)
-            errors, its_errors = socket.socketpair()
-            ours.enter_context(errors), its.enter_context(its_errors)
+        with contextlib.ExitStack() as its, contextlib.ExitStack() as unless_started:
+            speech, its_speech = await _opened(unless_started, its)
+            errors, its_errors = await _opened(unless_started, its)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
                 stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=told,
             )  # fmt: skip
-            ours.pop_all()  # they are the streams' from now on
-        return cls(process, *[await asyncio.open_unix_connection(sock=each) for each in (speech, errors)])
+            unless_started.pop_all()  # nothing is waited for behind this: whoever is cancelled leaves no child
+        return cls(process, speech, errors)
 
     async def _listen(self, errors: Stream) -> None:
         reader, writer = errors

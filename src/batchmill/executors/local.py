@@ -88,9 +88,11 @@ class LocalExecutor:
         home.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        log_path = home / f"{start.worker}.log"
+        log_path, pid_file = home / f"{start.worker}.log", self._folder / f"{start.worker}.pid"
         with theirs, contextlib.ExitStack() as unless_started, open(log_path, "ab", buffering=0) as log:
             unless_started.enter_context(ours)
+            channel = await open_channel(ours)
+            unless_started.callback(channel.close)
             process = await asyncio.create_subprocess_exec(
                 # -P: the folder we stand in is the user's, and a queue.py there is not the library's
                 sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
@@ -98,17 +100,14 @@ class LocalExecutor:
                 env=self._environ_of(start),
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
             )  # fmt: skip
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
+            except OSError:
+                kill_group(process.pid)
+                await process.wait()
+                raise
             unless_started.pop_all()
-        pid_file = self._folder / f"{start.worker}.pid"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
-        except OSError:
-            ours.close()
-            kill_group(process.pid)
-            await process.wait()
-            raise
-        channel = await open_channel(ours)
         worker = LocalWorker(process, channel, pid_file)
         worker.send(start)
         return worker
