@@ -313,10 +313,10 @@ class EngineSuite:
 
 
 class Handle:
-    """What a worker hangs on its rows: engines read `key` and hand it back."""
+    """What a worker hangs on its rows: engines read it and hand it back."""
 
     def __init__(self, number: int) -> None:
-        self.key = f"job-{number}"
+        self.key, self.job_id, self.project = f"job-{number}", f"job-{number}", "default"
 
 
 class ServiceSuite(EngineSuite):

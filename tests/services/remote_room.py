@@ -72,6 +72,7 @@ class RemoteRoom:
 
     async def again(self) -> RemoteServices:
         if self.database is not None:
+            await self.remote.close()
             self.database.close()
         self.database = Database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
