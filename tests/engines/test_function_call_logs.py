@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,61 @@ def test_a_flood_of_tracebacks_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     log.close()
     found = read(tmp_path, "p")
     assert len(found) == call_log.TRACES_PER_S_MAX + 1 and found[-1].text == "(5 more were left out)\ne"
+
+
+BATCHER = """
+import asyncio
+import os
+queue = worker = None
+async def work():
+    while True:
+        done, a = await queue.get()
+        print('worked on', a)
+        done.set_result(a)
+async def f(a):
+    global queue, worker
+    if worker is None:
+        queue = asyncio.Queue()
+        worker = asyncio.create_task(work())
+    done = asyncio.get_running_loop().create_future()
+    await queue.put((done, a))
+    return await done
+"""
+
+
+async def test_what_a_call_leaves_running_prints_for_nobody(tmp_path: Path) -> None:
+    """A task that one project's call began prints what it does for another's: no project is shown that."""
+    async with running(deployed(tmp_path, BATCHER), tmp_path / "home") as engine:
+        answers = Answers(engine)
+        assert await answers.value({"a": 1}, project="ours", request="req_1") == 1
+        assert await answers.value({"a": 2}, project="theirs", request="req_2") == 2
+    assert [(each.text, each.project) for each in read(tmp_path)] == [("worked on 1", "ours"), ("worked on 2", None)]
+    assert [each.text for each in read(tmp_path, "ours")] == ["worked on 1"]
+    assert "worked on 2" not in (tmp_path / "home" / "function.log").read_text()
+
+
+def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
+    """Where nothing can be written nothing is raised, and what was left out is counted."""
+    log = CallLog(tmp_path)
+    with open("/dev/full", "wb") as full:
+        kept = os.dup(log.fd)
+        os.dup2(full.fileno(), log.fd)
+    log.write("lost", "ours", "req_1")
+    os.dup2(kept, log.fd)
+    os.close(kept)
+    log.write("kept", "ours", "req_2")
+    log.close()
+    assert [each.text for each in read(tmp_path)] == ["(1 more were left out)\nkept"]
+
+
+def test_an_older_file_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older file without a first line, as after a power cut, stands in nobody's way."""
+    monkeypatch.setattr(call_log, "BYTES_MAX", 1)
+    (tmp_path / call_log.OLDER).write_bytes(b"")
+    log = CallLog(tmp_path)
+    log.write("kept", "ours", "req_1")
+    log.rotate()
+    log.write("new", "ours", "req_2")
+    log.close()
+    assert call_log.generation_of(tmp_path / call_log.OLDER) == 1
+    assert [each.text for each in read(tmp_path)] == ["kept", "new"]

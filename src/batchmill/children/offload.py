@@ -106,10 +106,13 @@ class Child:
 
     async def _listen(self, errors: Stream) -> None:
         reader, writer = errors
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await reader.read(LAST_WORDS):
                 self._words = (self._words + data)[-LAST_WORDS:]
-        writer.transport.abort()
+        except ConnectionError:
+            pass  # it has said all that it had to say
+        finally:
+            writer.transport.abort()
 
     async def _until_gone(self, writers: Sequence[asyncio.StreamWriter]) -> int:
         code = await self._process.wait()
@@ -217,7 +220,7 @@ class Child:
 
     async def _died(self, target: str) -> BatchmillError:
         code = await self._exit_code()
-        await self._listening
+        await asyncio.shield(self._listening)
         last = self._words.decode(errors="replace").strip()
         return BatchmillError(f"{target} ended with exit code {code} and no answer: {last}", code=CHILD_DIED)
 
@@ -238,7 +241,7 @@ class Child:
             kill_group(self._process.pid)
         self._writer.transport.abort()
         await asyncio.shield(self._gone)
-        await self._listening
+        await asyncio.shield(self._listening)
 
 
 class Warm:

@@ -36,8 +36,9 @@ def started(pid: int) -> str:
 
 
 def boot_id() -> str:
-    """What this boot of the machine is called; empty where nothing tells."""
+    """What this boot of the machine is called, and where process ids are counted; empty where nothing tells."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # containers share the boot, not the ids
     except OSError:
         return ""

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 
 from .progress import FIRST
 
@@ -21,17 +22,43 @@ BYTES_PER_S_MAX = 4 * 1024 * 1024  # of what is printed; lines beyond it are cou
 REQUESTS_MAX = 16  # told of a line that was printed for many calls together
 START, CALL = "start", "call"
 
-_calls = contextvars.ContextVar("batchmill_calls", default=((), None))  # what is being called: asks, and the row
+_NOBODY = ((), None)
+# What is being called: asks, the row, and the task or thread that calls it.
+_calls = contextvars.ContextVar("batchmill_calls", default=(*_NOBODY, None))
+_projects = set()  # that this process has been called for
 
 
 def calling(asks, row=None):
     """What is printed from now on, in this context, is printed for these asks; each has `id` and `of`."""
-    _calls.set((asks, row))
+    _projects.update([ask.of[0] for ask in asks if ask.of])
+    _calls.set((asks, row, _caller()))
 
 
 def idle():
     """What is printed from now on belongs to no call."""
-    _calls.set(((), None))
+    _calls.set((*_NOBODY, None))
+
+
+def _caller():
+    """The task that runs, or the number of the thread."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        task = asyncio.current_task()
+        if task is not None:
+            return weakref.ref(task)
+    return threading.get_ident()
+
+
+def _origin():
+    """Whose what is printed now is, and whether it may be anybody's.
+
+    What user code starts in one call has that call's context for as long as it lives, whatever calls it works for
+    later: once there are several projects, only what the caller itself prints is known to be for its call.
+    """
+    asks, row, caller = _calls.get()
+    if asks and len(_projects) > 1 and caller != _caller():
+        return _NOBODY, True
+    return (asks, row), False
 
 
 class Lines:
@@ -92,7 +119,7 @@ class Printed(io.RawIOBase):
     def __init__(self, name, fd, lines):
         self.name, self._fd, self._lines = f"<{name}>", fd, lines
         self._stream = name
-        self._begun, self._origin = bytearray(), ((), None)  # a line that has not ended, and whose it is
+        self._begun, self._origin = bytearray(), _NOBODY  # a line that has not ended, and whose it is
 
     def writable(self):
         return True
@@ -101,8 +128,8 @@ class Printed(io.RawIOBase):
         return self._fd
 
     def write(self, data):
-        data, origin = bytes(data), _calls.get()
-        if not origin[0]:
+        data, (origin, is_anybodys) = bytes(data), _origin()
+        if not origin[0] and not is_anybodys:
             os.write(self._fd, data)
         with self._lines.lock:
             if self._begun and origin != self._origin:

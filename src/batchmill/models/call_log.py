@@ -6,6 +6,7 @@ that finds it full keeps it as the older file, whose first line says how many th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -63,27 +64,47 @@ class CallLog:
             return
         self._written += 1
         told = f"({self._left_out} more were left out)\n" if self._left_out else ""
-        self._left_out = 0
         entry = Entry(now, TRACE, told + mask_known(text[-TEXT_CHARS_MAX:]), CALL, project or None, [request])
-        os.write(self.fd, msgspec.json.encode(entry) + b"\n")
+        try:
+            os.write(self.fd, msgspec.json.encode(entry) + b"\n")
+        except OSError:  # the disk is full: what the call itself is told is worth more than its trace here
+            self._left_out += 1
+        else:
+            self._left_out = 0
 
     def is_full(self) -> bool:
         return os.fstat(self.fd).st_size >= BYTES_MAX
 
     def rotate(self) -> None:
-        """Keep what is there as the older file; lines of that moment may be lost. Blocks: call it in a thread."""
-        fcntl.flock(self.fd, fcntl.LOCK_EX)
+        """Keep what is there as the older file; lines of that moment may be lost. Blocks: call it in a thread.
+
+        Raises: OSError, and nothing is lost, unless the disk is full: then what is there goes.
+        """
+        fd = os.dup(self.fd)  # which may be closed meanwhile
         try:
-            if not self.is_full():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(fd).st_size >= BYTES_MAX:
                 return  # another worker has done it
-            part = self._older.with_suffix(".part")
+            self._keep(fd)
+        except BlockingIOError:
+            return  # another one is at it
+        finally:
+            os.close(fd)
+
+    def _keep(self, fd: int) -> None:
+        part = self._older.with_suffix(".part")
+        try:
             with open(self._path, "rb") as file, open(part, "wb", opener=_private) as kept:
                 kept.write(msgspec.json.encode(Generation(generation_of(self._older) + 1)) + b"\n")
                 shutil.copyfileobj(file, kept)
+                kept.flush()
+                os.fsync(kept.fileno())
             part.replace(self._older)
-            os.ftruncate(self.fd, 0)
-        finally:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        os.ftruncate(fd, 0)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -92,11 +113,11 @@ class CallLog:
 
 
 def generation_of(older: Path) -> int:
-    """How often the file has been kept; 0: never."""
+    """How often the file has been kept; 0: never, or nobody can tell."""
     try:
         with older.open("rb") as file:
             return msgspec.json.decode(file.readline(1024), type=Generation).generation
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return 0
 
 

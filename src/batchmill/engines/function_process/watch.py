@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from batchmill.engines.function_process.process import Process
 from batchmill.engines.function_process.work import hung, stuffed
 from batchmill.models.function_child import Call
 from batchmill.types import ModelSpec
+
+log = logging.getLogger("batchmill.functions")
 
 TICK_S = 0.05
 LOG_TICKS = 20  # between two looks at the size of the log
@@ -36,7 +39,10 @@ class Watch:
             self.look(time.monotonic())
             ticks += 1
             if ticks % LOG_TICKS == 0:
-                await self._bound_log()
+                try:
+                    await self._bound_log()
+                except OSError as error:  # limits of calls are kept all the same
+                    log.warning("a log of a function cannot be bounded: %s", error)
 
     async def _bound_log(self) -> None:
         child = self._process.child
