@@ -159,8 +159,9 @@ def test_results_are_files(client):
     assert json.loads(client.files.content(batch.error_file_id).text)["custom_id"] == "b"
     assert client.files.delete(batch.output_file_id).deleted
     client.batches.retrieve(batch.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.APIStatusError, match="was deleted by") as caught:
         client.files.retrieve(batch.output_file_id)
+    assert caught.value.status_code == 410
     assert client.files.retrieve(batch.error_file_id)
 
 
