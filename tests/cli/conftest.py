@@ -13,7 +13,7 @@ from batchmill.cli.main import cli
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidTransition, UnknownName
 from batchmill.states import JobState
-from batchmill.types import JobView, LedgerReport, Submitted, Wait
+from batchmill.types import JobQuery, JobView, LedgerReport, Submitted, Wait
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ class MemoryJobs:
         self.orders.append(order)
         return Submitted(next(iter(self.views)), self.how)
 
-    async def list(self, query):
+    async def list(self, query=JobQuery()):
         self.queries.append(query)
         return [views[-1] for views in self.views.values()][: query.limit]
 
