@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batchmill.errors import StorageFull
 from batchmill.jobs import drive, recovery
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
@@ -103,5 +104,35 @@ async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monk
     assert (view.state, view.reason) == ("paused", "storage_failed")
     assert "plan-0: Too many open files; raise the limit" in view.message and "internal" not in view.message
     await service._caretaker.look()  # as a server does every few seconds
+    view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok) == ("completed", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "told"),
+    [(errno.ENOSPC, StorageFull, "No space left"), (errno.EIO, OSError, "Input/output error")],
+)
+async def test_a_description_that_cannot_be_written(folder, opened, monkeypatch, number, error, told):
+    """An order whose description the disk refuses is refused with that file named, and leaves nothing; the same order
+    is taken as soon as the disk writes again."""
+    (folder / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    service = await opened()
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
+    real, homes = os.fsync, folder / "data" / "jobs"
+
+    def refused(fd):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "job.json" in path:
+            raise OSError(number, os.strerror(number), path)
+        real(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refused)
+        with pytest.raises(error, match=told) as caught:
+            await service.submit(order)
+    assert "job.json" in str(caught.value)
+    assert not list(homes.glob("*")) and not await service.list()
+    job = (await service.submit(order)).id
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)
