@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,4 +131,76 @@ def test_disk_full_is_final(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="earlier"):
         file.append(block([3]))
     assert [b.offset for b in segments.scan(tmp_path / file.name)] == [kept.offset]
+    file.close()
+
+
+def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path, monkeypatch):
+    """What is appended while a sync fails is dropped with the rest, or refused: blocks never stand in a file that has
+    lost its head."""
+    file = SegmentFile(tmp_path, HEAD)
+    file.append(block([0]))
+    has_failed, real = threading.Event(), os.write
+
+    def refuse(fd: int) -> None:
+        has_failed.set()
+        raise OSError(errno.EIO, "Input/output error")
+
+    def write(fd: int, data: memoryview) -> int:
+        failing.start()
+        has_failed.wait(60)
+        failing.join(0.1)  # the file is taken back here, or once this has been written
+        return real(fd, data)
+
+    def sync() -> None:
+        with pytest.raises(OSError, match="Input/output"):
+            file.sync()
+
+    failing = threading.Thread(target=sync)
+    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    with monkeypatch.context() as patched:
+        patched.setattr(segments.os, "write", write)
+        file.append(block([1]))
+    failing.join()
+    assert segments.read_head(tmp_path / file.name) is not None or (tmp_path / file.name).stat().st_size == 0
+    file.close()
+
+
+def test_a_failed_sync_of_a_full_file_keeps_what_was_synced(tmp_path, monkeypatch):
+    """A file that becomes full while its sync fails keeps what had reached the disk before, and nothing after it."""
+    file = SegmentFile(tmp_path, HEAD)
+    kept = file.append(block([0]))
+    file.sync()
+    file.append(block([1]))
+
+    def refuse(fd: int) -> None:
+        monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 1)
+        file.append(block([2]))  # meanwhile, into another file
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        file.sync()
+    assert file.name != kept.segment
+    assert [b.offset for b in segments.scan(tmp_path / kept.segment)] == [kept.offset]
+    file.close()
+
+
+def test_a_sync_covers_what_another_one_is_bringing_to_the_disk(tmp_path, monkeypatch):
+    """A sync that finds another one at work ends after it: a full file that the other one took is on the disk then."""
+    file = SegmentFile(tmp_path, HEAD)
+    file.append(block([0]))
+    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 1)
+    file.append(block([1]))
+    other, real = threading.Thread(target=file.sync), os.fdatasync
+
+    def slow(fd: int) -> None:
+        monkeypatch.setattr(segments.os, "fdatasync", real)
+        other.start()
+        other.join(0.1)
+        assert other.is_alive()
+        real(fd)
+
+    monkeypatch.setattr(segments.os, "fdatasync", slow)
+    file.sync()
+    other.join()
     file.close()

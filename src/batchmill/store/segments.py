@@ -251,6 +251,35 @@ def unpack_positions(runs: bytes) -> Iterator[tuple[int, int]]:
     return zip(numbers[::2], numbers[1::2], strict=True)
 
 
+class _OpenFile:
+    """One file of a segment, and how much of it is written and on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self.fd = os.open(path, flags, 0o600)
+        self.size_bytes = self.synced_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.write(self.fd, view)
+            self.size_bytes += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        size_bytes = self.size_bytes  # another thread may append meanwhile
+        os.fdatasync(self.fd)
+        self.synced_bytes = size_bytes
+
+    def drop_unsynced(self) -> None:
+        """Nobody knows what a failed sync left on the disk: what came after the last good one must not be found."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.fd, self.synced_bytes)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 class SegmentFile:
     """A worker's open segment: appends go to the kernel at once, to the disk with `sync`.
 
@@ -263,24 +292,25 @@ class SegmentFile:
     def __init__(self, folder: Path, head: SegmentHead, roll: int = 0) -> None:
         self.folder, self.head = folder, head
         self.roll = roll
-        self._fd = -1
-        self._size = 0
-        self._synced = 0  # bytes of the open file that are on disk
-        self._unsynced: list[int] = []  # descriptors of full files that still have to reach the disk
-        self._turning = threading.Lock()  # held while one file takes over from another
+        self._file: _OpenFile | None = None
+        self._full: list[_OpenFile] = []  # files that still have to reach the disk
+        self._writing = threading.Lock()  # held while bytes are appended, or taken back
+        self._syncing = threading.Lock()  # held until a sync has ended: another one covers what that one does
         self._broken: OSError | None = None
 
     def append(self, blocks: bytes) -> SegmentRef:
-        self._raise_if_broken()
-        try:
-            if self._fd < 0 or self._size >= SEGMENT_BYTES_MAX:
-                self._begin()
-            offset = self._size
-            self._write(blocks)
-        except OSError as error:
-            self._broken = error
-            raise
-        return SegmentRef(self.name, offset, len(blocks))
+        with self._writing:
+            self._raise_if_broken()
+            try:
+                file = self._file
+                if file is None or file.size_bytes >= SEGMENT_BYTES_MAX:
+                    file = self._begin()
+                offset = file.size_bytes
+                file.write(blocks)
+            except OSError as error:
+                self._broken = error
+                raise
+            return SegmentRef(self.name, offset, len(blocks))
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -292,56 +322,45 @@ class SegmentFile:
 
     def sync(self) -> None:
         """May run in a thread while another appends: it covers what was appended before the call."""
-        self._raise_if_broken()
-        with self._turning:
-            full, self._unsynced = self._unsynced, []
-            fd, size = self._fd, self._size
-        try:
-            for done in full:
-                os.fdatasync(done)
-            if fd >= 0:
-                os.fdatasync(fd)
-        except OSError as error:
-            self._broken = error
-            self._drop_unsynced(fd)
-            raise
-        finally:
-            for done in full:
-                os.close(done)
-        with self._turning:
-            if fd == self._fd:
-                self._synced = size
-
-    def _drop_unsynced(self, fd: int) -> None:
-        """Nobody knows what a failed sync left on the disk: what came after the last good one must not be found."""
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, self._synced)
+        with self._syncing:
+            self._raise_if_broken()
+            with self._writing:
+                full, self._full, last = self._full, [], self._file
+            files = [*full, last] if last is not None else full
+            try:
+                for file in files:
+                    file.sync()
+            except OSError as error:
+                with self._writing:
+                    self._broken = error
+                    for file in files:
+                        file.drop_unsynced()
+                raise
+            finally:
+                for file in full:
+                    file.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
+        """Raises: OSError where what was appended cannot be brought to the disk."""
+        try:
             if self._broken is None:
                 self.sync()
-            os.close(self._fd)
-            self._fd = -1
+        finally:
+            for file in [*self._full, self._file]:
+                if file is not None:
+                    file.close()
+            self._full, self._file = [], None
 
-    def _begin(self) -> None:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        with self._turning:
-            if self._fd >= 0:
-                self._unsynced.append(self._fd)
-            self.roll += 1
-            self._fd = os.open(self.folder / self.name, flags, 0o600)
-            self._size = self._synced = 0
+    def _begin(self) -> _OpenFile:
+        self.roll += 1
+        file = _OpenFile(self.folder / self.name)
+        if self._file is not None:
+            self._full.append(self._file)
+        self._file = file
         data = msgspec.json.encode(self.head)
-        self._write(_FILE.pack(FILE_MAGIC, len(data), crc32(data)) + data)
+        file.write(_FILE.pack(FILE_MAGIC, len(data), crc32(data)) + data)
         sync_folder(self.folder)
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            written = os.write(self._fd, view)
-            self._size += written
-            view = view[written:]
+        return file
 
 
 def sync_folder(folder: Path) -> None:
