@@ -66,6 +66,7 @@ RETENTION_POINTS = (  # and of a job that is removed, or of which only the resul
     "after_remove",  # its record is gone, its files are there
     "after_ending",  # its record lies beside its results, the ledger knows its segments still
     "after_parts_dropped",  # the ledger knows them no more, they are there
+    "after_plan_dropped",  # the first of them to go, by whose lack a salvage knows
     "after_clear",  # they are gone, and still written down as pending
 )
 BACKUP_POINTS = (

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from fakes.held_clock import HeldClock
 from ledgered_job import LedgeredJob
 
-from batchmill.config import RetentionEntry
-from batchmill.errors import Gone, InvalidTransition
+from batchmill.config import BackupsEntry, RetentionEntry
+from batchmill.errors import Conflict, Gone, InvalidTransition, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.faults import RETENTION_POINTS
+from batchmill.jobs import submissions
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.retention import BY_AGE
 from batchmill.jobs.service import JobService
 from batchmill.services import salvage
+from batchmill.services.backups import Backups
 from batchmill.states import JobState
 from batchmill.store.database import Database
 from batchmill.store.service_tables import files
 from batchmill.store.tables import commits, jobs, shards
+from batchmill.types import DatasetSpec
 
 JOB = "job_" + "2" * 20
 ROWS = 100
@@ -70,6 +76,15 @@ def service_of(data_dir, clock=None, **entry):
     service = JobService(data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock())
     service.retention.entry = RetentionEntry(**entry)
     return service
+
+
+def spec_of(data_dir, job_id):
+    """The description of another job, which is of nothing else."""
+    folder = data_dir.parent / job_id
+    folder.mkdir()
+    job = LedgeredJob(folder, 10, 10, job_id)
+    job.ledger.close()
+    return job.spec
 
 
 def left_of(data_dir):
@@ -167,6 +182,91 @@ async def test_a_compacted_job_survives_its_database(model, data_dir):
         await service.close()
 
 
+async def test_a_result_that_another_job_reads_stays(data_dir):
+    """A job whose result another one reads is neither removed nor cleared away by its age, which others still are; and
+    no job begins that would read a removed result."""
+    clock = HeldClock()
+    service = service_of(data_dir, clock, jobs_s=5)
+    now = clock.now()
+    reader, other = (msgspec.structs.replace(spec_of(data_dir, f"job_{name * 20}"), created=now) for name in "34")
+    reader = msgspec.structs.replace(
+        reader, dataset=DatasetSpec([str(data_dir / "files" / "file-r")]), origin={"door": "openai"}
+    )
+    try:
+        for spec in (reader, other):
+            await service._ledger.database.write(submissions.enter, spec, None, None)
+        await service._call(service._ledger.note, other.id, state=JobState.COMPLETED, finished=clock.now() - 6)
+        with pytest.raises(Conflict, match=f"file-r is in use: .* {JOB}"):
+            await service.remove(JOB)
+        await service.retention.sweep()
+        assert {view.id for view in await service.list()} == {JOB, reader.id}
+        assert (data_dir / "files" / "file-r").exists()
+        await service._call(service._ledger.note, reader.id, state=JobState.CANCELLED)
+        await service.remove(JOB)
+        late = msgspec.structs.replace(reader, id="job_" + "5" * 20)
+        with pytest.raises(UnknownName, match="file-r"):
+            await service._ledger.database.write(submissions.enter, late, None, None)
+    finally:
+        await service.close()
+
+
+async def test_paid_rows_without_results_stay(data_dir):
+    """The segments of a job that failed before its results were written are kept, however old it is."""
+    service = service_of(data_dir, intermediate_s=0, retry_s=0)
+    try:
+        whole = left_of(data_dir)
+        await service._call(service._ledger.note, JOB, state=JobState.FAILED, output=None)
+        await service.retention.sweep()
+        await service._call(service._ledger.note, JOB, output="/nonexistent")
+        await service.retention.sweep()
+        assert left_of(data_dir) == whole
+    finally:
+        await service.close()
+
+
+def kill_at(point, data_dir, what):
+    """Remove the job or sweep, in a process that dies at a point, if it passes that."""
+    here, fired = os.path.dirname(__file__), data_dir.parent / f"fired-{what}-{point}"
+    environ = os.environ | {
+        "BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(data_dir), here, what], env=environ)
+    assert done.returncode == (-9 if fired.exists() else 0)
+    return fired.exists()
+
+
+async def test_a_salvage_after_a_kill(data_dir):
+    """A salvage between a kill and the next start brings no removed job back, and has no row of a compacted one run
+    again."""
+    backup = Backups(data_dir, HeldClock(), BackupsEntry())._sweep()
+    for what, point in (("remove", "after_remove"), ("sweep", "after_plan_dropped")):
+        copy = shutil.copytree(data_dir, data_dir.parent / what)
+        assert await asyncio.to_thread(kill_at, point, copy, what)
+        if what == "remove":
+            assert salvage.salvage(copy, lambda _: None).is_sound
+            with contextlib.closing(sqlite3.connect(copy / "batchmill.db")) as db, db:
+                (place,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'jobs'").fetchone()
+            with open(copy / "batchmill.db", "r+b") as file:
+                file.seek((place - 1) * 4096)
+                file.write(b"\xa5" * 4096)
+        else:
+            for path in copy.glob("batchmill.db*"):
+                path.unlink()
+        report = salvage.salvage(copy, lambda _: None)
+        assert report.failed == [] and report.backup == str(copy / "backups" / backup.name)
+        service = service_of(copy)
+        try:
+            await service.recover()
+            if what == "remove":
+                assert await service.list() == [] and not list((copy / "jobs").iterdir())
+            else:
+                assert (await service.show(JOB)).state == "completed"
+                with pytest.raises(InvalidTransition, match="keeps only its results"):
+                    await service.retry(JOB)
+        finally:
+            await service.close()
+
+
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
@@ -183,20 +283,12 @@ asyncio.run(main())
 
 async def test_killed_at_any_point(data_dir):
     """A removal that is killed is finished at the next start, or was never begun; nothing else is lost."""
-    here, whole = os.path.dirname(__file__), left_of(data_dir)
+    whole = left_of(data_dir)
     for what in ("remove", "sweep"):
         for point in RETENTION_POINTS:
             copy = shutil.copytree(data_dir, data_dir.parent / f"{what}-{point}")
-            fired = data_dir.parent / f"fired-{what}-{point}"
-            environ = os.environ | {
-                "BATCHMILL_FAULT": f"{point}:1:{fired}", "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])
-            }  # fmt: skip
-            command = [sys.executable, "-c", PROGRAM, str(copy), here, what]
-            done = await asyncio.to_thread(subprocess.run, command, env=environ)
-            if not fired.exists():
-                assert done.returncode == 0  # the point is one of the other way
-                continue
-            assert done.returncode == -9
+            if not await asyncio.to_thread(kill_at, point, copy, what):
+                continue  # the point is one of the other way
             service = service_of(copy)
             try:
                 await service.recover()

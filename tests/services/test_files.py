@@ -16,7 +16,8 @@ from file_room import FileRoom
 
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
-from batchmill.services import file_records, files
+from batchmill.jobs import job_records
+from batchmill.services import files
 from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
 from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
@@ -367,14 +368,14 @@ async def test_a_file_that_expires_while_its_job_is_made_stays(room, monkeypatch
     held = room.files.hold("one", record.id)
     await held.__aenter__()
     room.clock.at += 20
-    look = file_records.in_use
+    look = job_records.in_use
 
     def look_and_let_go(db, paths, project=None):
         found = look(db, paths, project)
         room.files._held.clear()
         return found
 
-    monkeypatch.setattr(file_records, "in_use", look_and_let_go)
+    monkeypatch.setattr(job_records, "in_use", look_and_let_go)
     assert await room.files.sweep() == 0 and room.files.path(record).exists()
     assert await room.files.sweep() == 1 and not room.files.path(record).exists()
 

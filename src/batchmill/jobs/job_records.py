@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import msgspec
 import sqlalchemy as sa
+from msgspec import Struct
 
 from batchmill.errors import UnknownName
 from batchmill.states import ENDED, JobState, PauseReason
@@ -16,6 +18,18 @@ from batchmill.types import JobQuery
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
 SHOWN_CHARS = 64  # of an id nobody knows, in a message
 
+
+class _Dataset(Struct):
+    paths: list[str]
+
+
+class _Reads(Struct):
+    """What of a job's description says which files it reads."""
+
+    dataset: _Dataset
+
+
+_reads = msgspec.json.Decoder(_Reads)
 _listed = [column for column in jobs.c if column is not jobs.c.problems]
 
 
@@ -86,6 +100,17 @@ def _of_door(query: JobQuery) -> sa.Select:
 def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
     """Every job that has not ended, the oldest first."""
     return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
+
+
+def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
+    """Those of `paths` that stand in the dataset of a job that has not ended, of one project or of all."""
+    query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
+    if project is not None:
+        query = query.where(jobs.c.project == project)
+    wanted, used = set(paths), set[str]()
+    for (spec,) in db.execute(query):
+        used |= wanted.intersection(_reads.decode(spec).dataset.paths)
+    return used
 
 
 def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:

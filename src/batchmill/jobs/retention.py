@@ -7,9 +7,12 @@ the next owner finishes it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,11 @@ import sqlalchemy as sa
 from batchmill import faults
 from batchmill.config import RetentionEntry
 from batchmill.datasets.layout import SEAL
-from batchmill.errors import InvalidTransition
+from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs import job_records
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.part_file import PartFile
+from batchmill.jobs.plan import PLAN
 from batchmill.jobs.roster import Roster
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
@@ -37,6 +41,8 @@ from batchmill.store.tables import commits, error_counts, job_models, jobs, note
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"
 SWEPT_MAX = 100  # jobs that one sweep takes in hand
+log = logging.getLogger("batchmill.owner")
+
 LEAVING = ".leaving-"  # before the name of a folder that is being removed
 
 
@@ -57,28 +63,33 @@ class Retention:
     async def remove(self, job_id: str, by: str) -> None:
         """Remove an ended job and all that is kept of it; a result that lies where its caller wanted it stays.
 
-        Raises: InvalidTransition for one that has not ended.
+        Raises: InvalidTransition for one that has not ended; Conflict while another job reads its results.
         """
         async with self._roster.alone(job_id):
             await self._roster.let_rest(job_id)
-            removal = await self._database.write(_remove, job_id, by, self._clock.now())
+            removal = await self._database.write(_remove, self._data_dir, job_id, by, self._clock.now())
             faults.point("after_remove")
             await self._clear(removal)
 
     async def sweep(self) -> None:
-        """Remove jobs that are old enough, and what others need no more."""
+        """Remove jobs that are old enough, and what others need no more. One that cannot go holds up no other."""
         now, entry = self._clock.now(), self.entry
         if entry.jobs_s is not None:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
-                await self.remove(job_id, BY_AGE)
-        for record in await self._database.read(_whole, now - min(entry.intermediate_s, entry.retry_s)):
-            if record["finished"] <= now - self._kept_s(record):
-                await self._compact(record["id"], now)
+                with _logged(job_id):
+                    await self.remove(job_id, BY_AGE)
+        for record in await self._database.read(_whole, now - entry.intermediate_s, now - entry.retry_s):
+            with _logged(record["id"]):
+                if record["finished"] <= now - await asyncio.to_thread(self._kept_s, record):
+                    await self._compact(record["id"], now)
 
     def _kept_s(self, record: sa.RowMapping) -> float:
-        """How long the segments of a job stay: a retry needs them, and whoever has lost its results."""
+        """How long the segments of a job stay: a retry needs them, and whoever has lost its results. Of a job whose
+        results were never written they are all that there is."""
         may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
-        is_there = record["output"] is None or os.path.exists(record["output"])
+        is_there = record["output"] is not None and os.path.exists(record["output"])
+        if not is_there and record["state"] != JobState.COMPLETED:
+            return math.inf
         return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s
 
     async def _compact(self, job_id: str, now: float) -> None:
@@ -89,9 +100,8 @@ class Retention:
             if record["state"] not in ENDED or record["compacted"] is not None:
                 return
             files = JobFiles(self._data_dir, job_id)
-            if not files.home.is_dir():
-                return
-            await asyncio.to_thread(_write_ending, files, record, now)
+            if files.home.is_dir():
+                await asyncio.to_thread(_write_ending, files, record, now)
             faults.point("after_ending")
             removal = await self._database.write(_drop_parts, record, now)
             faults.point("after_parts_dropped")
@@ -115,6 +125,15 @@ class Retention:
         for name in results:
             (self._data_dir / "files" / name).unlink(missing_ok=True)
         shutil.rmtree(leaving, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _logged(job_id: str) -> Iterator[None]:
+    """What goes wrong with this job keeps no other from its turn: the next sweep tries it again."""
+    try:
+        yield
+    except (BatchmillError, OSError) as error:
+        log.warning("the job %s keeps what it has for now: %s", job_id, error)
 
 
 def refuse_compacted(record: sa.RowMapping, what: str) -> None:
@@ -141,6 +160,11 @@ def _write_ending(files: JobFiles, record: sa.RowMapping, now: float) -> None:
 
 
 def _clear_parts(files: JobFiles) -> None:
+    plan = files.plan(0) / PLAN
+    if plan.exists():  # the first: without it the job is known to keep only its results, whatever a kill leaves
+        plan.unlink()
+        sync_folder(plan.parent)
+        faults.point("after_plan_dropped")
     for folder in (files.segments, *files.home.glob("plan-*")):
         shutil.rmtree(folder, ignore_errors=True)
     for path in files.dataset.glob("*"):
@@ -148,11 +172,18 @@ def _clear_parts(files: JobFiles) -> None:
             path.unlink()
 
 
-def _remove(db: sa.Connection, job_id: str, by: str, now: float) -> Removal:
+def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float) -> Removal:
     record = job_records.find(db, job_id)
     if record["state"] not in ENDED:
         raise InvalidTransition(f"the job {job_id} is {record['state']}: cancel it before it is removed")
-    for result in db.execute(sa.select(file_table.c.id).where(file_table.c.job == job_id)).scalars().all():
+    results = db.execute(sa.select(file_table.c.id).where(file_table.c.job == job_id)).scalars().all()
+    if used := job_records.in_use(db, [str(data_dir / "files" / result) for result in results]):
+        raise Conflict(
+            f"{os.path.basename(min(used))} is in use: a job that has not ended reads this result of the job {job_id}; "
+            "cancel it, or wait for its end",
+            code="file_in_use",
+        )
+    for result in results:
         removals.insert(db, Removal(result, record["project"], job_id, by, now))
     db.execute(file_table.delete().where(file_table.c.job == job_id))
     for table in (shards, commits, notes, error_counts, submissions, job_models):
@@ -199,8 +230,15 @@ def _ended_before(db: sa.Connection, finished: float) -> list[str]:
     return list(db.execute(query.order_by(jobs.c.finished).limit(SWEPT_MAX)).scalars())
 
 
-def _whole(db: sa.Connection, finished: float) -> Sequence[sa.RowMapping]:
-    """Ended jobs that still have everything, the first to end first."""
+def _whole(db: sa.Connection, done_by: float, ended_by: float) -> Sequence[sa.RowMapping]:
+    """Jobs that still have everything, the first to end first: those without a failed row that ended by `done_by`, and
+    all that ended by `ended_by`; but for those whose results were never written."""
     columns = [jobs.c[name] for name in ("id", "state", "finished", "output", "rows_failed", "rows_rejected")]
-    query = sa.select(*columns).where(jobs.c.state.in_(ENDED), jobs.c.compacted.is_(None), jobs.c.finished <= finished)
+    is_done = (jobs.c.state == JobState.COMPLETED) & (jobs.c.rows_failed <= jobs.c.rows_rejected)
+    query = sa.select(*columns).where(
+        jobs.c.state.in_(ENDED),
+        jobs.c.compacted.is_(None),
+        jobs.c.output.is_not(None),
+        sa.or_(is_done & (jobs.c.finished <= done_by), jobs.c.finished <= ended_by),
+    )
     return db.execute(query.order_by(jobs.c.finished)).mappings().all()

@@ -436,7 +436,9 @@ class JobService:
         work = self._children.offload(
             "batchmill.jobs.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
         )
-        return msgspec.json.decode(await work, type=LedgerReport)
+        report = msgspec.json.decode(await work, type=LedgerReport)
+        refuse_compacted(await self._record(record["id"]), "an audit")  # meanwhile: what it missed was to go
+        return report
 
     async def _audit_order(self, spec: JobSpec) -> AuditOrder:
         return AuditOrder(spec, str(self._data_dir), await self._call(self._ledger.snapshot, spec.id))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import sqlalchemy as sa
 
-from batchmill.errors import Conflict
+from batchmill.errors import Conflict, UnknownName
 from batchmill.jobs import job_records, ledger_snapshot
+from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.tables import submissions
 from batchmill.types import Once
@@ -53,8 +56,11 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
 
     Args: quota: how many unfinished jobs its project may have; None: whoever runs the machine orders it.
 
-    Raises: OverQuota.
+    Raises: OverQuota; UnknownName where a result that it reads has been removed.
     """
+    names = [os.path.basename(path) for path in spec.dataset.paths] if spec.origin is not None else []
+    for removed in removals.find_all(db, names):
+        raise UnknownName(f"No such File object: {removed}", code="unknown_file")
     if quota is not None:
         job_records.refuse_unfinished(db, spec.project, quota)
     ledger_snapshot.insert_job(db, spec)

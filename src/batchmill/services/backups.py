@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from batchmill.store.segments import sync_folder
 
 log = logging.getLogger("batchmill.owner")
 
+ROOM_BYTES = 256 * 1024 * 1024  # that a backup leaves for jobs
 FIRST_S = 3600.0  # after which the first is made: before that there is little to lose
 FOLDER, PREFIX, SUFFIX, PART = "backups", "batchmill-", ".db", "batchmill.db.part"
 
@@ -59,29 +61,45 @@ class Backups:
         os.replace(folder / PART, target)
         sync_folder(folder)
         faults.point("after_backup")
-        for old in found(self._data_dir)[self._entry.keep :]:
+        others = [path for path in found(self._data_dir, self._clock.now()) if path != target]
+        for old in others[self._entry.keep - 1 :]:
             old.unlink()
         return target
 
     def _is_due(self, folder: Path) -> bool:
-        there = found(self._data_dir)
+        now = self._clock.now()
+        there = found(self._data_dir, now)
         last, wait_s = (there[0], self._entry.interval_s) if there else (folder, min(self._entry.interval_s, FIRST_S))
-        age_s = self._clock.now() - last.stat().st_mtime
+        age_s = now - last.stat().st_mtime
         return not 0 <= age_s < wait_s  # one of the future says nothing
 
 
-def found(data_dir: Path) -> list[Path]:
-    """The backups there are, the newest first."""
-    return sorted((data_dir / FOLDER).glob(f"{PREFIX}*{SUFFIX}"), reverse=True)
+def found(data_dir: Path, now: float) -> list[Path]:
+    """The backups there are, the newest first; those that a clock made which was ahead are the last."""
+    there = (data_dir / FOLDER).glob(f"{PREFIX}*{SUFFIX}")
+    return sorted(there, key=lambda path: (path.stat().st_mtime <= now, path.name), reverse=True)
 
 
 def newest(data_dir: Path) -> Path | None:
     """The newest backup that is sound."""
-    return next((path for path in found(data_dir) if is_sound(path)), None)
+    return next((path for path in found(data_dir, time.time()) if is_sound(path)), None)
+
+
+def _refuse_full(database: Path, folder: Path) -> None:
+    """Raises: StorageFull where jobs would be left without room for what they write."""
+    log_file = database.with_name(f"{database.name}-wal")
+    needed_bytes = sum(path.stat().st_size for path in (database, log_file) if path.exists())
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes + ROOM_BYTES:
+        raise StorageFull(
+            f"a backup of the database needs {needed_bytes:,} bytes, and {ROOM_BYTES:,} are to stay free: {folder} has "
+            f"{free_bytes:,}; free some, or keep fewer backups"
+        )
 
 
 def _copy(database: Path, target: Path) -> None:
     """A copy as of one moment, durable. Whoever writes meanwhile does not wait."""
+    _refuse_full(database, target.parent)
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     try:
         with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5.0)) as db:

@@ -1,15 +1,14 @@
-"""The records of files: what the table `files` says, and which jobs stand in the way of a removal."""
+"""The records of files: what the table `files` says."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import UnknownName
-from batchmill.states import ENDED
 from batchmill.store.service_tables import files
 from batchmill.store.tables import jobs
 
@@ -42,16 +41,6 @@ class FileQuery(Struct, frozen=True):
     newest_first: bool = True
 
 
-class _Dataset(Struct):
-    paths: list[str]
-
-
-class _Reads(Struct):
-    """What of a job's description says which files it reads."""
-
-    dataset: _Dataset
-
-
 class Results(Struct, frozen=True):
     """Where a job's own result files lie, and whether anybody still writes them."""
 
@@ -61,7 +50,6 @@ class Results(Struct, frozen=True):
 
 
 _FIELDS = [files.c[name] for name in FileRecord.__struct_fields__]
-_reads = msgspec.json.Decoder(_Reads)
 
 
 def unknown(file_id: str) -> UnknownName:
@@ -119,17 +107,6 @@ def expired(db: sa.Connection, now: float, after: str, limit: int) -> list[FileR
 def known_of(db: sa.Connection, names: Sequence[str]) -> set[str]:
     """Those of `names` that are ids of files."""
     return set(db.execute(sa.select(files.c.id).where(files.c.id.in_(names))).scalars())
-
-
-def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
-    """Those of `paths` that stand in the dataset of a job that has not ended, of one project or of all."""
-    query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
-    if project is not None:
-        query = query.where(jobs.c.project == project)
-    wanted, used = set(paths), set[str]()
-    for (spec,) in db.execute(query):
-        used |= wanted.intersection(_reads.decode(spec).dataset.paths)
-    return used
 
 
 def results_of(db: sa.Connection, job_id: str) -> Results | None:

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
+from batchmill.jobs import job_records
 from batchmill.ports import Clock
 from batchmill.services import file_records
 from batchmill.services.file_records import BATCH, FileQuery, FileRecord, unknown
@@ -241,16 +242,6 @@ class FileService:
         record = await self.get(project, file_id)
         await to_its_end(self._remove(record, project, by))
 
-    async def refuse_in_use(self, records: Sequence[FileRecord]) -> None:
-        """Raises: Conflict (`file_in_use`) while a job that has not ended reads one of them."""
-        for record in records:
-            used = await self._database.read(file_records.in_use, [str(self.path(record))], record.project)
-            if used or self._held[record.id]:
-                raise Conflict(
-                    f"{record.id} is in use: a job that has not ended reads it; cancel it, or wait for its end",
-                    code="file_in_use",
-                )
-
     async def _remove(self, record: FileRecord, readers: str | None, by: str) -> None:
         """`readers`: the project whose jobs may read it; None: none does."""
         if record.id in self._leaving:
@@ -260,7 +251,7 @@ class FileService:
         self._leaving.add(record.id)
         try:
             path = str(self.path(record))
-            if readers is not None and await self._database.read(file_records.in_use, [path], readers):
+            if readers is not None and await self._database.read(job_records.in_use, [path], readers):
                 raise Conflict(
                     f"{record.id} is in use: a job that has not ended reads it; cancel it, or wait for its end",
                     code="file_in_use",
@@ -298,7 +289,7 @@ class FileService:
         while found := await self._database.read(file_records.expired, self._clock.now(), after, SWEEP_MAX):
             after = found[-1].id
             held = set(self._held)  # a job that is being made of one is stored a moment later
-            used = await self._database.read(file_records.in_use, [str(self.path(record)) for record in found])
+            used = await self._database.read(job_records.in_use, [str(self.path(record)) for record in found])
             for record in found:
                 if record.id in held or str(self.path(record)) in used:
                     continue

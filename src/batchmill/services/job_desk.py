@@ -16,7 +16,7 @@ from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.machine import veiled
 from batchmill.ports import Jobs
 from batchmill.services.catalogue import Catalogue
-from batchmill.services.files import FileRecord, FileService, Result
+from batchmill.services.files import FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
 from batchmill.types import (
@@ -113,10 +113,8 @@ class JobDesk:
         return await self._jobs.fail_rows(job_id)
 
     async def remove(self, caller: Caller, job_id: str) -> JobView:
-        """As `ports.Jobs.remove`; who did it is remembered. Raises: Conflict while another job reads its results."""
+        """As `ports.Jobs.remove`; who did it is remembered."""
         view = await self._own(caller, job_id)
-        output, errors = await self._files.adopt_results(view)
-        await self._files.refuse_in_use([each for each in (output, errors) if isinstance(each, FileRecord)])
         return await self._jobs.remove(view.id, caller.in_words)
 
     async def amend(self, caller: Caller, job_id: str, change: Amendment) -> JobView:

@@ -33,6 +33,7 @@ from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_so
 from batchmill.store.database import NAME, Database
 from batchmill.store.segments import sync_folder
 from batchmill.store.service_tables import files as file_table
+from batchmill.store.service_tables import removals
 from batchmill.store.tables import jobs, metadata
 from batchmill.types import SalvagedTable, SalvageReport
 from batchmill.wire.job_spec import JobSpec
@@ -123,7 +124,7 @@ def _refuse_missing(data_dir: Path) -> None:
 def _unknown_jobs(data_dir: Path, path: Path) -> list[str]:
     """Jobs that have a folder with work in it and no record."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-        known = {job_id for (job_id,) in db.execute("SELECT id FROM jobs")}
+        known = {job_id for (job_id,) in db.execute("SELECT id FROM jobs UNION SELECT id FROM removals")}
     homes = [home.name for home in (data_dir / "jobs").glob("job_*") if home.name not in known]
     return [name for name in homes if not JobFiles(data_dir, name).is_untouched()]
 
@@ -186,6 +187,8 @@ class _Salvage:
             keys = [column for column in table.columns if column.primary_key]
             known = {tuple(found) for found in db.execute(sa.select(*keys))}
         missing = [row for row in rows if tuple(row[number] for number in key) not in known]
+        if table.name == file_table.name:
+            missing = [row for row in missing if (self._data_dir / "files" / row[0]).exists()]  # others were deleted
         if table.name == "jobs":
             missing = [row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists()]  # others were removed
             self._from_backup = {row[0] for row in missing}
@@ -226,13 +229,24 @@ class _Salvage:
 
     def rebuild_jobs(self) -> None:
         """Jobs that have no record any more, or one that does not fit their segments."""
+        removed = self._removed_jobs()
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
+            if home.name in removed:
+                continue  # the next start removes what is left of it
             try:
                 if self._rebuild(home.name):
                     self._rebuilt.append(home.name)
                     self._progress(f"{home.name}: its ledger is rebuilt")
             except (OSError, BatchmillError, msgspec.MsgspecError) as error:
                 self._failed.append(f"{home.name}: {error}")
+
+    def _removed_jobs(self) -> set[str]:
+        """Jobs that somebody removed; a backup's record of one goes."""
+        with self._database.writer.begin() as db:
+            removed = set(db.execute(sa.select(removals.c.id).where(removals.c.id == removals.c.job)).scalars())
+            for job_id in removed & self._from_backup:
+                db.execute(jobs.delete().where(jobs.c.id == job_id))
+        return removed
 
     def _rebuild(self, job_id: str) -> bool:
         files = JobFiles(self._data_dir, job_id)
@@ -242,8 +256,9 @@ class _Salvage:
         if before.state is None:
             spec = files.read_spec()
         else:
-            spec = read_spec(self._ledger.job(job_id)["spec"])
-            if not self._is_in_doubt(spec, before):
+            record = self._ledger.job(job_id)
+            spec = read_spec(record["spec"])
+            if record["compacted"] is not None or not self._is_in_doubt(spec, before):
                 return False
         after = repair.rebuild(AuditOrder(spec, str(self._data_dir), before), lambda _: None)
         self._ledger.replace(spec, before, after)
