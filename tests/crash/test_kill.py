@@ -55,8 +55,8 @@ def test_no_row_is_lost_or_doubled(audit: dict):
 
 
 def test_no_answered_call_is_repeated(audit: dict):
-    """No call is made again whose reply was there over a second before the kill."""
-    assert audit["calls_repeated_wrongly"] == 0
+    """No call is made again whose outcome stood in a segment when a process was killed."""
+    assert audit["calls_repeated_wrongly"] == 0 < audit["rows_recorded"]
     assert audit["calls"] == ROWS + audit["calls_repeated"]
 
 
