@@ -94,8 +94,10 @@ async def test_rows_without_a_bound(folder, opened, service):
     assert view.cost == pytest.approx(ROWS * ROW_USD)
 
 
-async def test_failing_rows_end_when_asked(folder, opened, service):
-    """A job that waits for its service goes on without the rows that fail, once somebody says so."""
+@pytest.mark.parametrize("is_paused", [False, True], ids=["running", "paused"])
+async def test_failing_rows_end_when_asked(folder, opened, service, is_paused):
+    """A job that waits for its service, or was paused meanwhile, goes on without the rows that fail, once somebody says
+    so."""
     service.every = refusal(500)
     jobs = await opened()
     asked = order(folder, service, None)
@@ -103,6 +105,8 @@ async def test_failing_rows_end_when_asked(folder, opened, service):
     async for _ in jobs.watch(job, 0.02):
         if len(service.calls) >= 20:
             break
+    if is_paused:
+        assert (await jobs.pause(job)).state == "paused"
     await jobs.fail_rows(job)
     view = await end_of(jobs, job)
     assert (view.state, view.rows_failed, view.errors) == ("completed", ROWS, {"some_error": ROWS})
