@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 from fakes.batch_provider import BatchProvider
@@ -114,19 +119,24 @@ async def test_failing_rows_end_when_asked(folder, opened, service, is_paused):
         await jobs.fail_rows(job)
 
 
+def batch_order(folder, provider: BatchProvider, budget: float) -> JobOrder:
+    """Rows that bound their tokens, for a provider of batches that are looked at often."""
+    asked = order(folder, provider, budget, max_tokens=TOKENS)
+    quick = {"poll_s": 0.01, "poll_max_s": 0.02, "rows_max": 10}
+    model = ModelSpec(
+        "m", "provider_batch", "gpt", base_url=provider.base_url, api_key="env:FAR_KEY", provider="openai",
+        engine_args=quick, price=Price(0.0, output=PRICE.output),
+    )  # fmt: skip
+    return replace(asked, models=[model])
+
+
 async def test_batches_are_cut_to_the_budget(folder, opened, monkeypatch):
     """A provider is handed no row whose most the budget does not bear; with a larger one the rest is handed over."""
     monkeypatch.setenv("FAR_KEY", "k")
     async with BatchProvider(looks=2) as provider:
-        asked = order(folder, provider, None, max_tokens=TOKENS)
-        quick = {"poll_s": 0.01, "poll_max_s": 0.02, "rows_max": 10}
-        model = ModelSpec(
-            "m", "provider_batch", "gpt", base_url=provider.base_url, api_key="env:FAR_KEY", provider="openai",
-            engine_args=quick, price=Price(0.0, output=PRICE.output),
-        )  # fmt: skip
         jobs = await opened()
         too_small, budget = 0.5 * ROW_USD, 7.5 * ROW_USD
-        job = (await jobs.submit(replace(asked, models=[model], policy=Policy(budget=too_small)))).id
+        job = (await jobs.submit(batch_order(folder, provider, too_small))).id
         view = await end_of(jobs, job)
         assert (view.state, view.reason, len(provider.batches)) == ("paused", "budget", 0), view.message
         await jobs.amend(job, Amendment(budget=budget))
@@ -136,3 +146,38 @@ async def test_batches_are_cut_to_the_budget(folder, opened, monkeypatch):
         assert view.cost is not None and view.cost <= budget
         assert max(each.rows for each in await jobs.remote(job)) == 7
         assert set(provider.billed.values()) == {1}
+
+
+async def test_a_worker_that_dies_with_a_cut_batch(folder, opened, monkeypatch):
+    """What a killed worker had handed over is found again and paid once, and no row more than the budget bears."""
+    monkeypatch.setenv("FAR_KEY", "k")
+    async with BatchProvider(looks=1_000_000) as provider:
+        jobs = await opened()
+        budget = 7.5 * ROW_USD
+        job = (await jobs.submit(batch_order(folder, provider, budget))).id
+        for name in ("first", "second"):
+            while not provider.running:
+                await asyncio.sleep(0)
+            (pid,) = worker_pids()
+            os.kill(pid, signal.SIGKILL)
+            while worker_pids() in ([], [pid]):
+                await asyncio.sleep(0)
+            assert len(provider.batches) == 1, name
+        provider._looks = provider.batches[provider.running[0]].looks = 1  # the provider is through with it
+        view = await end_of(jobs, job)
+        assert (view.state, view.rows_ok) == ("completed", ROWS), view.message
+        assert view.cost is not None and view.cost <= budget
+        assert max(each.rows for each in await jobs.remote(job)) == 7
+        assert set(provider.billed.values()) == {1}
+
+
+def worker_pids() -> list[int]:
+    """The workers that this process has started, and that live."""
+    found = []
+    for place in Path("/proc/self/task").glob("*/children"):
+        for pid in place.read_text().split():
+            with contextlib.suppress(OSError):
+                words = Path("/proc", pid, "cmdline").read_bytes()
+                if b"batchmill.executors.worker" in words:
+                    found.append(int(pid))
+    return found
