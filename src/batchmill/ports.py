@@ -195,7 +195,10 @@ class PatientEngine(Protocol):
     """An engine whose rows may wait for their service."""
 
     def fail_rows(self, job_id: str) -> None:
-        """Give up the rows of this job that have failed, and those that fail until a row is answered."""
+        """Give up the rows of this job that have failed, and those that fail until one of them is answered."""
+
+    def forget(self, job_id: str) -> None:
+        """No row of this job comes any more, unless it begins anew."""
 
 
 class Jobs(Protocol):

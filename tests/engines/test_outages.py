@@ -17,11 +17,12 @@ from batchmill.engines.pacing import OUTAGE_MAX_S, Pacer
 from batchmill.engines.replies import Reply
 from batchmill.engines.retry import Fault, Kind, Retries
 from batchmill.errors import JobPaused
-from batchmill.types import Limits, ModelSpec, Outcome, RowError
+from batchmill.types import Limits, ModelSpec, Outcome, RowError, Usage
 
 FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
 UNREACHABLE = Fault(Kind.UNREACHABLE, RowError("connection_failed", "refused"))
 LEASE = SimpleNamespace(job_id="job", key="job/0")
+OTHER = SimpleNamespace(job_id="other", key="other/0")
 
 
 class Service:
@@ -121,6 +122,58 @@ async def test_failing_rows_are_given_up_when_asked() -> None:
     assert service.sink.numbers() == list(range(160))
     assert service.failed() == list(service.bad)
     assert max(service.calls.values()) <= 5
+
+
+async def test_rows_of_other_jobs_are_not_given_up() -> None:
+    """Whoever gives up the rows of a job that fails says nothing of another's, which waits out the outage."""
+    service = Service()
+    rows = [chat_row(n, "a", lease=OTHER if n % 10 == 0 else LEASE) for n in range(1000)]
+    running = asyncio.create_task(service.dispatch.run(OpenFeed(service.sink, rows, ended=True), service.sink))
+    await service.until(50, running)
+    service.is_down = True
+    await service.until(service.calls.total() + 30, running)
+    answered = service.sink.numbers()
+    service.dispatch.fail_rows("job")
+    ours = [n for n in range(1000) if n % 10 and n not in answered]
+    while not set(ours) <= set(service.sink.numbers()) and not running.done():
+        await asyncio.sleep(0)
+    assert service.failed() == ours
+    service.is_down = False
+    await running
+    assert service.failed() == ours
+    assert service.sink.numbers() == list(range(1000))
+
+
+async def test_what_was_said_of_a_job_ends_with_it() -> None:
+    """A job that comes again is not given up for what was said of it before."""
+    service = Service()
+    service.dispatch.fail_rows("job")
+    service.dispatch.forget("job")
+    running = asyncio.create_task(service.run(10))
+    service.is_down = True
+    await service.until(15, running)
+    service.is_down = False
+    await running
+    assert service.failed() == []
+
+
+async def test_replies_that_cannot_be_kept_are_paid() -> None:
+    """What a reply cost that was called for again is part of what its row cost."""
+    service = Service()
+    garbled = Fault(Kind.GARBLED, RowError("bad_response", "twice"), Reply(0, None, Usage(7, 0, 3)))
+
+    async def send(call: Call) -> Outcome | Fault:
+        service.calls[call.row.number] += 1
+        await asyncio.sleep(0)
+        if call.row.number == 0 or service.calls[call.row.number] == 1:
+            return garbled
+        return Reply(200, b"{}", Usage(5, 0, 1)).ok(call.row)
+
+    service.dispatch._send = send
+    await service.run(2)
+    never, once = sorted(service.sink.outcomes, key=lambda outcome: outcome.row.number)
+    assert (never.usage, once.usage) == (Usage(14, 0, 6), Usage(12, 0, 4))
+    assert (never.status, never.body) == (0, None)
 
 
 async def test_rows_without_a_reply_are_not_given_up() -> None:

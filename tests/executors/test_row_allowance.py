@@ -9,6 +9,7 @@ from contract.engine_suite import chat_row
 
 from batchmill.executors.allowance import OUTPUT_GUESS, Allowance
 from batchmill.types import Outcome, Price, Row, RowError, Usage
+from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Spending
 
 PRICE = Price(1.0, cached=0.5, output=10.0)  # USD per million tokens
@@ -37,7 +38,10 @@ def test_most_of_a_row() -> None:
     cases = [
         ({"max_tokens": 100}, 100),
         ({"max_completion_tokens": 50, "max_tokens": 100}, 100),
-        ({"max_output_tokens": 7}, 7),
+        ({"max_output_tokens": 7}, OUTPUT_GUESS),  # no word of this path's
+        ({"max_tokens": -1}, OUTPUT_GUESS),
+        ({"max_tokens": "7"}, OUTPUT_GUESS),  # a service may take it all the same
+        ({"max_tokens": 7, "best_of": 2.5}, OUTPUT_GUESS),
         ({"max_tokens": 100, "n": 3}, 300),
         ({"max_tokens": 100, "n": 2, "best_of": 4}, 400),
         ({}, OUTPUT_GUESS),
@@ -45,6 +49,25 @@ def test_most_of_a_row() -> None:
     for fields, tokens in cases:
         row = chat_row(0, "hello", **fields)
         assert most(row) == pytest.approx(body_bytes(row) + 10 * tokens), fields
+
+
+def test_most_by_the_path() -> None:
+    """What bounds a row is what its path knows; each prompt of a list is answered, and embeddings write nothing."""
+    cases = [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 5}, 5),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 5}, 15),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 5, "n": 2}, 20),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5}, 5),
+        ("/v1/completions", {"prompt": [], "max_tokens": 5}, 5),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 0),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 5, "max_tokens": 1}, 5),
+        ("/v1/responses", {"input": "a", "max_tokens": 1}, OUTPUT_GUESS),
+        ("/v1/embeddings", {"input": "a"}, 0),
+    ]
+    for url, body, tokens in cases:
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+        row = Row(0, 0, line.encode(), OpenAIForm())
+        assert most(row) == pytest.approx(body_bytes(row) + 10 * tokens), (url, body)
 
 
 def test_a_row_goes_only_while_its_most_is_there() -> None:
@@ -76,3 +99,31 @@ def test_what_is_usual_is_learned() -> None:
     assert before - made.free == pytest.approx(2 * (body_bytes(rows[20]) + 10 * 190) * USD)
     made.report()
     assert told[-1].beyond == pytest.approx(2 * 10 * (1000 - 190) * USD)
+
+
+def test_a_long_prompt_hides_nothing_of_what_is_written() -> None:
+    """That a prompt has fewer tokens than bytes says nothing of what the next row writes."""
+    rows = [chat_row(n, "word " * 2000) for n in range(40)]
+    made = allowance(100.0, [])
+    for n in range(20):
+        assert made.reserve([rows[n]]) == 1
+        made.settle([Outcome(rows[n], b"{}", usage=Usage(2000, 0, 200))])
+        before = made.free
+        made.reserve([rows[20 + n]])
+        assert (before - made.free) / USD >= body_bytes(rows[20 + n]) + 10 * 200 - 0.001
+
+
+def test_less_is_allowed_than_before() -> None:
+    """Told a second time that the budget is nearly spent, a worker gives back what no row has reserved; what it had to
+    reserve beyond what it had, the owner hears of at once."""
+    told: list[Spending] = []
+    made = allowance(1.0, told)
+    made.add(0.0, is_lean=True)
+    assert told[-1].returned == 1.0
+    made.add(0.5, is_lean=True)
+    assert made.free == 0.5  # for the row that it asked for
+    made.add(0.0, is_lean=True)
+    assert (told[-1].returned, made.free) == (0.5, 0.0)
+    row = chat_row(0, "hello", max_tokens=100)
+    assert made.reserve([row], at_any_price=True) == 1
+    assert (told[-1].returned, made.free) == (pytest.approx(-most(row) * USD), 0.0)

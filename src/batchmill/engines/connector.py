@@ -103,6 +103,11 @@ class ConnectorEngine:
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
 
+    def forget(self, job_id: str) -> None:
+        """See `ports.PatientEngine`."""
+        if self._dispatch is not None:
+            self._dispatch.forget(job_id)
+
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
         return self._live.predict(request)
 

@@ -14,7 +14,8 @@ from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.connector_credentials import Credentials
 from batchmill.engines.connector_embeddings import embeddings_of
 from batchmill.engines.connector_replies import Answer, settle
-from batchmill.engines.retry import Fault, Kind, Stretch
+from batchmill.engines.outgoing import Attempts
+from batchmill.engines.retry import Fault, Kind
 from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
 from batchmill.models.connectors.bounded import Processing
 from batchmill.models.connectors.preprocessing import prepare
@@ -29,14 +30,11 @@ _DOCUMENTS = ("text_docs", "query_text")
 ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its reply comes to
 
 
-class ConnectorCall:
-    """One call, over all of its attempts. `dispatch` reads and writes what `outgoing.Call` has too."""
+class ConnectorCall(Attempts):
+    """One call, over all of its attempts."""
 
     __slots__ = (
-        "attempts",
         "body",
-        "charged",
-        "fault",
         "generation",
         "is_admitted",
         "is_predict",
@@ -44,14 +42,11 @@ class ConnectorCall:
         "parameters",
         "rendered",
         "row",
-        "sent_at",
-        "since",
-        "stretch",
         "url",
-        "within",
     )
 
     def __init__(self, row: Row | None, parameters: Mapping[str, Any], *, is_typed: bool) -> None:
+        super().__init__()
         self.row = row  # None: a live request's
         self.parameters = parameters
         self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
@@ -61,13 +56,6 @@ class ConnectorCall:
         self.rendered: Rendered | None = None
         self.generation = 0  # of the credentials in `rendered`
         self.body = b""  # whose length is what the call is reckoned at
-        self.attempts = 0  # calls that failed and count
-        self.since = 0.0  # monotonic time of the first one; 0: none was made
-        self.sent_at = 0.0  # monotonic time of the last one
-        self.charged = 0.0  # tokens that the last one was reckoned at
-        self.fault: Fault | None = None  # the last failure that counts
-        self.stretch: Stretch | None = None  # the failures in a row among which that was
-        self.within = 0  # of the attempts, those in this stretch
 
 
 class Caller:

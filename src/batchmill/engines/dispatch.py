@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 
 import msgspec
+from msgspec.structs import replace
 
 from batchmill.engines.ahead import Ahead, nothing
 from batchmill.engines.outgoing import Call
@@ -19,7 +20,7 @@ from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, Kind, Retr
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
-from batchmill.types import Outcome, Row, RowError
+from batchmill.types import Outcome, Row, RowError, Usage
 
 THROTTLED_MAX_S = 86400.0  # a row that the service keeps putting off for a day is given up
 GARBLED_CALLS_MAX = 2
@@ -51,10 +52,11 @@ class Dispatch:
         self._queue: deque[Call] = deque()
         self._done: list[Outcome] = []
         self._held = 0  # rows taken and not put
+        self._held_of: Counter[str] = Counter()  # the same for each job
         self._waiting: set[Call] = set()  # of these, rows that wait for their retry
         self._aside: list[Call] = []  # and rows that failed in the outage that lasts
         self._reach = 0  # rows to hold while it lasts
-        self._given_up: set[str] = set()  # jobs whose failures stand, until a row is answered
+        self._given_up: set[str] = set()  # jobs whose failures stand, until a row of theirs is answered
         self._feed_ended = False
         self._stopped: JobPaused | None = None
         self._alarm: asyncio.Task[None] | None = None
@@ -99,6 +101,7 @@ class Dispatch:
                 break
             self._held += len(rows)
             for row in rows:
+                self._held_of[_job_of(row)] += 1
                 self._enqueue(row)
             self._pump()
         self._feed_ended = True
@@ -136,10 +139,11 @@ class Dispatch:
         if not self._queue and not self._aside:
             return None
         now = self._clock.monotonic()
-        call = self._test_row(now) if is_down else self._queue[0]
+        given_up = self._given_up_row() if is_down else None
+        call = given_up or (self._test_row(now) if is_down else self._queue[0])
         if call is None:
             return None
-        wait = self._pacer.wait_s(len(call.body), now)
+        wait = self._pacer.wait_s(len(call.body), now, is_no_outage=given_up is not None)
         if wait > 0:
             if wait != math.inf and self._alarm is None:
                 self._alarm = self._spawn(self._pump_after(wait))
@@ -214,20 +218,33 @@ class Dispatch:
     def fail_rows(self, job_id: str) -> None:
         """The rows of a job that have failed are given up with their last error, and those that fail from now on.
 
-        Outages hold its rows back no more, until a row is answered. Rows that never had a reply go on waiting.
+        Outages hold its rows back no more, until one of them is answered; rows of other jobs wait as before. Rows that
+        never had a reply go on waiting.
         """
         self._given_up.add(job_id)
         for calls in (self._aside, self._queue, self._waiting):
-            for call in [call for call in calls if call.attempts and call.row.lease.job_id == job_id]:
+            for call in [call for call in calls if call.attempts and _job_of(call.row) == job_id]:
                 assert call.fault is not None
                 calls.remove(call)
-                self._finish(call.fault.outcome(call.row, call.attempts))
+                outcome = call.fault.outcome(call.row, call.attempts)
+                self._finish(outcome if call.wasted is None else replace(outcome, usage=call.wasted))
         self._dismiss()
         self._pump()
 
+    def forget(self, job_id: str) -> None:
+        """This job has ended, or is paused: what was said of its rows holds no more."""
+        self._given_up.discard(job_id)
+
+    def _given_up_row(self) -> Call | None:
+        """A row that no outage holds back, while there is a connection at all."""
+        if not self._given_up or not self._pacer.outage.is_reachable:
+            return None
+        return next((call for call in self._queue if self._is_given_up(call)), None)
+
     def _dismiss(self) -> None:
-        """Whoever gives rows up says that it is they, not the service, unless there is no connection."""
-        if self._given_up and self._pacer.outage.is_reachable:
+        """Whoever gives rows up says that it is they, not the service, unless there is no connection. Of rows of other
+        jobs nobody has said so."""
+        if self._given_up and self._pacer.outage.is_reachable and self._held_of.keys() <= self._given_up:
             self._pacer.outage.dismiss()
 
     async def _pump_after(self, wait_s: float) -> None:
@@ -244,12 +261,12 @@ class Dispatch:
                 if call.stretch is not None:
                     call.stretch.answered()
                 if self._given_up:
-                    self._given_up.clear()
+                    self.forget(_job_of(call.row))
                 if result.usage is not None:
                     tokens = (result.usage.input_tokens, result.usage.output_tokens)
                     self._pacer.correct(len(call.body), call.charged, tokens)
                 self._budget.earn()
-                self._finish(result)
+                self._end(call, result)
             else:
                 self._handle(call, result, now)
             call = self._next()
@@ -267,7 +284,7 @@ class Dispatch:
         match fault.kind:
             case Kind.PERMANENT:
                 self._pacer.answered(now)
-                self._finish(fault.outcome(call.row, call.attempts + 1))
+                self._end(call, fault.outcome(call.row, call.attempts + 1))
             case Kind.AUTH:
                 self._pacer.answered(now)
                 self._stop(AuthRefused(f"the service refused the credentials: {fault.error.message}"))
@@ -290,7 +307,7 @@ class Dispatch:
             hours = fault.rest_s / 3600
             self._stop(QuotaExhausted(f"the service asked to be left alone for {hours:.1f} h: {fault.error.message}"))
         elif now - call.since >= THROTTLED_MAX_S:
-            self._finish(fault.outcome(call.row, call.attempts + 1))
+            self._end(call, fault.outcome(call.row, call.attempts + 1))
         else:
             self._queue.appendleft(call)
 
@@ -301,7 +318,7 @@ class Dispatch:
         if fault.kind is not Kind.UNREACHABLE:
             self._count(call, fault)
             if self._is_given_up(call) or self._is_spent(call, now, self._retries.attempts_max):
-                self._finish(fault.outcome(call.row, call.attempts))
+                self._end(call, fault.outcome(call.row, call.attempts))
                 self._dismiss()
                 return
         if outage.is_open:
@@ -315,9 +332,11 @@ class Dispatch:
         call.attempts += 1
         call.fault = fault
         if self._is_given_up(call) or self._is_spent(call, now, calls_max):
-            self._finish(fault.outcome(call.row, call.attempts))
-        else:
-            self._go_again(call, fault)
+            self._end(call, fault.outcome(call.row, call.attempts))
+            return
+        if fault.reply is not None and fault.reply.usage is not None:
+            call.wasted = fault.reply.usage + (call.wasted or Usage())
+        self._go_again(call, fault)
 
     def _count(self, call: Call, fault: Fault) -> None:
         """An attempt is spent. Those of an outage that has turned out to be one are given back."""
@@ -338,7 +357,7 @@ class Dispatch:
         return call.attempts >= calls_max or is_late
 
     def _is_given_up(self, call: Call) -> bool:
-        return bool(self._given_up) and call.row.lease.job_id in self._given_up
+        return bool(self._given_up) and _job_of(call.row) in self._given_up
 
     def _go_again(self, call: Call, fault: Fault) -> None:
         """A further attempt, at once or after a while."""
@@ -369,8 +388,18 @@ class Dispatch:
 
     # results and the end
 
+    def _end(self, call: Call, outcome: Outcome) -> None:
+        """No further call is made. Replies that could not be kept were paid all the same."""
+        if call.wasted is not None:
+            outcome = replace(outcome, usage=call.wasted + (outcome.usage or Usage()))
+        self._finish(outcome)
+
     def _finish(self, outcome: Outcome) -> None:
         self._held -= 1
+        job_id = _job_of(outcome.row)
+        self._held_of[job_id] -= 1
+        if not self._held_of[job_id]:
+            del self._held_of[job_id]
         self._done.append(outcome)
         self._has_done.set()
         if self._feed_ended:
@@ -404,3 +433,7 @@ class Dispatch:
     async def _give_up_after(self, wait_s: float) -> None:
         await self._clock.sleep(wait_s)
         self._ended.set()
+
+
+def _job_of(row: Row) -> str:
+    return "" if row.lease is None else row.lease.job_id

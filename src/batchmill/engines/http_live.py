@@ -123,7 +123,7 @@ def _handed_on(fault: Fault) -> tuple[int, bytes]:
     if fault.kind is Kind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply: Reply | None = fault.reply
-    if reply is None or 300 <= reply.status < 400:
+    if reply is None or reply.status < 400:
         raise ModelFailed(fault.error.message, code=fault.error.code)
     if reply.body is not None:
         return reply.status, reply.body

@@ -13,7 +13,7 @@ from yarl import URL
 from batchmill.engines.retry import Fault, Stretch
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.models.paths import paths_of
-from batchmill.types import LiveRequest, ModelSpec, Row
+from batchmill.types import LiveRequest, ModelSpec, Row, Usage
 from batchmill.wire.forms import with_model
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -26,28 +26,12 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
 _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 
 
-class Call:
-    """One row on its way to a service, over all of its attempts."""
+class Attempts:
+    """What has become of a call so far; `dispatch` keeps it."""
 
-    __slots__ = (
-        "attempts",
-        "body",
-        "charged",
-        "fault",
-        "headers",
-        "row",
-        "sent_at",
-        "since",
-        "stretch",
-        "url",
-        "within",
-    )
+    __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "stretch", "wasted", "within")
 
-    def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
-        self.row = row
-        self.url = url
-        self.body = body
-        self.headers = headers  # besides those of every call
+    def __init__(self) -> None:
         self.attempts = 0  # calls that failed and count
         self.since = 0.0  # monotonic time of the first one; 0: none was made
         self.sent_at = 0.0  # monotonic time of the last one
@@ -55,6 +39,20 @@ class Call:
         self.fault: Fault | None = None  # the last failure that counts
         self.stretch: Stretch | None = None  # the failures in a row among which that was
         self.within = 0  # of the attempts, those in this stretch
+        self.wasted: Usage | None = None  # by replies that could not be kept
+
+
+class Call(Attempts):
+    """One row on its way to a service, over all of its attempts."""
+
+    __slots__ = ("body", "headers", "row", "url")
+
+    def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
+        super().__init__()
+        self.row = row
+        self.url = url
+        self.body = body
+        self.headers = headers  # besides those of every call
 
 
 class LiveCall:

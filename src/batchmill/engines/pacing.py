@@ -196,6 +196,7 @@ class Outage:
         self.last = ""
         self.is_reachable = True  # the last failure was no refused connection
         self.stretch = Stretch()  # that failures belong to now
+        self.probe_at = -math.inf  # when a call may ask whether it is over
         self._since = 0.0
         self._probes = 0
 
@@ -216,6 +217,7 @@ class Outage:
         """The failures so far say nothing against the service."""
         if self.failures:
             self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
+            self.probe_at = -math.inf
 
     def probe_in_s(self, jitter: Callable[[], float]) -> float:
         """Seconds until a call may ask again; called once for each."""
@@ -253,16 +255,19 @@ class Pacer:
         """As many calls are in flight as there may be, and the service answers."""
         return self.window.in_flight >= self.window.limit and not self.outage.is_open
 
-    def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False) -> float:
+    def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False, is_no_outage: bool = False) -> float:
         """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first.
 
-        Args: is_admitted: for the rate of calls that is set it need not wait, though it counts.
+        Args:
+            is_admitted: for the rate of calls that is set it need not wait, though it counts.
+            is_no_outage: somebody says that its failures are its own: an outage does not hold it back.
         """
         window = self.window
-        if window.in_flight >= (1 if self.outage.is_open else window.limit):
+        is_down = self.outage.is_open and not is_no_outage
+        if window.in_flight >= (1 if is_down else window.limit):
             self._learned.held(now)
             return math.inf
-        wait = self._rest_until - now
+        wait = max(self._rest_until, self.outage.probe_at if is_down else -math.inf) - now
         if wait > 0:
             return wait
         wait = self._learned.wait_s(now)
@@ -339,7 +344,7 @@ class Pacer:
             self.window.failed()
         self.outage.failed(fault, now)
         if self.outage.is_open and self.window.in_flight == 0:
-            self._rest(now + self.outage.probe_in_s(self._jitter))
+            self.outage.probe_at = now + self.outage.probe_in_s(self._jitter)
 
     def retry_in_s(self, attempts: int) -> float:
         """Seconds until a row whose calls have failed `attempts` times is tried again."""

@@ -111,7 +111,8 @@ def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: s
     if reply.status < 300:
         if reply.error is None or reply.body is None:
             kind = Kind.GARBLED if reply.is_half_text or reply.flaw else Kind.TRANSIENT
-            return Fault(kind, _unreadable(reply), None, None, request_id)
+            paid = None if reply.usage is None else Reply(0, None, reply.usage)
+            return Fault(kind, _unreadable(reply), paid, None, request_id)
         # Proxies report a failure of the service behind them in a reply of status 200; a result file must not.
         reply = Reply(_implied_status(reply.body, reply.error.code), reply.body, reply.usage, reply.error)
     kind = _kind(reply, headers)

@@ -33,11 +33,29 @@ class _Bounds(Struct, gc=False):
     max_output_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
 
-    @property
-    def tokens(self) -> int | None:
-        told = [each for each in (self.max_completion_tokens, self.max_output_tokens, self.max_tokens) if each]
-        return None if not told else max(told) * max(self.n or 1, self.best_of or 1, 1)
+    def tokens(self, url: str) -> int | None:
+        """The most that it is answered with; None: as many as the model likes."""
+        if url.endswith("/responses"):
+            told = [self.max_output_tokens]
+        elif url.endswith("/completions"):  # which may read one of the two or the other
+            told = [self.max_completion_tokens, self.max_tokens]
+        else:
+            told = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens]
+        most = max((each for each in told if each is not None), default=None)
+        if most is None or most < 0:
+            return None
+        return most * max(self.n or 1, self.best_of or 1, 1) * self._prompts()
+
+    def _prompts(self) -> int:
+        """A body of /completions may hold several, and each is answered."""
+        prompt = bytes(self.prompt)
+        if not prompt.startswith(b"["):
+            return 1
+        prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+        are_tokens = bool(prompts) and bytes(prompts[0])[:1].isdigit()
+        return 1 if are_tokens else max(len(prompts), 1)
 
 
 _bounds = msgspec.json.Decoder(_Bounds)
@@ -64,7 +82,7 @@ class Allowance:
         self._job, self._price, self._has_requests, self._tell = job, price, has_requests, tell
         self._input = max(price.input, price.cached or 0.0) / 1e6
         self._reserved: dict[int, _Reserved] = {}  # position -> what its row has reserved
-        self._beyond: deque[float] = deque(maxlen=MEMORY)  # what rows without a bound cost beyond their prompts
+        self._written: deque[float] = deque(maxlen=MEMORY)  # USD for what rows without a bound were answered with
         self._usual = price.output / 1e6 * OUTPUT_GUESS
         self._done = self._heard = 0
         self._needs = 0.0  # what the next row would reserve, where that is too much
@@ -86,6 +104,8 @@ class Allowance:
             self.free -= most.usd
             self._reserved[row.position] = most
         self._needs = 0.0
+        if self.free < -TINY:
+            self.report(gives_back=True)  # the owner is to know what it has not given
         return len(rows)
 
     def settle(self, outcomes: Iterable[Outcome]) -> bool:
@@ -98,8 +118,8 @@ class Allowance:
             cost = 0.0 if outcome.usage is None else self._price.cost(outcome.usage)
             most = self._reserved.pop(outcome.row.position, None)
             self.free += (0.0 if most is None else most.usd) - cost
-            if most is not None and most.base is not None and outcome.error is None:
-                self._learn(cost - most.base)
+            if most is not None and most.base is not None and outcome.error is None and outcome.usage is not None:
+                self._learn(self._price.output / 1e6 * outcome.usage.output_tokens)
         if self.is_lean:
             self.report(gives_back=True)
         return 0 < self._needs <= self.free
@@ -109,7 +129,7 @@ class Allowance:
         self.free += usd
         self._heard += 1
         self._told = None
-        if is_lean and not self.is_lean:
+        if is_lean and not (self.is_lean and usd):
             self.is_lean = True
             self.report(gives_back=True)
         if usd:
@@ -122,8 +142,8 @@ class Allowance:
     def report(self, *, gives_back: bool = False) -> None:
         """Tell the owner how things stand, where it does not know."""
         given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
-        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._beyond else 0
-        beyond = unbounded * (max(self._beyond, default=0.0) - self._usual) if unbounded else 0.0
+        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._written else 0
+        beyond = unbounded * (max(self._written) - self._usual) if unbounded else 0.0
         told = Spending(
             self._job,
             given,
@@ -145,18 +165,21 @@ class Allowance:
             return _Reserved(max(0.0, base + self._usual), base)
         try:
             request = row.form.request(row)
-            bounds = _bounds.decode(request.body)
         except UNREADABLE:
             return _Reserved(0.0)
         base = self._input * len(request.body)
-        tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens
+        try:
+            bounds = _bounds.decode(request.body)
+            tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
+        except UNREADABLE:  # a service may understand what we do not
+            tokens = None
         if tokens is None:
             return _Reserved(max(0.0, base + self._usual), base)
         return _Reserved(base + self._price.output / 1e6 * tokens)
 
-    def _learn(self, beyond: float) -> None:
-        self._beyond.append(beyond)
-        if len(self._beyond) >= KNOWN:
-            self._usual = sorted(self._beyond)[int(SHARE * len(self._beyond))]
+    def _learn(self, written: float) -> None:
+        self._written.append(written)
+        if len(self._written) >= KNOWN:
+            self._usual = sorted(self._written)[int(SHARE * len(self._written))]
         else:
-            self._usual = 2 * max(self._beyond)
+            self._usual = 2 * max(self._written)

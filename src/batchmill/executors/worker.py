@@ -305,6 +305,8 @@ class Worker:
             job.segment.close()
             job.rows.close()
             del self._jobs[job.id]
+            if isinstance(self._engine, PatientEngine):
+                self._engine.forget(job.id)
             self._send(Released(job.id))
 
     # -- what engines ask of a lease: executors.held.Desk -------------------------------------------------------------

@@ -201,6 +201,7 @@ class JobRun:
         number = commit.lease.shard
         rows = commit.rows_ok + commit.rows_failed
         self.rates.add(rows, commit.usage)
+        self.fails_rows = self.fails_rows and not commit.rows_ok
         self.moved = self._clock.monotonic()
         for hook in self.counted_hooks:
             hook(commit)

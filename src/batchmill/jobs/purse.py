@@ -76,9 +76,11 @@ class Purse:
         )
 
     def amend(self, budget: float) -> None:
-        """There is more to spend now, or less."""
+        """There is more to spend now, or less: then workers give back what no row of theirs has reserved."""
         if budget != self.budget:
             self.budget = budget
+            if self.free < 0:
+                self._be_lean(again=True)
             self.share()
 
     def open(self, worker: str, send: Send) -> None:
@@ -126,8 +128,8 @@ class Purse:
         self._sent[worker] += 1
         self._workers[worker](Allow(self._job, usd, self._is_lean))
 
-    def _be_lean(self) -> None:
-        if not self._is_lean:
+    def _be_lean(self, *, again: bool = False) -> None:
+        if again or not self._is_lean:
             self._is_lean = True
             for worker in self._workers:
                 self._send(worker)
