@@ -260,7 +260,7 @@ class Pacer:
 
         Args:
             is_admitted: for the rate of calls that is set it need not wait, though it counts.
-            is_no_outage: somebody says that its failures are its own: an outage does not hold it back.
+            is_no_outage: its failures count as its own: an outage does not hold it back.
         """
         window = self.window
         is_down = self.outage.is_open and not is_no_outage
