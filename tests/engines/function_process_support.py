@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.engine_suite import PATIENCE_S
 
-from batchmill.engines.function_process.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionProcessEngine
 from batchmill.types import Ask, FunctionSpec, Limits, ModelSpec, Row
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Answer

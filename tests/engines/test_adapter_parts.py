@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from llm_support import chat_row
 
-from batchmill.engines.adapter_counts import NAMES_MAX, OTHERS, AdapterCounts
-from batchmill.engines.adapter_names import Adapter, AdapterNames, Restorer
-from batchmill.engines.adapter_queue import AdapterQueue
-from batchmill.engines.llm_calls import Call
+from batchmill.engines.llm.adapters import NAMES_MAX, OTHERS, Adapter, AdapterCounts, AdapterNames, Restorer
+from batchmill.engines.llm.calls import Call
+from batchmill.engines.llm.row_queue import AdapterQueue
 from batchmill.types import AdapterStats, Usage
 
 A, B = Adapter("a", "/a"), Adapter("b", "/b")

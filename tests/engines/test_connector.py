@@ -22,7 +22,7 @@ from fakes.held_clock import HeldClock
 from batchmill.children import programs
 from batchmill.children.bounds import Bounds
 from batchmill.children.programs import Programs
-from batchmill.engines.connector import ConnectorEngine
+from batchmill.engines.remote.connector import ConnectorEngine
 from batchmill.errors import (
     AuthRefused,
     BatchmillError,

@@ -9,7 +9,7 @@ import pytest
 from contract.engine_suite import ServiceSuite
 from fakes.openai_service import HANG, Answer, OpenAIService, refusal
 
-from batchmill.engines.connector import ConnectorEngine
+from batchmill.engines.remote.connector import ConnectorEngine
 from batchmill.types import Action, Connector, Limits, ModelSpec
 
 BODY = '{"model": "${parameters.deployed}", "messages": ${parameters.messages}, "stream": ${parameters.stream:-false}}'

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from batchmill.engines.deadlines import Deadlines
+from batchmill.engines.connections import Deadlines
 
 
 async def wait_with(deadlines: Deadlines, gate: asyncio.Event) -> str:

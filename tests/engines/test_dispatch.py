@@ -9,10 +9,9 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
-from batchmill.engines.ahead import Ahead
-from batchmill.engines.dispatch import DRAIN_S, Dispatch, Send
-from batchmill.engines.outgoing import Call, Composer
-from batchmill.engines.pacing import Pacer
+from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
+from batchmill.engines.remote.outgoing import Call, Composer
+from batchmill.engines.remote.pacing import Ahead, Pacer
 from batchmill.engines.replies import Reply
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, Kind, Retries
 from batchmill.errors import AuthRefused

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.engines.flight import BACKLOG_ROWS, LIMIT_MAX, LIMIT_MIN, LIMIT_START, Flight, Gauges, read_gauges
+from batchmill.engines.llm.row_limits import (
+    BACKLOG_ROWS,
+    LIMIT_MAX,
+    LIMIT_MIN,
+    LIMIT_START,
+    Flight,
+    Gauges,
+    read_gauges,
+)
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -7,8 +7,8 @@ import threading
 import msgspec
 import pytest
 
-from batchmill.engines.function import ROWS_MAX, FunctionEngine
-from batchmill.engines.user_code import TRACEBACKS_MAX
+from batchmill.engines.function.in_worker import ROWS_MAX, FunctionEngine
+from batchmill.engines.function.in_worker_calls import TRACEBACKS_MAX
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, ModelSpec, Row, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
@@ -140,7 +140,7 @@ async def test_an_exception_is_that_rows_error(build, tmp_path):
     assert failed.status == 0 and failed.body is None and "division" in failed.error.message
     log = (tmp_path / "home/function.log").read_text()
     assert log.count("ZeroDivisionError") == TRACEBACKS_MAX
-    assert "row 1:" in log and 'app.py", line 3, in f' in log and "engines/function.py" not in log
+    assert "row 1:" in log and 'app.py", line 3, in f' in log and "engines/function/in_worker.py" not in log
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract.engine_suite import EngineSuite, answer_to, chat_request, chat_row
 
-from batchmill.engines.function import FunctionEngine
+from batchmill.engines.function.in_worker import FunctionEngine
 from batchmill.errors import BatchmillError
 from batchmill.types import LiveRequest, ModelSpec, Row
 

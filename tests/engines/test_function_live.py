@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_row
 
-from batchmill.engines.function import FunctionEngine
+from batchmill.engines.function.in_worker import FunctionEngine
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Limits, LiveHead, LiveRequest, ModelSpec
 

@@ -14,8 +14,8 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, answer_to, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
-from batchmill.engines.function_process.engine import FunctionProcessEngine
-from batchmill.engines.function_process.stages import Stages
+from batchmill.engines.function.engine import FunctionProcessEngine
+from batchmill.engines.function.work import Stages
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec, Row
 from batchmill.wire.calls import Results

@@ -9,7 +9,7 @@ import pytest
 from contract.engine_suite import EngineSuite, answer_to, chat_request, chat_row
 from function_process_support import deployed, running
 
-from batchmill.engines.function_process.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionProcessEngine
 from batchmill.errors import BatchmillError
 from batchmill.types import LiveRequest, Row
 

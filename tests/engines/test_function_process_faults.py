@@ -15,7 +15,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
-from batchmill.engines.function_process.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionProcessEngine
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from batchmill.engines import guard
+from batchmill.engines.llm import guard
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from contract.engine_suite import PATIENCE_S, Handle, ListSink, OpenFeed, chat_r
 from fakes.held_clock import HeldClock
 from fakes.openai_service import CUT, HANG, RESET, STALL, Answer, OpenAIService, refusal
 
-from batchmill.engines.http import HttpEngine
+from batchmill.engines.remote.http import HttpEngine
 from batchmill.engines.replies import REPLY_BYTES_MAX
 from batchmill.errors import AuthRefused, JobPaused, ModelFailed, QuotaExhausted
 from batchmill.ports import Clock

@@ -9,7 +9,7 @@ import pytest
 from contract.engine_suite import ServiceSuite
 from fakes.openai_service import HANG, Answer, OpenAIService, refusal
 
-from batchmill.engines.http import HttpEngine
+from batchmill.engines.remote.http import HttpEngine
 from batchmill.types import Limits, ModelSpec
 
 LIMITS = Limits(in_flight_max=64)

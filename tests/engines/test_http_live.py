@@ -12,7 +12,7 @@ import pytest
 from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, chat_row
 from fakes.openai_service import CUT, RESET, Answer, OpenAIService, refusal
 
-from batchmill.engines.http import HttpEngine
+from batchmill.engines.remote.http import HttpEngine
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, Unavailable
 from batchmill.types import Limits, LiveHead, LiveRequest, ModelSpec
 

@@ -15,7 +15,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row, run_all
 from fakes.held_clock import HeldClock
 
-from batchmill.engines.http import HttpEngine
+from batchmill.engines.remote.http import HttpEngine
 from batchmill.errors import JobPaused
 from batchmill.types import Limits, ModelSpec, Outcome
 

@@ -10,9 +10,9 @@ import signal
 import pytest
 from llm_support import FakeVllm, ListFeed, ListSink, QuickClock, body_row, chat_row
 
-from batchmill.engines.guard import start_time
-from batchmill.engines.llm import LlmEngine
-from batchmill.engines.llm_calls import stable_code
+from batchmill.engines.llm.calls import stable_code
+from batchmill.engines.llm.engine import LlmEngine
+from batchmill.engines.llm.guard import start_time
 from batchmill.errors import JobPaused, ModelFailed
 from batchmill.states import PauseReason
 from batchmill.types import Limits, Usage

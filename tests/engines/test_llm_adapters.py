@@ -15,7 +15,7 @@ from contract.engine_suite import OpenFeed, answer_to, chat_request
 from llm_support import FakeVllm, ListFeed, ListSink, QuickClock, chat_row
 from msgspec.structs import replace
 
-from batchmill.engines.llm import LlmEngine
+from batchmill.engines.llm.engine import LlmEngine
 from batchmill.errors import InvalidInput
 from batchmill.types import AdapterSet, Limits, LiveRequest
 

@@ -10,9 +10,9 @@ import pytest
 from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, chat_row
 from llm_support import FakeVllm
 
-from batchmill.engines.llm import LlmEngine
-from batchmill.engines.llm_bounds.fields import Bounds
-from batchmill.engines.llm_bounds.patterns import check_grammar, check_pattern
+from batchmill.engines.llm.engine import LlmEngine
+from batchmill.engines.llm.pattern_bounds import check_grammar, check_pattern
+from batchmill.engines.llm.request_bounds import Bounds
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import Limits
 from batchmill.wire.forms import CHAT, COMPLETIONS

@@ -8,7 +8,7 @@ import pytest
 from contract.engine_suite import EngineSuite, chat_request, chat_row
 from llm_support import FakeVllm
 
-from batchmill.engines.llm import LlmEngine
+from batchmill.engines.llm.engine import LlmEngine
 from batchmill.ports import Engine
 from batchmill.types import LiveRequest, Row
 

@@ -11,8 +11,8 @@ import pytest
 from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, chat_row
 from llm_support import FakeVllm, QuickClock
 
-from batchmill.engines.llm import LlmEngine
-from batchmill.engines.llm_calls import LIVE_PRIORITY
+from batchmill.engines.llm.calls import LIVE_PRIORITY
+from batchmill.engines.llm.engine import LlmEngine
 from batchmill.errors import InvalidInput, Unavailable
 from batchmill.types import LiveHead, LiveRequest
 

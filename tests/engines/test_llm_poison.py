@@ -10,8 +10,8 @@ from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, c
 from llm_support import FakeVllm, QuickClock
 from msgspec.structs import replace
 
-from batchmill.engines.llm import LlmEngine
-from batchmill.engines.llm_poison.deaths import Deaths, Tracked
+from batchmill.engines.llm.engine import LlmEngine
+from batchmill.engines.llm.quarantine import Deaths, Tracked
 from batchmill.errors import InvalidInput, Unavailable
 from batchmill.types.poison import Charge, Poison, Suspect
 from batchmill.wire.messages import Charged, EngineDied, Suspected

@@ -13,8 +13,8 @@ import pytest
 from contract.engine_suite import answer_to, chat_request
 from llm_support import ListFeed, ListSink, body_row, chat_row
 
-from batchmill.engines import guard
-from batchmill.engines.llm import LlmEngine
+from batchmill.engines.llm import guard
+from batchmill.engines.llm.engine import LlmEngine
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec
 

@@ -10,10 +10,9 @@ import pytest
 from contract.engine_suite import ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
-from batchmill.engines.ahead import Ahead
-from batchmill.engines.dispatch import LAST_WAIT_S, Dispatch
-from batchmill.engines.outgoing import Call, Composer
-from batchmill.engines.pacing import OUTAGE_MAX_S, Pacer
+from batchmill.engines.remote.dispatch import LAST_WAIT_S, Dispatch
+from batchmill.engines.remote.outgoing import Call, Composer
+from batchmill.engines.remote.pacing import OUTAGE_MAX_S, Ahead, Pacer
 from batchmill.engines.replies import Reply
 from batchmill.engines.retry import Fault, Kind, Retries
 from batchmill.errors import JobPaused

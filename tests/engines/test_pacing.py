@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from batchmill.engines.pacing import (
+from batchmill.engines.remote.pacing import (
     IN_FLIGHT_START,
     OUTAGE_FAILURES,
     OUTAGE_MAX_S,

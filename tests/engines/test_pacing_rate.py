@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from batchmill.engines.learned_rate import LearnedRate, Verdict
-from batchmill.engines.pacing import Pacer
+from batchmill.engines.remote.learned_rate import LearnedRate, Verdict
+from batchmill.engines.remote.pacing import Pacer
 from batchmill.engines.replies import Reply
 from batchmill.engines.retry import Fault, Kind
 from batchmill.types import Limits, RowError

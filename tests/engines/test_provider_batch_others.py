@@ -218,14 +218,14 @@ async def test_bedrock_takes_no_few_rows(tmp_path: Path, monkeypatch: pytest.Mon
     ("missing", "statement", "extra"),
     [
         ("botocore", "providers.load_provider(ModelSpec('m', 'provider_batch', 'm', provider='bedrock'), None)", "aws"),
-        ("fastavro", "cohere_parts.load_reader('avro')", "cohere"),
+        ("fastavro", "cohere.load_reader('avro')", "cohere"),
     ],
 )
 def test_extras_that_are_not_installed(missing: str, statement: str, extra: str) -> None:
     """What is not installed is named with the extra that brings it."""
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from batchmill.engines.provider_batch import cohere_parts, providers\n"
+        "from batchmill.engines.provider_batch import cohere, providers\n"
         "from batchmill.errors import BatchmillError\n"
         "from batchmill.types import ModelSpec\n"
         f"try:\n    {statement}\nexcept BatchmillError as error:\n    print(error.message)"

@@ -13,13 +13,11 @@ from engines.provider_batch_support import FAST, Ground, HeldLease, batch_model,
 from fakes.batch_provider import BatchProvider
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.access import Access
 from batchmill.engines.provider_batch.azure import AzureBatches
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine, sweep
-from batchmill.engines.provider_batch.openai import OpenAIBatches
-from batchmill.engines.provider_batch.openai_lines import read_line
+from batchmill.engines.provider_batch.openai import OpenAIBatches, read_line
 from batchmill.engines.provider_batch.provider import BatchLimits, Line
-from batchmill.engines.provider_batch.settings import read_settings
+from batchmill.engines.provider_batch.settings import Access, read_settings
 from batchmill.engines.provider_batch.spool import Drafts, Spool
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.types import Limits, ModelSpec, Request

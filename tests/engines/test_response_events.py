@@ -2,7 +2,7 @@
 
 import json
 
-from batchmill.engines.response_events import ResponseEvents
+from batchmill.engines.llm.live import ResponseEvents
 
 
 def event(name: str, **data) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.engines.scrubbing import Scrubber
+from batchmill.models.redaction import Scrubber
 
 KEY = "sk-very-secret-key"
 

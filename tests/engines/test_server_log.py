@@ -1,6 +1,6 @@
 """What is told of a server's log."""
 
-from batchmill.engines.server_log import LINE_CHARS_MAX, read_tail, telling_lines
+from batchmill.engines.llm.server import LINE_CHARS_MAX, read_tail, telling_lines
 
 VLLM = """\
 (APIServer pid=1) INFO 11-21 19:20:01 [utils.py:1] args: {}

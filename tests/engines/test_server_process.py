@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.engines import guard
-from batchmill.engines.server_process import ServerProcess
+from batchmill.engines.llm import guard
+from batchmill.engines.llm.server import ServerProcess
 
 FAKE = Path(__file__).parents[1] / "fakes" / "engine_server.py"
 
 WORKER = """
 import asyncio, os, sys
 from pathlib import Path
-from batchmill.engines.server_process import ServerProcess
+from batchmill.engines.llm.server import ServerProcess
 
 async def main():
     server = ServerProcess.claim(Path(sys.argv[1]), grace_s=float(sys.argv[3]))

@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
-from batchmill.engines.vllm_launch import SIDE
+from batchmill.engines.llm.launch import SIDE
 
 _spec = spec_from_file_location("batchmill_step_times", SIDE / "batchmill_step_times.py")
 _module = module_from_spec(_spec)

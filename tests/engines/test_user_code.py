@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from batchmill.engines import user_code
-from batchmill.engines.user_code import UserLog, UserThread
+from batchmill.engines.function import in_worker_calls
+from batchmill.engines.function.in_worker_calls import UserLog, UserThread
 
 
 def test_a_full_log_is_set_aside(tmp_path):
@@ -14,7 +14,7 @@ def test_a_full_log_is_set_aside(tmp_path):
     log.capture_stdout()
     try:
         held = sys.stdout
-        held.write("x" * (user_code.LOG_BYTES_MAX - 1))
+        held.write("x" * (in_worker_calls.LOG_BYTES_MAX - 1))
         log.rotate()
         assert not (tmp_path / "function.log.1").exists()
         held.write("y")
@@ -22,22 +22,22 @@ def test_a_full_log_is_set_aside(tmp_path):
         held.write("new\n")
     finally:
         log.close()
-    assert (tmp_path / "function.log.1").stat().st_size == user_code.LOG_BYTES_MAX
+    assert (tmp_path / "function.log.1").stat().st_size == in_worker_calls.LOG_BYTES_MAX
     assert (tmp_path / "function.log").read_text() == "new\n"
 
 
 def test_distinct_errors_are_bounded(tmp_path):
     """Each distinct error is written a few times, and only so many distinct ones are."""
     log = UserLog(tmp_path / "function.log")
-    kinds = [type(f"E{n}", (Exception,), {}) for n in range(user_code.DISTINCT_ERRORS_MAX + 1)]
+    kinds = [type(f"E{n}", (Exception,), {}) for n in range(in_worker_calls.DISTINCT_ERRORS_MAX + 1)]
     for kind in kinds:
         log.traceback(kind("once"), "row 1")
-    for _ in range(user_code.TRACEBACKS_MAX):
+    for _ in range(in_worker_calls.TRACEBACKS_MAX):
         log.traceback(kinds[0]("again"), "row 2")
     log.close()
     text = (tmp_path / "function.log").read_text()
-    assert text.count(": once") == user_code.DISTINCT_ERRORS_MAX
-    assert text.count(": again") == user_code.TRACEBACKS_MAX - 1
+    assert text.count(": once") == in_worker_calls.DISTINCT_ERRORS_MAX
+    assert text.count(": again") == in_worker_calls.TRACEBACKS_MAX - 1
 
 
 async def test_the_thread_hands_results_and_errors_back():

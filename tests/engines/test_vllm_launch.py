@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llm_support import FakeVllm
 
-from batchmill.engines.vllm_launch import (
+from batchmill.engines.llm.launch import (
     LORA_RANKS,
     SIDE,
     Machine,

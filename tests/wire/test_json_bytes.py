@@ -8,7 +8,7 @@ import pytest
 from batchmill.dialects.modelbit.requests import read_wanted
 from batchmill.dialects.open_inference.generation import _members
 from batchmill.dialects.predibase.openai_fields import read_body
-from batchmill.engines.provider_batch import anthropic, bedrock, cohere_parts, openai_lines, sagemaker
+from batchmill.engines.provider_batch import anthropic, bedrock, cohere, openai, sagemaker
 from batchmill.engines.provider_batch.calls import Answer
 from batchmill.engines.provider_batch.provider import TryAgain
 from batchmill.errors import BatchmillError
@@ -54,10 +54,10 @@ def test_nobody_reads_what_is_too_deep():
         with pytest.raises(BatchmillError, match=f"deeper than {DEPTH_MAX}"):
             read()
     line = b'{"custom_id":"r7","recordId":"r7","result":{"type":"succeeded","message":' + DEEP + b"}}"
-    for _, reply in (openai_lines.read_line(line), anthropic._read(line, "mark", 0), bedrock._read(line, 0)):
+    for _, reply in (openai.read_line(line), anthropic._read(line, "mark", 0), bedrock._read(line, 0)):
         assert reply.is_garbled and f"deeper than {DEPTH_MAX}" in reply.error.message
     assert json.loads(sagemaker._reply(DEEP).body) == {"response": DEEP.decode()}
     with pytest.raises(TryAgain):
         Answer({}, DEEP).json()
     with pytest.raises(TryAgain):
-        cohere_parts._take(cohere_parts._json_lines([b'{"a":' + DEEP + b"}"]))
+        cohere._take(cohere._json_lines([b'{"a":' + DEEP + b"}"]))

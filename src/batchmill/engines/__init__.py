@@ -11,11 +11,11 @@ from batchmill.ports import Engine
 from batchmill.types import ModelSpec
 
 ENGINES = {
-    "connector": "batchmill.engines.connector:ConnectorEngine",
-    "function": "batchmill.engines.function:FunctionEngine",
-    "function_process": "batchmill.engines.function_process.engine:FunctionProcessEngine",
-    "http": "batchmill.engines.http:HttpEngine",
-    "llm": "batchmill.engines.llm:LlmEngine",
+    "connector": "batchmill.engines.remote.connector:ConnectorEngine",
+    "function": "batchmill.engines.function.in_worker:FunctionEngine",
+    "function_process": "batchmill.engines.function.engine:FunctionProcessEngine",
+    "http": "batchmill.engines.remote.http:HttpEngine",
+    "llm": "batchmill.engines.llm.engine:LlmEngine",
     "provider_batch": "batchmill.engines.provider_batch.engine:ProviderBatchEngine",
 }
 

@@ -7,24 +7,71 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import resource
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import aiohttp
 from aiohttp import hdrs
 from msgspec import Struct
 from yarl import URL
 
-from batchmill.engines.deadlines import Deadlines
 from batchmill.engines.replies import REPLY_BYTES_MAX
 from batchmill.engines.retry import Fault, Kind
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models.addresses import SHOWN_CHARS, Private
 from batchmill.models.guarded_http import ADDRESSES_S, GuardedHttp, refusal_of
 from batchmill.types import Limits, RowError
+
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
+TICKS = 8  # a call may overrun its time by this part of it, and no more than a second
+TICK_MAX_S = 1.0
+
+
+class Deadlines:
+    """Cancels tasks whose call has run for `timeout_s`.
+
+    Around a call: `begin`, and in any case `end`; when it is cancelled, `is_late` says whether that was done here.
+    Concurrency: one call at a time in each task.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._tick_s = min(timeout_s / TICKS, TICK_MAX_S)
+        # All have equally long, so the first in is the first to be late.
+        self._due: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, task: asyncio.Task[Any]) -> None:
+        loop = task.get_loop()
+        self._due[task] = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_later(self._tick_s, self._sweep, loop)
+
+    def end(self, task: asyncio.Task[Any]) -> None:
+        self._due.pop(task, None)
+        if self._late:
+            self._late.discard(task)
+
+    def is_late(self, task: asyncio.Task[Any]) -> bool:
+        """Whether the cancellation that has just arrived was for the time alone: then it is over and done with."""
+        return task in self._late and task.uncancel() == 0
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self._due:
+            task, due = next(iter(self._due.items()))
+            if due > now:
+                break
+            del self._due[task]
+            self._late.add(task)
+            task.cancel()
+        self._timer = loop.call_later(self._tick_s, self._sweep, loop) if self._due else None
+
 
 IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
 KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
@@ -309,3 +356,9 @@ def _open_part(part: FilePart) -> BinaryIO:
     file = part.path.open("rb")
     file.seek(part.first)
     return file
+
+
+def check_header(name: str, value: str) -> None:
+    """Raises: ModelFailed for a name or value that would not be one header."""
+    if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
+        raise ModelFailed(f"{name!r} with its value is no HTTP header: both must be plain text", code="invalid_header")

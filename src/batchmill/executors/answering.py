@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from msgspec import Struct
 
-from batchmill.engines.scrubbing import Scrubber
 from batchmill.errors import BatchmillError
 from batchmill.models import redaction
+from batchmill.models.redaction import Scrubber
 from batchmill.ports import Engine
 from batchmill.types import LiveHead
 from batchmill.wire.messages import LIVE_AHEAD_BYTES, Answered, Chunk, Head, Predict

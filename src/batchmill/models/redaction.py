@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import quote, quote_plus
 
 MASK = "***"
@@ -185,3 +185,45 @@ def guard_logs() -> None:
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None and not any(isinstance(each, LogFilter) for each in handler.filters):
             handler.addFilter(LogFilter())
+
+
+MASK_BYTES = b"***"
+
+
+class Scrubber:
+    """One stream of bytes. What might be the beginning of a secret is kept back until the next piece.
+
+    Args: secrets: what is taken out, the longest first: `redaction.known`.
+    """
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        self.secrets = secrets
+        self._kept = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What may be handed on now."""
+        if not self.secrets:
+            return piece
+        data = self._kept + piece
+        for secret in self.secrets:
+            if secret in data:
+                data = data.replace(secret, MASK_BYTES)
+        keep = max(_beginning(data, secret) for secret in self.secrets)
+        self._kept = data[len(data) - keep :]
+        return data[: len(data) - keep]
+
+    def rest(self) -> bytes:
+        """What is left at the end."""
+        kept, self._kept = self._kept, b""
+        return kept
+
+
+def _beginning(data: bytes, secret: bytes) -> int:
+    """How many bytes at the end of `data` are the beginning of `secret`."""
+    first = secret[:1]
+    at = data.find(first, max(0, len(data) - len(secret) + 1))
+    while at >= 0:
+        if secret.startswith(data[at:]):
+            return len(data) - at
+        at = data.find(first, at + 1)
+    return 0

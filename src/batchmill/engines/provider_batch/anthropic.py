@@ -21,12 +21,20 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections, FilePart
-from batchmill.engines.provider_batch.access import Access
 from batchmill.engines.provider_batch.anthropic_chat import MAX_TOKENS, to_completion, to_messages, usage_of
 from batchmill.engines.provider_batch.calls import Calls, Closed, Out, Refusal, row_error
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, Upload, row_id, row_number
-from batchmill.engines.provider_batch.rows import addressed, fields_of
-from batchmill.engines.provider_batch.settings import count, read_limits, text
+from batchmill.engines.provider_batch.provider import (
+    JobGone,
+    JobRefused,
+    Line,
+    RowReply,
+    Upload,
+    addressed,
+    fields_of,
+    row_id,
+    row_number,
+)
+from batchmill.engines.provider_batch.settings import Access, count, read_limits, text
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import CHAT, MESSAGES

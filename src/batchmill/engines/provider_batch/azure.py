@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import settings
-from batchmill.engines.provider_batch.access import Access
 from batchmill.engines.provider_batch.openai import OpenAIBatches
 from batchmill.engines.provider_batch.provider import JobRefused, TryAgain, Upload
+from batchmill.engines.provider_batch.settings import Access
 from batchmill.types import ModelSpec, RemoteJob
 
 FILE_REST_S = 2.0  # between two looks at a file that is still being read there

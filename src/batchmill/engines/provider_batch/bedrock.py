@@ -19,8 +19,7 @@ from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import anthropic_chat
 from batchmill.engines.provider_batch.aws import ARGUMENTS, Account, Signed
 from batchmill.engines.provider_batch.calls import Answer, Refusal, row_error
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, Upload
-from batchmill.engines.provider_batch.rows import fields_of
+from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, Upload, fields_of
 from batchmill.engines.provider_batch.s3 import S3, Place, read_uri
 from batchmill.engines.provider_batch.sagemaker import name_of, short_name
 from batchmill.engines.provider_batch.settings import count, read_limits

@@ -16,8 +16,8 @@ from batchmill.engines.connections import Connections, FilePart, NoReply
 from batchmill.engines.provider_batch.provider import TryAgain
 from batchmill.engines.replies import read_reply, redact
 from batchmill.engines.retry import Fault, Kind, judge
-from batchmill.engines.scrubbing import MASK
 from batchmill.errors import AuthRefused, BatchmillError, QuotaExhausted, RouteFailed
+from batchmill.models.redaction import MASK_BYTES
 from batchmill.ports import Clock
 from batchmill.types import RowError
 from batchmill.wire.json_bytes import shallow
@@ -204,7 +204,7 @@ def row_error(code: str, message: str) -> RowError:
 
 def _without(data: bytes, secrets: Sequence[bytes]) -> bytes:
     for secret in secrets:
-        data = data.replace(secret, MASK)
+        data = data.replace(secret, MASK_BYTES)
     return data
 
 

@@ -5,19 +5,21 @@ Source: Cohere's API reference, "Datasets" and "Embed Jobs".
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
-from collections.abc import AsyncIterator
-from itertools import chain
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib import import_module
+from itertools import chain, islice
+from typing import IO, Any
 from urllib.parse import quote, urlencode
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections, FilePart
-from batchmill.engines.provider_batch.access import Access
 from batchmill.engines.provider_batch.calls import Answer, Calls, Closed, Out, Refusal, row_error
-from batchmill.engines.provider_batch.cohere_parts import records
 from batchmill.engines.provider_batch.provider import (
     JobGone,
     JobRefused,
@@ -25,15 +27,68 @@ from batchmill.engines.provider_batch.provider import (
     RowReply,
     TryAgain,
     Upload,
+    fields_of,
     row_id,
     row_number,
 )
-from batchmill.engines.provider_batch.rows import fields_of
-from batchmill.engines.provider_batch.settings import read_limits, text
-from batchmill.errors import InvalidRow
+from batchmill.engines.provider_batch.settings import Access, read_limits, text
+from batchmill.errors import InvalidRow, RouteFailed
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import EMBEDDINGS
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow
+
+READERS = {"avro": "batchmill.engines.provider_batch.cohere_avro:read"}
+AVRO = b"Obj\x01"
+RECORDS_MAX = 200  # handed on at a time; one may be a vector of thousands of numbers
+PART_BYTES_MAX = 16 * 1024**3
+
+_object = msgspec.json.Decoder(dict[str, Any])
+Records = Iterator[dict[str, Any]]
+
+
+async def records(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[dict[str, Any]]]:
+    """The records of a part, some hundreds at a time. The part lies on disk meanwhile, not in memory.
+
+    Raises: TryAgain for a part that cannot be read; RouteFailed where it is Avro and fastavro is not installed.
+    """
+    with tempfile.TemporaryFile() as file:
+        size = 0
+        async for piece in pieces:
+            size += len(piece)
+            if size > PART_BYTES_MAX:
+                raise RouteFailed(f"a part of the results is larger than {PART_BYTES_MAX // 2**30} GiB")
+            await asyncio.to_thread(file.write, piece)
+        file.seek(0)
+        is_avro = file.read(len(AVRO)) == AVRO
+        file.seek(0)
+        found = load_reader("avro")(file) if is_avro else _json_lines(file)
+        while some := await asyncio.to_thread(_take, found):
+            yield some
+
+
+def load_reader(kind: str) -> Callable[[IO[bytes]], Records]:
+    """Raises: RouteFailed where what it needs is not installed."""
+    module, _, name = READERS[kind].partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "fastavro":
+            raise
+        raise RouteFailed("Cohere's results are Avro, which needs fastavro: pip install 'batchmill[cohere]'") from None
+
+
+def _take(found: Records) -> list[dict[str, Any]]:
+    try:
+        return list(islice(found, RECORDS_MAX))
+    except (ValueError, EOFError, IndexError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise TryAgain(f"a part of the results cannot be read: {error or type(error).__name__}") from None
+
+
+def _json_lines(file: IO[bytes]) -> Records:
+    for line in file:
+        if line.strip():
+            yield _object.decode(shallow(line))
+
 
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
 TRUNCATE = ("START", "END")

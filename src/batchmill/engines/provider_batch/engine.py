@@ -14,11 +14,10 @@ from pathlib import Path
 import batchmill
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.collecting import WINDOW
 from batchmill.engines.provider_batch.provider import ProviderApi
 from batchmill.engines.provider_batch.providers import load_provider
 from batchmill.engines.provider_batch.settings import argument, read_settings
-from batchmill.engines.provider_batch.shard import Shard, Tools
+from batchmill.engines.provider_batch.shard import WINDOW, Shard, Tools
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import addresses, provisions
 from batchmill.ports import Clock, Feed, LeaseFeed, Sink

@@ -1,0 +1,220 @@
+"""The face of the engine: rows, live requests and Asks of one deployed function, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from batchmill.engines.function import live
+from batchmill.engines.function.batching import Trains
+from batchmill.engines.function.live import LiveCalls
+from batchmill.engines.function.process import Process
+from batchmill.engines.function.work import Counts, hung, stuffed
+from batchmill.errors import ModelFailed
+from batchmill.models.function_child import Call
+from batchmill.ports import Answering, Feed, Sink
+from batchmill.types import Ask, CallStats, EngineStats, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.call_forms import CALL_FORMS
+from batchmill.wire.messages import Answer
+from batchmill.wire.raised import Raised
+
+log = logging.getLogger("batchmill.functions")
+
+TICK_S = 0.05
+LOG_TICKS = 20  # between two looks at the size of the log
+GRACE_S = 0.5  # an async call whose time is up is told so, and may end by itself
+
+
+class Watch:
+    """
+    Args:
+        is_async: calls can be given up without killing the process.
+    """
+
+    def __init__(self, model: ModelSpec, process: Process, *, is_async: bool) -> None:
+        self._process = process
+        self._limit_s, self._memory_bytes = model.limits.attempt_timeout_s, model.limits.memory_bytes
+        self._grace_s = GRACE_S if is_async else 0.0
+        self._since: dict[Call, float] = {}  # calls that are running -> when they were first seen to
+        self._leaving: dict[int, float] = {}  # Asks whose time is up -> how long a call of theirs may take
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        ticks = 0
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.look(time.monotonic())
+            ticks += 1
+            if ticks % LOG_TICKS == 0:
+                try:
+                    await self._bound_log()
+                except OSError as error:  # limits of calls are kept all the same
+                    log.warning("a log of a function cannot be bounded: %s", error)
+
+    async def _bound_log(self) -> None:
+        child = self._process.child
+        if child is not None and child.is_alive and child.log.is_full():
+            await asyncio.to_thread(child.log.rotate)
+        if child is not None and self._process.calls.is_full():
+            await asyncio.to_thread(self._process.calls.rotate)
+
+    def look(self, now: float) -> None:
+        """Tell those whose time is up; replace the process where a call does not end, or holds too much."""
+        child = self._process.child
+        running = child.blamed() if child is not None and self._process.is_up else []
+        self._expire(now, {call[0] for call in running})
+        if child is None or not self._process.is_up:
+            self._since.clear()
+            self._leaving.clear()
+            return
+        if not running:
+            self._since.clear()
+            self._leaving.clear()
+        else:
+            self._end_hung(running, now)
+        if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
+            self._process.replace(stuffed(self._memory_bytes, held))
+
+    def _expire(self, now: float, running: set[int]) -> None:
+        """Tell those whose time is up. What of theirs has not begun never does."""
+        for work in [work for work in self._process.works.values() if work.deadline <= now]:
+            if work.is_sent:
+                self._leaving[work.id] = work.limit_s + self._grace_s
+            self._process.drop(work)
+            work.expire(was_called=work.id in running)
+
+    def _end_hung(self, running: list[Call], now: float) -> None:
+        """Whoever asked may have waited in line: only what one call itself takes says that it hangs.
+
+        To replace the process for less would cost the next callers its setup, and make them late too.
+        """
+        self._since = {call: self._since.get(call, now) for call in running}
+        ids = {call[0] for call in running}
+        self._leaving = {id_: limit_s for id_, limit_s in self._leaving.items() if id_ in ids}
+        late = [call for call, since in self._since.items() if now - since > self._limit_of(call[0])]
+        if late:
+            self._process.replace(hung(min(self._limit_of(call[0]) for call in late)), frozenset(late))
+
+    def _limit_of(self, id_: int) -> float:
+        """How long a call of this work may take: a row of a job may ask for less than the model allows."""
+        work = self._process.works.get(id_)
+        asked_s = work.asked.timeout_s if work is not None and work.is_train else None
+        own_s = self._limit_s if asked_s is None else min(asked_s, self._limit_s)
+        return self._leaving.get(id_, own_s)
+
+
+FINALIZE_S = 5.0  # what stop() gives an idle function
+BUSY_S = 0.5  # and one that is in the midst of a call nobody waits for
+
+
+class FunctionProcessEngine:
+    """A `ports.CallEngine`. Live requests go ahead of rows; both meet in the process' batches.
+
+    Args:
+        model: has a `function`. `limits.attempt_timeout_s` bounds each call, `limits.memory_bytes` what the process
+            holds, `limits.in_flight_max` the rows it was given and has not answered.
+        home: a folder of this worker's own, for `function.log`.
+    """
+
+    def __init__(self, model: ModelSpec, home: Path) -> None:
+        if model.function is None:
+            raise ModelFailed(f"{model.name} was never deployed: it has no version", code="not_deployed")
+        self._source = model.source
+        self._counts = Counts()
+        self._process = Process(model, home, self._counts.called)
+        self._live = LiveCalls(model, model.function, self._process, self._counts)
+        self._trains = Trains(model, model.function, self._process, self._counts)
+        self._model = model
+        self._streams = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._interface = model.function.interface
+
+    async def start(self) -> None:
+        self._interface = await self._process.start()
+        self._live.interface = self._trains.interface = self._interface
+        watch = Watch(self._model, self._process, is_async=self._interface.is_async)
+        self._watching = asyncio.create_task(watch.run())
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        await self._trains.run(feed, sink)
+
+    def ask(self, ask: Ask, answering: Answering) -> None:
+        self._live.ask(ask, answering)
+
+    def abandon(self, ask_id: int) -> None:
+        self._live.abandon(ask_id)
+
+    def taken_stats(self) -> CallStats | None:
+        return self._counts.take()
+
+    async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        if not request.stream:
+            answer = await self._answer(request)
+            yield LiveHead(200)
+            yield answer.body
+            return
+        ask = self._ask(request)
+        asked = self._live.read(ask)
+        if isinstance(asked, Raised):
+            raise asked.error()
+        if not self._interface.streams:
+            raise live.no_stream(self._source)
+        self._streams += 1
+        try:
+            pieces = live.events(self._process, ask, asked, CALL_FORMS[ask.form])
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._streams -= 1
+
+    def _ask(self, request: LiveRequest) -> Ask:
+        return Ask(
+            self._trains.next_id(), request.form, request.body, request.head, None, request.project, request.request
+        )
+
+    async def _answer(self, request: LiveRequest) -> Answer:
+        """The answer to a request in one piece. Raises: what the call raised."""
+        waiting = _Waiting()
+        ask = self._ask(request)
+        self._live.ask(ask, waiting)
+        try:
+            answer = await waiting.answer
+        finally:
+            self._live.abandon(ask.id)
+        if answer.raised is not None:
+            raise answer.raised.error()
+        return answer
+
+    async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+            self._watching = None
+        child = self._process.child
+        is_busy = child is not None and bool(child.blamed())
+        await self._process.stop(BUSY_S if is_busy else FINALIZE_S)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            in_flight=self._trains.held,
+            in_flight_limit=self._trains.most,
+            note=self._process.note,
+            live=self._live.in_flight + self._streams,
+        )
+
+
+class _Waiting:
+    """`ports.Answering` for one answer."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def put(self, answer: Answer) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)

@@ -1,0 +1,263 @@
+"""Calls that somebody waits for: a form reads the body, the process answers, and the form writes the reply.
+
+Large bodies and results are read and written in a thread, so that the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+from batchmill.engines.function.process import Process
+from batchmill.engines.function.work import CRASHED, HUNG, Blame, Counts, Work, hung, results_of, unheard
+from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
+from batchmill.function_side.frames import pack
+from batchmill.models import redaction
+from batchmill.models.function_socket import Buffer
+from batchmill.ports import Answering
+from batchmill.types import Ask, FunctionSpec, Interface, LiveHead, ModelSpec
+from batchmill.wire.call_errors import failure
+from batchmill.wire.call_forms import ARGUMENTS, CALL_FORMS, INFERLESS_TENSORS, TENSORS, CallForm
+from batchmill.wire.calls import Asked, CallError, Results
+from batchmill.wire.messages import Answer
+from batchmill.wire.raised import Raised
+
+LARGE_BYTES = 1024 * 1024  # of a body, or of results: from here on a thread does it
+EXACT = frozenset([TENSORS, INFERLESS_TENSORS])  # forms that want arrays and numbers as they are
+
+T = TypeVar("T")
+
+
+class LiveCall(Work):
+    """An Ask between its arrival and its answer."""
+
+    __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
+
+    def __init__(self, ask: Ask, asked: Asked, calls: LiveCalls, answering: Answering, arrived: float) -> None:
+        super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
+        self.form, self.answering, self.arrived = ask.form, answering, arrived
+        self._calls, self._is_second = calls, False
+        self.limit_s = calls.limit_s if ask.timeout_s is None else ask.timeout_s
+        if asked.timeout_s is not None and asked.timeout_s < self.limit_s:
+            self.limit_s = asked.timeout_s
+        self.deadline = arrived + self.limit_s
+        self.origin = ask.project, ask.request
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        results = results_of(meta, buffers)
+        for error in results.errors.values():
+            if error.trace:
+                self.note(self._calls.log, error.trace)
+        self._calls.write(self, results, sum(map(len, buffers)))
+        return True
+
+    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+        if self._calls.is_idempotent and not self._is_second and blame.fault.code != HUNG:
+            self._is_second = True
+            return None, [self]
+        self.fail(blame.fault.error())
+        return None, []
+
+    def expire(self, *, was_called: bool) -> None:
+        self.fail((hung if was_called else unheard)(self.limit_s).error())
+
+    def fail(self, error: BatchmillError) -> None:
+        self._calls.end(self, Answer(self.id, raised=Raised.of(error)))
+
+
+class LiveCalls:
+    """Takes Asks. Concurrency: one event loop.
+
+    Args:
+        function: the model's, as it was deployed.
+    """
+
+    def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
+        self._name, self._version, self._process, self._counts = model.name, function.number, process, counts
+        self._received_shapes = function.received_shapes
+        self.log = process.calls
+        self.is_idempotent = function.is_idempotent
+        self.limit_s = model.limits.attempt_timeout_s
+        self.interface: Interface = function.interface
+        self.in_flight = 0
+        self._forms: dict[str, CallForm] = {}  # those that were used
+        self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
+
+    def ask(self, ask: Ask, answering: Answering) -> None:
+        """See `ports.CallEngine`."""
+        self.in_flight += 1
+        arrived = time.monotonic()
+        if len(ask.body) < LARGE_BYTES:
+            self._begin(ask, answering, arrived, self.read(ask))
+        else:
+            self._in_thread(ask.id, lambda: self.read(ask), lambda asked: self._begin(ask, answering, arrived, asked))
+
+    def abandon(self, ask_id: int) -> None:
+        """See `ports.CallEngine`."""
+        if ask_id in self._in_threads:
+            self._in_threads.discard(ask_id)
+        elif isinstance(work := self._process.works.get(ask_id), LiveCall):
+            self._process.drop(work)
+        else:
+            return
+        self.in_flight -= 1
+
+    def read(self, ask: Ask) -> Asked | Raised:
+        """The body as calls, or what is wrong with it."""
+        try:
+            form = self._forms.get(ask.form) or self._load(ask.form)
+            return form.read(ask.body, ask.head, self.interface, received_shapes=self._received_shapes)
+        except BatchmillError as error:
+            return Raised.of(error)
+        except Exception as error:  # a form's own bug: who waits must hear of it
+            return _bug(error)
+
+    def _load(self, name: str) -> CallForm:
+        if name not in CALL_FORMS:
+            raise InvalidInput(f"no form of calls is named {name!r}", code="unknown_form")
+        form = self._forms[name] = CALL_FORMS[name]
+        return form
+
+    def _begin(self, ask: Ask, answering: Answering, arrived: float, asked: Asked | Raised) -> None:
+        if isinstance(asked, Raised):
+            self._put(answering, Answer(ask.id, raised=asked), arrived)
+        else:
+            self._process.begin(LiveCall(ask, asked, self, answering, arrived))
+
+    def write(self, call: LiveCall, results: Results, size: int) -> None:
+        """Answer a call with its results."""
+        if size < LARGE_BYTES:
+            self.end(call, self._written(call, results))
+        else:
+            self._in_thread(call.id, lambda: self._written(call, results), lambda answer: self.end(call, answer))
+
+    def _written(self, call: LiveCall, results: Results) -> Answer:
+        try:
+            body, head = self._forms[call.form].write(call.asked, results, self._name, self._version)
+            return Answer(call.id, body, head)
+        except BatchmillError as error:
+            return Answer(call.id, raised=Raised.of(error))
+        except Exception as error:  # as in `read`
+            return Answer(call.id, raised=_bug(error))
+
+    def end(self, call: LiveCall, answer: Answer) -> None:
+        """Put the answer of a call."""
+        self._put(call.answering, answer, call.arrived)
+
+    def _put(self, answering: Answering, answer: Answer, arrived: float) -> None:
+        self.in_flight -= 1
+        self._counts.answered(answer.raised is None, int((time.monotonic() - arrived) * 1e9))
+        answering.put(answer)
+
+    def _in_thread(self, ask_id: int, call: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Run `call` in a thread and `then` with its result here, unless the Ask is abandoned meanwhile."""
+        self._in_threads.add(ask_id)
+
+        def done(future: asyncio.Future[T]) -> None:
+            if ask_id in self._in_threads and not future.cancelled():
+                self._in_threads.discard(ask_id)
+                then(future.result())
+
+        asyncio.get_running_loop().run_in_executor(None, call).add_done_callback(done)
+
+
+def _bug(error: Exception) -> Raised:
+    redaction.print_exception(error)
+    return Raised.of(BatchmillError(f"the engine failed: {type(error).__name__}: {error}", code="engine_bug"))
+
+
+EVENT_STREAM = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+AHEAD = 4  # events asked for that nobody has taken yet
+
+Piece = tuple[bytes, list[Buffer]] | BatchmillError | None  # None: there are no more
+
+
+class Stream(Work):
+    """One stream: its pieces as they come."""
+
+    __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
+    holds_up = False
+
+    def __init__(self, ask: Ask, asked: Asked, process: Process) -> None:
+        super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
+        self.origin = ask.project, ask.request
+        self._process = process
+        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._wanted = AHEAD
+        self._has_begun = False
+
+    def frame(self) -> list[Buffer]:
+        asked = self.asked
+        meta = {"kind": "open", "id": self.id, "layout": asked.layout, "exact": self.is_exact, "of": self.origin}
+        return pack(meta, [asked.calls, *asked.buffers]) + self._next() * self._wanted
+
+    def _next(self) -> list[Buffer]:
+        return pack({"kind": "next", "id": self.id})
+
+    def more(self) -> None:
+        """One event has been taken."""
+        self._wanted += 1
+        if self.is_sent and self._process.child is not None:
+            self._process.child.write(self._next())
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        self._has_begun = True
+        self._wanted -= 1
+        if meta.get("error") is not None:
+            error = CallError(*meta["error"])
+            if error.trace:
+                self.note(self._process.calls, error.trace)
+            self.pieces.put_nowait(failure(error))
+            return True
+        if buffers:
+            self.pieces.put_nowait((bytes(buffers[0]), buffers[1:]))
+        if meta["ended"]:
+            self.pieces.put_nowait(None)
+        return bool(meta["ended"])
+
+    def again(self) -> Work | None:
+        if not self._has_begun:
+            return self
+        self.fail(ModelFailed("the function's process was replaced in the midst of this stream", code=CRASHED))
+        return None
+
+    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+        self.fail(blame.fault.error())
+        return None, []
+
+    def fail(self, error: BatchmillError) -> None:
+        self.pieces.put_nowait(error)
+
+
+async def events(process: Process, ask: Ask, asked: Asked, form: CallForm) -> AsyncGenerator[LiveHead | bytes]:
+    """The head and the events of a stream. Raises: ModelFailed, InvalidInput where the function does."""
+    stream = Stream(ask, asked, process)
+    process.begin(stream)
+    has_begun = False
+    try:
+        while (piece := await stream.pieces.get()) is not None:
+            if isinstance(piece, BatchmillError):
+                raise piece
+            event = b"data: " + form.event(asked, *piece) + b"\n\n"
+            if not has_begun:
+                has_begun = True
+                yield LiveHead(200, EVENT_STREAM)
+            yield event
+            stream.more()
+        if not has_begun:
+            yield LiveHead(200, EVENT_STREAM)
+        if ask.form == ARGUMENTS:
+            yield DONE
+    finally:
+        process.drop(stream)
+
+
+def no_stream(source: str) -> InvalidInput:
+    return InvalidInput(
+        f"`stream` is true, and {source} returns its answer in one piece: leave `stream` out, "
+        "or write the function with `yield`",
+        code="streaming_not_supported",
+    )

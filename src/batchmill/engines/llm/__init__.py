@@ -1,0 +1,1 @@
+"""The engine for language models that batchmill serves itself with vLLM."""

@@ -1,0 +1,294 @@
+"""Which adapters an engine server holds: loaded ahead of need, and the one unused for longest gives way.
+
+Whoever sends a row or a live request says so here; what is in use stays. Live requests go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from batchmill.engines.llm.adapters import Adapter, AdapterCounts, AdapterNames
+from batchmill.engines.llm.server import CallLost, VllmServer
+from batchmill.errors import InvalidInput, Unavailable
+from batchmill.ports import Clock
+
+FAILED_S = 60.0  # how long a failed load is remembered
+LOSSES_MAX = 3  # loads that the server did not outlive, of one adapter
+DEADLY_S = 3600.0  # how long it is remembered then: the next server takes its time to start
+LIVE_PATIENCE_S = 2.0  # how long a live request waits for rows to end, before those of an adapter are called back
+LIVE_WAIT_S = 120.0
+
+
+class Host(Protocol):
+    """Who owns the server."""
+
+    server: VllmServer
+
+    def wake_rows(self) -> None:
+        """An adapter has come, or there is none to be had."""
+
+    def recall_rows(self, adapter: Adapter) -> None:
+        """Take the rows of an adapter out of the engine; they go again later."""
+
+    async def revived(self, wait_s: float) -> None:
+        """Return once the server lives, or raise Unavailable."""
+
+
+class Place(Struct, eq=False):
+    """One adapter in the engine, and who uses it."""
+
+    adapter: Adapter
+    is_loading: bool = True
+    is_leaving: bool = False  # no more rows are sent to it: another adapter waits for its place
+    rows: int = 0
+    live: int = 0
+    used: int = 0  # the larger the later
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.is_loading or self.rows or self.live)
+
+
+class Shelf:
+    """The adapters of one engine. `room`: how many it holds at most. Concurrency: one event loop."""
+
+    def __init__(
+        self, host: Host, *, room: int, names: AdapterNames, counts: AdapterCounts, clock: Clock, timeout_s: float
+    ) -> None:
+        self.room = room
+        self._host = host
+        self._names = names
+        self.counts = counts
+        self._clock = clock
+        self._timeout_s = timeout_s  # of one load
+        self._places: dict[Adapter, Place] = {}
+        self._wanted: dict[Adapter, int] = {}  # by rows that wait, in their order
+        self._live: deque[Adapter] = deque()  # that live requests wait for
+        self._failed: dict[Adapter, tuple[float, str]] = {}  # until when, why
+        self._losses: dict[Adapter, int] = {}
+        self._moving: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # replaced when it is set
+        self._uses = 0
+        self.bug: BaseException | None = None  # no exchange is meant to raise; what one does raise must not be lost
+
+    @property
+    def loaded(self) -> int:
+        return sum(not place.is_loading for place in self._places.values())
+
+    def may_go(self, adapter: Adapter) -> bool:
+        """Whether rows of this adapter may be sent now."""
+        place = self._places.get(adapter)
+        return place is not None and not (place.is_loading or place.is_leaving)
+
+    def failure(self, adapter: Adapter) -> str:
+        """Why an adapter could not be loaded lately; empty: it could, or nobody has tried."""
+        until, why = self._failed.get(adapter, (0.0, ""))
+        return why if self._clock.monotonic() < until else ""
+
+    def use(self, adapter: Adapter) -> Place:
+        """A row is sent to an adapter that `may_go`; `let_go` of what this returns when it is back."""
+        place = self._places[adapter]
+        place.rows += 1
+        self._touch(place)
+        return place
+
+    def let_go(self, place: Place) -> None:
+        place.rows -= 1
+        if place.is_idle:
+            self._move()
+            self._tell()
+
+    def want(self, adapters: Sequence[Adapter]) -> None:
+        """Rows wait for these adapters, loaded or not, in this order."""
+        self._wanted = {adapter: rank for rank, adapter in enumerate(adapters)}
+        self._move()
+
+    def make_way(self, adapter: Adapter) -> Place | None:
+        """Have rows leave some place, so that this adapter gets it. None: it has one already, or no rows can."""
+        if adapter in self._places:
+            return None
+        leaving = [place for place in self._places.values() if place.is_leaving]
+        if leaving:
+            return leaving[0]
+        rank = -1 if adapter in self._live else self._rank(adapter)
+        others = [place for place in self._places.values() if not place.live and not place.is_loading]
+        others = [place for place in others if self._rank(place.adapter) > rank]
+        if not others:
+            return None
+        place = max(others, key=lambda place: (self._rank(place.adapter), -place.rows))
+        place.is_leaving = True
+        return place
+
+    @contextlib.asynccontextmanager
+    async def held(self, adapter: Adapter) -> AsyncGenerator[bool]:
+        """For a live request: have the adapter loaded, and keep it; yields whether it was there.
+
+        Raises: InvalidInput for an adapter that cannot be loaded, Unavailable where no place becomes free in time.
+        """
+        was_there = self.may_go(adapter)
+        self._live.append(adapter)
+        try:
+            place = await self._reach(adapter)
+        finally:
+            self._live.remove(adapter)
+        place.live += 1
+        self._touch(place)
+        try:
+            yield was_there
+        finally:
+            place.live -= 1
+            if place.is_idle:
+                self._move()
+                self._tell()
+
+    def restarted(self) -> None:
+        """The server is a new one, which holds nothing."""
+        self._places.clear()
+        self._move()
+        self._tell()
+
+    async def stop(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+            await asyncio.gather(self._moving, return_exceptions=True)
+
+    def note(self, rows: int) -> str:
+        """What so many rows wait for, if it is an adapter; for people."""
+        loading = [place.adapter.name for place in self._places.values() if place.is_loading]
+        if loading:
+            return (
+                f"the adapter {loading[0]!r} is being loaded"
+                if not rows
+                else f"{rows} rows wait for the adapter {loading[0]!r}, which is being loaded"
+            )
+        return f"{rows} rows wait for one of the {self.room} places for adapters: all are in use" if rows else ""
+
+    # -- who waits -----------------------------------------------------------------------------------------------------
+
+    async def _reach(self, adapter: Adapter) -> Place:
+        until = self._clock.monotonic() + LIVE_WAIT_S
+        patience_until = self._clock.monotonic() + LIVE_PATIENCE_S
+        while True:
+            if self.bug is not None:
+                raise self.bug
+            if why := self.failure(adapter):
+                raise InvalidInput(why, code="bad_adapter")
+            now = self._clock.monotonic()
+            if now >= until:
+                text = f"no place for the adapter {adapter.name!r} became free in {LIVE_WAIT_S:g} s: live requests "
+                raise Unavailable(f"{text}use all {self.room}; try again later", code="adapters_busy")
+            await self._host.revived(until - now)
+            place = self._places.get(adapter)
+            if place is not None and not place.is_loading:
+                return place
+            changed = self._changed
+            self._move()
+            leaving = None if self._moving is not None else self.make_way(adapter)
+            if leaving is not None and now >= patience_until:
+                self._host.recall_rows(leaving.adapter)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    changed.wait(), LIVE_PATIENCE_S if now >= patience_until else patience_until - now
+                )
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._host.wake_rows()
+
+    def _touch(self, place: Place) -> None:
+        self._uses += 1
+        place.used = self._uses
+
+    def _rank(self, adapter: Adapter) -> float:
+        return self._wanted.get(adapter, math.inf)
+
+    # -- what moves ----------------------------------------------------------------------------------------------------
+
+    def _move(self) -> None:
+        """Begin the next load, if one is due and there is a place, or a place that can be had."""
+        if self._moving is not None or not self._host.server.process.is_alive:
+            return
+        for adapter in (*self._live, *self._wanted):
+            if adapter in self._places or self.failure(adapter):
+                continue
+            victim = None
+            if len(self._places) >= self.room:
+                victim = self._victim(adapter)
+                if victim is None:
+                    return
+                del self._places[victim.adapter]
+            self._places[adapter] = Place(adapter)
+            self._moving = asyncio.create_task(self._exchange(victim, adapter))
+            self._moving.add_done_callback(self._moved)
+            return
+        leaving = [place for place in self._places.values() if place.is_leaving]
+        for place in leaving:
+            place.is_leaving = False
+        if leaving:
+            self._host.wake_rows()
+
+    def _victim(self, adapter: Adapter) -> Place | None:
+        """The place that an adapter may have: nobody uses it, and no row waits for it that goes before."""
+        rank = -1 if adapter in self._live else self._rank(adapter)
+        idle = [place for place in self._places.values() if place.is_idle and place.adapter not in self._live]
+        idle = [place for place in idle if place.is_leaving or self._rank(place.adapter) > rank]
+        return max(idle, key=lambda place: (place.is_leaving, self._rank(place.adapter), -place.used), default=None)
+
+    async def _exchange(self, victim: Place | None, adapter: Adapter) -> None:
+        server, place = self._host.server, self._places[adapter]
+        try:
+            if victim is not None:
+                await server.unload_adapter(self._names.of(victim.adapter), self._timeout_s)
+            why = await server.load_adapter(self._names.of(adapter), adapter.place, self._timeout_s)
+            if why and not await server.is_healthy():
+                raise CallLost(why)
+        except CallLost as lost:
+            self._places.pop(adapter, None)
+            self._lost(adapter, lost)
+            if not await server.is_healthy():
+                await server.stop()  # whoever runs rows or waits sees to a new one
+        else:
+            self._settle(place, why)
+
+    def _moved(self, task: asyncio.Task[None]) -> None:
+        self._moving = None
+        if task.cancelled():
+            return
+        self.bug = task.exception()
+        self._tell()
+        if self.bug is None:
+            asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
+
+    def _settle(self, place: Place, why: str) -> None:
+        adapter = place.adapter
+        self._losses.pop(adapter, None)
+        if why:
+            self._places.pop(adapter, None)
+            if os.path.isabs(adapter.place):  # which callers need not know
+                why = why.replace(adapter.place, "its folder")
+            self._fail(adapter, f"the adapter {adapter.name!r} cannot be loaded: {why}")
+            return
+        place.is_loading = False
+        self._touch(place)
+        self.counts.loaded(adapter.name)
+
+    def _lost(self, adapter: Adapter, lost: CallLost) -> None:
+        losses = self._losses[adapter] = self._losses.get(adapter, 0) + 1
+        if losses >= LOSSES_MAX:
+            del self._losses[adapter]
+            why = f"the engine did not live through {losses} loads of the adapter {adapter.name!r}: {lost}"
+            self._fail(adapter, why, DEADLY_S)
+
+    def _fail(self, adapter: Adapter, why: str, for_s: float = FAILED_S) -> None:
+        now = self._clock.monotonic()
+        self._failed = {each: failed for each, failed in self._failed.items() if failed[0] > now}
+        self._failed[adapter] = (now + for_s, why)

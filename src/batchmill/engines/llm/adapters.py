@@ -1,0 +1,141 @@
+"""Adapters by the names that an engine server knows them by: one name, one place, for as long as the engine lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.types import AdapterStats, Usage
+
+
+class Adapter(Struct, frozen=True):
+    """An adapter that rows may name. Two projects may call different ones by the same name."""
+
+    name: str  # its own
+    place: str  # a directory, or the id of a model hub
+
+
+class AdapterNames:
+    """Gives each adapter a name in the engine: its own, or that with a number where another place has it already."""
+
+    def __init__(self) -> None:
+        self._names: dict[Adapter, str] = {}
+        self._taken: set[str] = set()
+
+    def of(self, adapter: Adapter) -> str:
+        """The name that calls and replies carry."""
+        known = self._names.get(adapter)
+        if known is not None:
+            return known
+        name, number = adapter.name, 1
+        while name in self._taken:
+            number += 1
+            name = f"{adapter.name}#{number}"
+        self._taken.add(name)
+        self._names[adapter] = name
+        return name
+
+    def restorer(self, adapter: Adapter) -> Restorer | None:
+        """What puts an adapter's own name into replies; None: it stands there already."""
+        name = self.of(adapter)
+        return None if name == adapter.name else Restorer(name, adapter.name)
+
+
+class Restorer:
+    """Replaces the engine's name of an adapter as the value of `model`, also where it lies across two pieces."""
+
+    def __init__(self, name: str, own: str) -> None:
+        # In JSON no text between quotes holds these bytes: its quotes would be escaped.
+        self._pairs = [(_member(name, colon), _member(own, colon)) for colon in (b'"model":', b'"model": ')]
+        self._most = max(len(old) for old, _ in self._pairs) - 1
+        self._kept = b""
+
+    def whole(self, data: bytes) -> bytes:
+        """A reply that has come in one piece."""
+        for old, new in self._pairs:
+            data = data.replace(old, new)
+        return data
+
+    def feed(self, piece: bytes) -> bytes:
+        """A piece of a stream; what may be the beginning of the name is kept for the next one."""
+        data = self.whole(self._kept + piece)
+        keep = next((n for n in range(min(self._most, len(data)), 0, -1) if self._begins(data[-n:])), 0)
+        self._kept = data[len(data) - keep :]
+        return data[: len(data) - keep]
+
+    def rest(self) -> bytes:
+        """What was kept, at the end."""
+        kept, self._kept = self._kept, b""
+        return kept
+
+    def _begins(self, tail: bytes) -> bool:
+        return any(old.startswith(tail) for old, _ in self._pairs)
+
+
+def _member(name: str, key: bytes) -> bytes:
+    return key + msgspec.json.encode(name)
+
+
+NAMES_MAX = 100
+OTHERS = "other"
+
+
+class _Counts(Struct, eq=False):
+    rows: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    hits: int = 0
+    loads: int = 0
+    busy_s: float = 0.0
+    flying: int = 0
+    since: float = 0.0  # when the first of those that fly began
+
+
+class AdapterCounts:
+    """By own name, the first hundred names each for itself."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _Counts] = {}
+
+    def began(self, name: str, now: float) -> None:
+        """A row or live request has been sent."""
+        counts = self._of(name)
+        if not counts.flying:
+            counts.since = now
+        counts.flying += 1
+
+    def ended(self, name: str, now: float) -> None:
+        """It is back, answered or not."""
+        counts = self._of(name)
+        counts.flying -= 1
+        if not counts.flying:
+            counts.busy_s += now - counts.since
+
+    def answered(self, name: str, usage: Usage | None, *, found: bool) -> None:
+        """It has its answer; `found`: the adapter was there when it could have gone."""
+        counts = self._of(name)
+        counts.rows += 1
+        counts.hits += found
+        if usage is not None:
+            counts.input_tokens += usage.input_tokens
+            counts.output_tokens += usage.output_tokens
+
+    def loaded(self, name: str) -> None:
+        self._of(name).loads += 1
+
+    def stats(self, now: float) -> list[AdapterStats]:
+        return list(self._stats(now))
+
+    def _stats(self, now: float) -> Iterator[AdapterStats]:
+        for name, each in self._counts.items():
+            busy_s = each.busy_s + (now - each.since if each.flying else 0.0)
+            yield AdapterStats(
+                name, each.rows, each.input_tokens, each.output_tokens, each.hits, each.loads, busy_s
+            )  # fmt: skip
+
+    def _of(self, name: str) -> _Counts:
+        if name not in self._counts and len(self._counts) >= NAMES_MAX:
+            name = OTHERS
+        return self._counts.setdefault(name, _Counts())

@@ -1,0 +1,465 @@
+"""Rows through an engine server that may die: what is in flight, what is tried again, which row is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.engines.llm.adapter_cache import Place, Shelf
+from batchmill.engines.llm.adapters import Adapter
+from batchmill.engines.llm.calls import Call, Calls, stable_code
+from batchmill.engines.llm.quarantine import Isolation
+from batchmill.engines.llm.row_limits import Flight, Yielding
+from batchmill.engines.llm.row_queue import AdapterQueue, Trials
+from batchmill.engines.llm.server import CallLost, ReplyTooLarge, VllmServer
+from batchmill.engines.replies import Reply, read_reply
+from batchmill.engines.retry import is_result
+from batchmill.ports import Feed, ProjectFeed, Sink
+from batchmill.types import Outcome, Row, RowError
+from batchmill.types.poison import ALONE_DEATHS_MAX
+
+TUNE_S = 0.5
+RETRY_S = 0.5  # doubled with each attempt of a row
+QUIET_S = 2.0  # others have had no row for so long: rows of a project beyond its budget of deaths may come
+LAST_ROWS = 16  # of those, so many are taken at once
+TAKE_SHARE = 16  # rows are taken when one in so many of the limit is free
+QUARANTINED = "quarantined"
+REFUSAL = (
+    "the engine died twice with this request alone in flight: it is refused for a while; whoever runs the server may "
+    "let it go with `batchmill quarantine clear`"
+)
+AHEAD_MIN = 64  # rows beyond the limit that are looked at, so that their adapters come before their turn
+
+
+class Host(Protocol):
+    """Who owns the server."""
+
+    server: VllmServer
+
+    async def relaunch(self) -> None:
+        """Put a new server in the place of a dead one. Raises: JobPaused when that has gone on for too long."""
+
+    def progressed(self) -> None:
+        """A row is finished."""
+
+    def gave_up(self) -> None:
+        """A row is given up, which the server died of. Raises: JobPaused when there is nothing else for too long."""
+
+
+class _Flying(Struct, eq=False):
+    """A call that is on its way, and the place of its adapter."""
+
+    call: Call
+    server: VllmServer
+    place: Place | None = None
+    is_recalled: bool = False
+
+
+class _Lost(Struct):
+    """A call that came to nothing: no reply, or one that says the server failed."""
+
+    call: Call
+    server: VllmServer
+    cause: RowError
+    outcome: Outcome | None = None
+
+
+class Flow:
+    """One run of a feed. Rows go out in the feed's order, and again in that order after the server has died."""
+
+    def __init__(
+        self,
+        host: Host,
+        feed: Feed,
+        sink: Sink,
+        *,
+        calls: Calls,
+        shelf: Shelf,
+        flight: Flight,
+        yielding: Yielding,
+        isolation: Isolation,
+    ) -> None:
+        self._deaths, self._isolation, clock = isolation.deaths, isolation, isolation.clock
+        self._host = host
+        self._feed = feed
+        self._sink = sink
+        self._calls = calls
+        self._shelf = shelf
+        self._counts = shelf.counts
+        self._flight = flight
+        self._yielding = yielding
+        self._limits = calls.limits
+        self._clock = clock
+        self._queue = AdapterQueue()
+        self._suspects = Trials()  # rows that wait to be tried with nothing beside them
+        self._trial: set[Call] = set()  # those that are tried now
+        self._holds_back = False  # rows of projects beyond their budget wait in the feed
+        self._others_at: dict[str, float] = {}  # project -> when it last had a row that ran, or waited to
+        self._in_flight: dict[asyncio.Task[None], _Flying] = {}
+        self._overtaken: tuple[Adapter | None, int] = None, 0  # whose rows wait, and how many later ones have gone
+        self._lost: list[_Lost] = []
+        self._taking: asyncio.Task[list[Row]] | None = None
+        self._ended = False
+        self._finished = 0  # rows
+        self._late = 0
+        self._bug: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._moved_at = clock.monotonic()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def wake(self) -> None:
+        """Look again: the server may have died while nothing was in flight."""
+        self._wake.set()
+
+    @property
+    def waiting_for_adapters(self) -> int:
+        """Rows that would have gone, had their adapters been there."""
+        return self._late
+
+    def recall(self, adapter: Adapter) -> None:
+        """Take rows of an adapter out of the engine; they keep their turn."""
+        for task, flying in self._in_flight.items():
+            if flying.call.adapter == adapter and task.cancel():
+                flying.is_recalled = True
+
+    def _limit(self) -> int:
+        """Rows that may be in flight now."""
+        return self._yielding.limit(self._flight.limit, len(self._in_flight), self._clock.monotonic())
+
+    async def run(self) -> None:
+        """Return when the feed has ended and every row of it has its outcome."""
+        tuning = asyncio.create_task(self._tune())
+        tuning.add_done_callback(self._task_ended)
+        try:
+            while not self._is_done():
+                if self._lost or not self._host.server.process.is_alive:
+                    await self._recover()
+                self._hold_back()
+                self._send()
+                self._shelve()
+                self._take()
+                self._raise_bug()
+                if not self._is_done():
+                    await self._wake.wait()
+                    self._wake.clear()
+            self._raise_bug()
+        finally:
+            await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
+            self._isolation.release(self)
+            self._shelf.want([])
+
+    def _is_done(self) -> bool:
+        return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost)
+
+    def _raise_bug(self) -> None:
+        if (bug := self._bug or self._shelf.bug) is not None:
+            raise bug
+
+    @staticmethod
+    async def _cancel(tasks: list[asyncio.Task]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _task_ended(self, task: asyncio.Task) -> None:
+        """No task of ours is meant to raise; what one does raise must not be lost."""
+        if not task.cancelled() and task.exception() is not None:
+            self._bug = task.exception()
+        self._wake.set()
+
+    # -- rows in -------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._ended or self._taking is not None:
+            return
+        limit = self._limit()
+        room = limit + self._ahead() - len(self._in_flight) - len(self._queue)
+        if any(self._deaths.is_over_budget(project) for project in self._suspects.projects()):
+            room = min(room, LAST_ROWS)
+        if room > 0 and room * TAKE_SHARE >= limit:
+            self._taking = asyncio.create_task(self._feed.take(room))
+            self._taking.add_done_callback(self._taken)
+
+    def _ahead(self) -> int:
+        """Rows that are taken before there is room for them."""
+        return max(AHEAD_MIN, self._flight.limit // 2) if self._shelf.room else 0
+
+    def _taken(self, task: asyncio.Task[list[Row]]) -> None:
+        self._taking = None
+        self._task_ended(task)
+        if task.cancelled() or task.exception() is not None:
+            return
+        rows = task.result()
+        self._ended = not rows
+        refused = []
+        for row in rows:
+            self._deaths.here(getattr(row.lease, "project", ""))
+        for row in rows:
+            call = self._calls.read(row)
+            if isinstance(call, RowError):
+                refused.append(Outcome(row, error=call, status=0))
+            elif self._deaths.is_refused(call.tracked):
+                refused.append(Outcome(row, error=RowError(QUARANTINED, REFUSAL), status=0))
+            elif self._deaths.is_suspect(call.tracked):
+                self._suspect(call)
+            else:
+                self._queue.push(call)
+        if refused:
+            self._sink.put(refused)
+
+    # -- calls out -----------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Fill the engine, or try suspects with nothing beside them."""
+        if self._trial or self._isolation.is_closed(self):
+            return
+        if self._suspects and self._try():
+            return
+        limit = self._limit()
+        behind = self._first_held_up()
+        while len(self._in_flight) < limit and (call := self._queue.pop(self._shelf.may_go)) is not None:
+            self._start(call)
+            if behind is not None and call.turn > behind[1]:
+                self._overtaken = behind[0], self._overtaken[1] + 1
+        if behind is not None and self._overtaken[1] > limit:
+            self._shelf.make_way(behind[0])
+
+    # -- suspects ------------------------------------------------------------------------------------------------------
+
+    def _suspect(self, call: Call) -> None:
+        self._queue.number(call)
+        self._suspects.add(call)
+
+    def _try(self) -> bool:
+        """Start the next suspects once nothing else is in flight. True: nothing else is to begin until then."""
+        group = self._suspects.next_group(is_last=self._deaths.is_over_budget, may_go=self._may_try)
+        has_others = bool(self._queue) or bool(self._in_flight)
+        is_ours = self._isolation.is_closed() or self._isolation.may_begin(has_others=has_others)
+        if not group or not is_ours:
+            self._isolation.release(self)
+            return False
+        if not self._isolation.hold(self) or self._in_flight:
+            return True
+        self._suspects.start(group)
+        self._trial = set(group)
+        for call in group:
+            self._start(call)
+        return True
+
+    def _may_try(self, call: Call) -> bool:
+        """Its adapter is there, and its project's turn has come."""
+        if call.adapter is not None and not self._shelf.may_go(call.adapter):
+            return False
+        return not self._deaths.is_over_budget(call.project) or self._is_turn_of(call.project)
+
+    def _is_turn_of(self, project: str) -> bool:
+        """A project beyond its budget of deaths comes last: no other has work."""
+        return not (self._deaths.rests(project) or self.has_others(project))
+
+    def has_others(self, project: str) -> bool:
+        """Rows of other projects run, wait to, or did so a moment ago."""
+        now = self._clock.monotonic()
+        calls = [*self._suspects.calls, *(flying.call for flying in self._in_flight.values())]
+        for name in {call.project for call in calls} | self._queue.projects():
+            if name == project or not self._deaths.is_over_budget(name):
+                self._others_at[name] = now
+        self._others_at = {name: at for name, at in self._others_at.items() if now - at < QUIET_S}
+        return any(name != project for name in self._others_at) or self._isolation.live_of_others(project)
+
+    def _hold_back(self) -> None:
+        """Rows of projects beyond their budget stay where they are until their turn."""
+        over = self._deaths.over_budget()
+        for call in self._queue.take_of(over) if over else ():
+            self._suspects.add(call)
+        if isinstance(self._feed, ProjectFeed):
+            held_back = frozenset(project for project in over if not self._is_turn_of(project))
+            self._feed.hold_back(held_back)
+            self._holds_back = bool(held_back)
+
+    def _first_held_up(self) -> tuple[Adapter, int] | None:
+        """The first adapter whose rows cannot go, and the turn of the first of them."""
+        adapter = next((each for each in self._queue.adapters() if not self._shelf.may_go(each)), None)
+        if self._overtaken[0] != adapter:
+            self._overtaken = adapter, 0
+        return None if adapter is None else (adapter, self._queue.first_turn(adapter))
+
+    def _shelve(self) -> None:
+        """Have adapters loaded for the rows that wait, in the rows' order; refuse those whose adapter cannot be."""
+        if not self._shelf.room:
+            return
+        waiting = list(dict.fromkeys([*self._suspects.adapters(), *self._queue.adapters()]))
+        for adapter in waiting:
+            if why := self._shelf.failure(adapter):
+                self._refuse(adapter, why)
+        self._shelf.want([adapter for adapter in waiting if not self._shelf.failure(adapter)])
+        room = max(0, self._limit() - len(self._in_flight))
+        self._late = self._queue.mark_late(
+            (a for a in waiting if self._queue.waiting(a) and not self._shelf.may_go(a)), room
+        )
+
+    def _refuse(self, adapter: Adapter, why: str) -> None:
+        error = RowError("bad_adapter", why)
+        refused = [*self._suspects.take(adapter), *self._queue.take_all(adapter)]
+        self._sink.put([Outcome(call.row, error=error, status=0) for call in refused])
+
+    def _start(self, call: Call) -> None:
+        if not self._in_flight:
+            self._moved_at = self._clock.monotonic()
+        place = None
+        if call.adapter is not None:
+            place = self._shelf.use(call.adapter)
+            self._counts.began(call.adapter.name, self._clock.monotonic())
+        server = self._host.server
+        self._deaths.began(server, call.tracked)
+        task = asyncio.create_task(self._call(call, server))
+        self._in_flight[task] = _Flying(call, server, place)
+        task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        flying = self._in_flight.pop(task)
+        self._task_ended(task)
+        if flying.place is not None:
+            self._counts.ended(flying.place.adapter.name, self._clock.monotonic())
+            self._shelf.let_go(flying.place)
+        call = flying.call
+        if flying.is_recalled and task.cancelled():
+            self._deaths.gone(flying.server, call.tracked)
+            if call in self._trial:
+                self._suspect(call)
+            else:
+                self._queue.push(call)
+        if call in self._trial:
+            self._trial.discard(call)
+            if not self._trial:
+                self._isolation.release(self)
+
+    async def _call(self, call: Call, server: VllmServer) -> None:
+        if call.attempts:
+            await self._clock.sleep(RETRY_S * 2 ** (call.attempts - 1))
+        try:
+            status, data = await server.post(call.url, call.body)
+        except CallLost as fault:
+            cause = RowError("connection_failed", f"the connection to the engine broke: {fault}")
+            self._lost.append(_Lost(call, server, cause))
+            return
+        except ReplyTooLarge as fault:
+            self._deaths.answered(server, call.tracked)
+            self._finish(call, Outcome(call.row, error=RowError("reply_too_large", str(fault)), status=0))
+            return
+        if call.adapter is not None and (restorer := self._calls.names.restorer(call.adapter)) is not None:
+            data = restorer.whole(data)
+        reply = read_reply(status, data)
+        if is_result(reply) or not (status < 300 or (status >= 500 and status != 501)):
+            self._deaths.answered(server, call.tracked)
+        if is_result(reply):
+            self._finish(call, reply.ok(call.row))
+        elif status < 300 or (status >= 500 and status != 501):
+            self._lost.append(_Lost(call, server, reply.row_error(), _refused(call, reply)))
+        elif status == 404 and (reply.error is None or not reply.error.code):
+            text = f"the engine does not answer {call.url} for this model; a pooling model may need runner=pooling"
+            self._finish(call, Outcome(call.row, reply.body, RowError("url_not_supported", text), status))
+        else:
+            self._finish(call, _refused(call, reply))
+
+    def _finish(self, call: Call, outcome: Outcome) -> None:
+        self._sink.put([outcome])
+        if call.adapter is not None:
+            self._counts.answered(call.adapter.name, outcome.usage, found=call.found_it)
+        self._finished += 1
+        self._moved_at = self._clock.monotonic()
+        self._host.progressed()
+
+    # -- when calls are lost -------------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        server = self._host.server
+        if server.process.is_alive and await server.is_healthy():
+            self._try_again()
+            return
+        await server.stop()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
+        self._deaths.died(server, server.process.complaint())
+        self._isolation.died()
+        self._bury()
+        await self._host.relaunch()
+        self._flight.restarted()
+        self._moved_at = self._clock.monotonic()
+
+    def _take_lost(self) -> list[_Lost]:
+        lost, self._lost = self._lost, []
+        return sorted(lost, key=lambda one: one.call.row.position)
+
+    def _try_again(self) -> None:
+        """The server lives, so the fault is the row's or the moment's."""
+        for lost in self._take_lost():
+            call = lost.call
+            call.attempts += 1
+            if call.attempts >= self._limits.attempts_max:
+                self._deaths.answered(lost.server, call.tracked)
+                self._finish(call, lost.outcome or Outcome(call.row, error=lost.cause, status=0))
+                continue
+            self._deaths.gone(lost.server, call.tracked)
+            if self._deaths.is_suspect(call.tracked):
+                self._suspect(call)
+            else:
+                self._queue.push(call)
+
+    def _bury(self) -> None:
+        """The server died. Its rows are tried with nothing beside them, a few at a time, then one at a time."""
+        for lost in self._take_lost():
+            call = lost.call
+            call.deaths += 1
+            call.is_prime = call.is_prime or call.deaths > 1 or bool(call.tracked.alone)
+            beyond = self._deaths.is_over_budget(call.project)
+            if call.tracked.alone >= ALONE_DEATHS_MAX or (beyond and call.tracked.alone and call.deaths > 1):
+                complaint = self._host.server.process.complaint()
+                message = (
+                    f"the engine died {call.deaths} times with this row in flight, at last with it alone: {complaint}"
+                )
+                self._sink.put([Outcome(call.row, error=RowError("engine_crashed", message), status=0)])
+                self._host.gave_up()
+            else:
+                self._suspect(call)
+
+    # -- watching the engine -------------------------------------------------------------------------------------------
+
+    async def _tune(self) -> None:
+        """Follow the server's metrics; end a server that has stopped moving, so that it is started anew."""
+        tokens = -1
+        while True:
+            await self._clock.sleep(TUNE_S)
+            server = self._host.server
+            if self._suspects or self._holds_back or self._deaths.over_budget():
+                self._wake.set()  # their time may have come
+            is_idle = not (self._in_flight or self._yielding.live or self._flight.gauges.running)
+            if is_idle or not server.process.is_alive:
+                continue
+            gauges = await server.gauges()
+            if server is not self._host.server:
+                continue
+            now = self._clock.monotonic()
+            if gauges is not None and not self._in_flight:
+                self._flight.gauges = gauges  # of live requests alone, which say nothing of how many rows fit
+                self._wake.set()  # time passes: rows may go beside them again
+            elif gauges is not None:
+                if gauges.tokens != tokens:
+                    tokens, self._moved_at = gauges.tokens, now
+                self._flight.observe(gauges, len(self._in_flight))
+                self._yielding.observe(gauges.running, self._finished, now)
+                self._wake.set()
+            if now - self._moved_at > self._limits.attempt_timeout_s and self._in_flight:
+                await server.stop()
+
+
+def _refused(call: Call, reply: Reply) -> Outcome:
+    """The error outcome of a reply, under a code that does not change with the place in vLLM it came from."""
+    outcome = reply.refused(call.row)
+    assert outcome.error is not None
+    return replace(outcome, error=RowError(stable_code(outcome.error.code), outcome.error.message))

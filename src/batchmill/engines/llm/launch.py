@@ -1,0 +1,410 @@
+"""How vLLM is started for a model: its Python, its command line, its environment. Starts nothing itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.engines.llm.calls import POLICY_FLAG
+from batchmill.errors import ModelFailed
+from batchmill.models import secrets
+from batchmill.types import ModelSpec
+
+CONFIG_BYTES_MAX = 16 * 1024 * 1024
+CONFIGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+)
+
+
+def find_files(source: str, env: Mapping[str, str]) -> list[Path]:
+    """The directories that a model or adapter is read from: its own, or its snapshots in the Hugging Face cache."""
+    if Path(source).is_dir():
+        return [Path(source)]
+    home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
+    hub = Path(env.get("HF_HUB_CACHE") or home / "hub")
+    return sorted((hub / f"models--{source.replace('/', '--')}" / "snapshots").glob("*/"))
+
+
+def refuse_remote_code(source: str, places: list[Path], *, trusted: bool) -> None:
+    """Raise ModelFailed for a model that brings Python code, unless the caller trusts it.
+
+    vLLM before 0.14 ran such code without being asked (CVE-2026-22807).
+    """
+    if not places and source.startswith(("/", ".", "~")):
+        raise ModelFailed(f"there is no model directory {source!r}")
+    for path in [place / name for place in places for name in CONFIGS]:
+        if not trusted and "auto_map" in _read_object(path):
+            raise ModelFailed(
+                f"the model {source!r} brings Python code of its own ({path.name} has auto_map), which would run with "
+                "your rights; if you trust it, pass the engine argument trust-remote-code=true"
+            )
+
+
+def adapter_rank(name: str, path: str, env: Mapping[str, str]) -> int | None:
+    """The rank of LoRA weights; None for an id that has not been downloaded yet.
+
+    Raises: ModelFailed for a directory that holds no adapter.
+    """
+    places = find_files(path, env)
+    if not places and (os.path.isabs(path) or path.startswith((".", "~"))):
+        raise ModelFailed(f"the adapter {name!r}: there is no directory {path!r}")
+    for place in places:
+        config = _read_object(place / "adapter_config.json")
+        rank = config.get("r")
+        if isinstance(rank, int) and rank > 0:
+            patterns = config.get("rank_pattern")
+            others = patterns.values() if isinstance(patterns, dict) else ()
+            return max(rank, *(other for other in others if isinstance(other, int)), 1)
+        raise ModelFailed(f"the adapter {name!r}: {place} holds no adapter_config.json that names its rank `r`")
+    return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file. Raises: ModelFailed for a file that is no JSON."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=dict[str, Any])
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise ModelFailed(f"{path} cannot be read: {error}") from None
+
+
+Flag = str | int | float | bool | None
+
+PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
+REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
+GPUS_VARIABLE = "BATCHMILL_GPUS"  # the devices that are this engine's own, where somebody deals them
+SIDE = Path(__file__).parent / "vllm_plugin"  # what of ours runs inside vLLM
+SCHEDULER = "batchmill_yield.create"
+PLUGIN = "batchmill_adapters"  # in SIDE, which vLLM finds by its entry point
+MODULE = "vllm.entrypoints.openai.api_server"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has room for
+LORA_RANK_DEFAULT = 16
+LORAS_ACTIVE_GPU = 4  # in one batch: rows come grouped by adapter
+LORAS_KEPT_GPU = 64  # beside the batch, in the machine's memory
+LORAS_KEPT_CPU = 8
+CPU_KV_GIB_MAX = 4
+CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's own 128 leaves a small model waiting
+SMALL_CPU_CORES = 8  # up to so many, the worker runs inside the engine's process
+PROBE_TIMEOUT_S = 60
+_PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+
+# Flags that batchmill sets itself -> what to do instead.
+_OWNED = {
+    "model": "name the model in --model vllm:SOURCE",
+    "served-model-name": "the model's name and source are both served",
+    "lora-modules": "use --adapter NAME=PATH",
+    "uds": "the server listens on a private socket",
+    "host": "the server listens on a private socket",
+    "port": "the server listens on a private socket",
+    "api-key": "the server listens on a private socket that needs no key",
+    "ssl-keyfile": "the server listens on a private socket",
+    "ssl-certfile": "the server listens on a private socket",
+    "root-path": "the server listens on a private socket",
+    "config": "pass each flag as an engine argument",
+    "headless": "batchmill talks to the server's HTTP port",
+}
+# Not for the server: a key would be asked of us, and the rest belongs to another interpreter.
+_DROPPED_VARIABLES = ("VLLM_API_KEY", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+_OWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "PATH",
+    "PYTHONPATH",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_RPC_BASE_PATH",
+)
+
+
+class Launch(Struct, frozen=True):
+    """What starts one server."""
+
+    command: list[str]
+    env: dict[str, str]
+
+
+class Machine(Struct, frozen=True):
+    """What decides between a CPU's and a GPU's settings."""
+
+    gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
+    memory_free_bytes: int
+    cores: int
+
+    @classmethod
+    def here(cls, env: Mapping[str, str]) -> Machine:
+        found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        names = [str(number) for number in found]
+        if dealt := env.get(GPUS_VARIABLE):
+            names = [name.strip() for name in dealt.split(",") if name.strip()]
+        elif visible is not None:
+            names = [name.strip() for name in visible.split(",") if name.strip()] if found else []
+        elif not found and Path("/dev/kfd").exists():
+            names = ["rocm"]
+        free = (
+            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+        )
+        return cls(
+            names, free, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
+
+
+def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Machine) -> Launch:
+    """The command and environment for a server on `socket`.
+
+    Raises: ModelFailed for flags that are not the caller's to set, and for a model that cannot be started like this.
+    """
+    flags = read_flags(model.engine_args)
+    source = str(Path(model.source).absolute()) if Path(model.source).is_dir() else model.source
+    refuse_remote_code(
+        model.source, find_files(source, env), trusted=flags.get("trust-remote-code", False) in (True, None)
+    )
+    ours: dict[str, Flag] = {"enable-prompt-tokens-details": True, "disable-uvicorn-access-log": True}
+    ours[POLICY_FLAG] = "priority"  # live requests go ahead of rows
+    ours["scheduler-cls"] = SCHEDULER
+    if not machine.gpus:
+        ours["max-num-seqs"] = CPU_SEQS
+        if not {"compilation-config", "O", "optimization-level"} & flags.keys():
+            ours["enforce-eager"] = True  # compiling takes a CPU over a minute
+        if _runs_in_one_process(flags, env, machine):
+            ours["distributed-executor-backend"] = "uni"
+    ours |= _lora_flags(model, flags, env, machine)
+    command = [python, "-m", MODULE, f"--model={source}", "--served-model-name", *_served_names(model)]
+    command += [f"--uds={socket}", *_render_flags({**ours, **flags})]
+    return Launch(command, _environment(flags, socket, env, machine))
+
+
+def secret_variables(model: ModelSpec) -> dict[str, str]:
+    """The variables that hold secrets. Raises: ModelFailed for a secret that is not there, or not the caller's."""
+    for name in model.secrets:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ModelFailed(f"{name!r} is no name of an environment variable", code="invalid_config")
+        if name in _OWN_VARIABLES or name in _DROPPED_VARIABLES or name.startswith("BATCHMILL_"):
+            raise ModelFailed(f"the variable {name!r} is not yours to set for an engine", code="invalid_config")
+    return {name: secrets.resolve(reference).reveal() for name, reference in model.secrets.items()}
+
+
+def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine) -> bool:
+    """Whether the worker runs inside the engine's process, with a thread on every core.
+
+    In a process of its own it computes on all cores but one, and on that one the engine spins until it is done: on two
+    cores 103 rows/s where this ran at 135. vLLM accepts it on a CPU only with its multiprocessing switched off, which
+    changes nothing else for a server, and leaves the threads' number to us. A caller's own choice of any of it stands.
+    """
+    chosen = {"distributed-executor-backend", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"}
+    return machine.cores <= SMALL_CPU_CORES and not (chosen & flags.keys() or variables & env.keys())
+
+
+def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Engine arguments by vLLM's own names. Raises: ModelFailed for one that batchmill sets itself."""
+    flags = {}
+    for name, value in engine_args.items():
+        flag = name.lstrip("-").replace("_", "-")
+        if flag in _OWNED:
+            raise ModelFailed(f"the engine argument {name!r} is not yours to set: {_OWNED[flag]}")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
+            raise ModelFailed(
+                f"the engine argument {name!r} is no flag's name; write it as vLLM does, like max-model-len"
+            )
+        words = {"true": True, "false": False}
+        flags[flag] = words.get(value.lower(), value) if isinstance(value, str) else value
+    return flags
+
+
+def _render_flags(flags: Mapping[str, Flag]) -> list[str]:
+    """`--flag` (true, or no value), `--no-flag` (false) or `--flag=value`; `-O3` for a flag of one letter."""
+    rendered = []
+    for name, value in flags.items():
+        if value is True or value is None:
+            rendered.append(f"--{name}")
+        elif value is False:
+            rendered.append(f"--no-{name}")
+        else:
+            rendered.append(f"--{name}={value}" if len(name) > 1 else f"-{name}{value}")
+    return rendered
+
+
+def _served_names(model: ModelSpec) -> list[str]:
+    return list(dict.fromkeys(filter(None, (model.name, model.source, model.alias))))
+
+
+def adapter_room(model: ModelSpec, machine: Machine) -> int:
+    """How many adapters an engine of this model holds at once; 0: it takes none.
+
+    Raises: ModelFailed for a number that is none.
+    """
+    if not (model.adapters or model.adapter_rank):
+        return 0
+    flags, asked = read_flags(model.engine_args), model.limits.adapters_max
+    if asked is not None and asked < 1:
+        raise ModelFailed(f"limits.adapters_max is {asked}; it must be a number from 1 on", code="invalid_config")
+    room = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if asked is None else asked
+    if flags.get("max-cpu-loras") is not None:
+        kept = _count(flags, "max-cpu-loras")
+        room = kept if asked is None else min(kept, asked)
+    return room if model.adapter_rank else min(room, len(model.adapters))
+
+
+def _lora_flags(
+    model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine
+) -> dict[str, Flag]:
+    kept = adapter_room(model, machine)
+    if not kept:
+        return {}
+    for name in model.adapters:
+        if name in _served_names(model):
+            raise ModelFailed(f"the adapter {name!r} has the base model's name; give it another")
+    active = min(kept, LORAS_ACTIVE_GPU) if machine.gpus else kept
+    if flags.get("max-loras") is not None:
+        kept = max(kept, _count(flags, "max-loras"))
+    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": _rank_room(model, env)}
+
+
+def _rank_room(model: ModelSpec, env: Mapping[str, str]) -> int:
+    """The rank to make room for: the model's own word, or that of its adapters. Raises: ModelFailed."""
+    rank = model.adapter_rank
+    if not rank:
+        good = {name: path for name, path in model.adapters.items() if name not in model.bad_adapters}
+        ranks = [adapter_rank(name, path, env) for name, path in good.items()]
+        rank = max([LORA_RANK_DEFAULT, *(rank for rank in ranks if rank is not None)])
+    room = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
+    if room is None:
+        raise ModelFailed(f"an adapter has rank {rank}; vLLM serves at most {LORA_RANKS[-1]}")
+    return room
+
+
+def _count(flags: Mapping[str, Flag], name: str) -> int:
+    """A flag that counts something; 1 where it is not given. Raises: ModelFailed where it is no number."""
+    value = flags.get(name)
+    if value is None:
+        return 1
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ModelFailed(f"the engine argument {name!r} is {value!r}; it must be a number from 1 on")
+    return int(value)
+
+
+def adapter_place(place: str) -> str:
+    """Where the server finds an adapter: it may have another working directory in mind than we have."""
+    return str(Path(place).absolute()) if Path(place).is_dir() else place
+
+
+def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    chosen = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
+    # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
+    chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
+    chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if "VLLM_PLUGINS" in env:  # the caller's choice stands, with ours beside it
+        chosen["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], PLUGIN]))
+    chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # on a private socket
+    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIDE), env.get("PYTHONPATH")]))
+    if not machine.gpus:
+        gib = machine.memory_free_bytes // (4 * 1024**3)
+        chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
+        if _runs_in_one_process(flags, env, machine):
+            chosen |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(machine.cores)}
+    elif env.get(GPUS_VARIABLE):
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_dealt(flags, machine.gpus))
+    elif REPLICA_VARIABLE in env:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(flags, env[REPLICA_VARIABLE], machine.gpus))
+    return chosen
+
+
+def _gpus_needed(flags: Mapping[str, Flag]) -> int:
+    each = 1
+    for name in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
+        each *= _count(flags, name)
+    return each
+
+
+def _dealt(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
+    """The GPUs that were dealt to this engine, if they are enough."""
+    needed = _gpus_needed(flags)
+    if len(gpus) < needed:
+        raise ModelFailed(
+            f"the engine was given the GPUs {', '.join(gpus)} and needs {needed} for its parallel sizes; "
+            f"set gpus = {needed} for the model",
+            code="invalid_config",
+        )
+    return gpus
+
+
+def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
+    """This replica's own GPUs."""
+    each = _gpus_needed(flags)
+    first = int(replica) * each
+    mine = gpus[first : first + each]
+    if len(mine) < each:
+        raise ModelFailed(
+            f"replica {replica} needs {each} GPUs of its own and {len(gpus)} are visible; "
+            f"at most {len(gpus) // each} replicas fit"
+        )
+    return mine
+
+
+# Where vLLM is
+
+
+def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
+    """The interpreter of the environment that holds vLLM. Blocks while it tries one.
+
+    Raises: ModelFailed when the one that was named has no vLLM, or none is found.
+    """
+    for origin, named in (("the model's python", model.python), (PYTHON_VARIABLE, env.get(PYTHON_VARIABLE))):
+        if named:
+            python = shutil.which(os.path.expanduser(named), path=env.get("PATH"))
+            if python is None:
+                raise ModelFailed(f"{origin} is {named!r}, which is no program")
+            if not _has_vllm(python, env):
+                raise ModelFailed(f"{origin} is {named!r}, and vLLM is not installed there")
+            return python
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    for python in (str(here / ".venv-vllm/bin/python"), _python_of_command(env)):
+        if python is not None and os.access(python, os.X_OK) and _has_vllm(python, env):
+            return python
+    raise ModelFailed(
+        "vLLM was not found: install it in an environment of its own with "
+        "`python tools/install_vllm.py --venv .venv-vllm` (`make demo` does), or with `pip install vllm` beside "
+        f"batchmill, or name the Python that has it in {PYTHON_VARIABLE}"
+    )
+
+
+def _has_vllm(python: str, env: Mapping[str, str]) -> bool:
+    clean = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], env=clean, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _python_of_command(env: Mapping[str, str]) -> str | None:
+    """The interpreter that the `vllm` on PATH runs under: from its first line, or beside it."""
+    command = shutil.which("vllm", path=env.get("PATH"))
+    if command is None:
+        return None
+    with open(command, "rb") as file:
+        first = file.readline(4096)
+    words = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else []
+    if words and "python" in Path(words[0]).name:
+        return words[0]
+    return str(Path(command).resolve().parent / "python")

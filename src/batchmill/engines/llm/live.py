@@ -1,0 +1,292 @@
+"""Live requests through an engine server: they wait while it is started again, and end when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Protocol
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.engines.llm.adapter_cache import Shelf
+from batchmill.engines.llm.adapters import Adapter
+from batchmill.engines.llm.calls import Calls
+from batchmill.engines.llm.flow import QUARANTINED, REFUSAL
+from batchmill.engines.llm.quarantine import Isolation, Tracked, busy
+from batchmill.engines.llm.row_limits import Yielding
+from batchmill.engines.llm.server import CallLost, VllmServer
+from batchmill.engines.replies import read_reply
+from batchmill.errors import InvalidInput, Unavailable, UnknownName
+from batchmill.ports import Clock
+from batchmill.types import LiveHead, LiveRequest, Usage
+from batchmill.wire.forms import RESPONSES
+from batchmill.wire.json_bytes import join_object, split_object
+
+COMPLETED = b"response.completed"
+ENDS = {"incomplete": b"response.incomplete", "failed": b"response.failed"}  # by the status of the response
+EVENT_BYTES_MAX = 64 * 1024 * 1024  # of one that is looked into: a longer one is handed on as it comes
+_END = b"\n\n"
+_DATA = b"data:"
+
+
+class _Response(Struct, frozen=True):
+    status: str = ""
+
+
+class _Event(Struct):
+    response: _Response = _Response()
+
+
+_event = msgspec.json.Decoder(_Event).decode
+
+
+class ResponseEvents:
+    """Puts whole events together, and names the last one by what it says."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    def feed(self, piece: bytes) -> bytes:
+        """The events that are whole with this piece; what begins another is kept for the next."""
+        kept = self._kept
+        seen = max(0, len(kept) - 1)
+        kept += piece
+        end = kept.rfind(_END, seen)
+        if end < 0:
+            return self.rest() if len(kept) > EVENT_BYTES_MAX else b""
+        whole = bytes(kept[: end + len(_END)])
+        del kept[: end + len(_END)]
+        if COMPLETED not in whole:
+            return whole
+        return b"".join(named(event) + _END for event in whole.split(_END)[:-1])
+
+    def rest(self) -> bytes:
+        """What was kept, at the end."""
+        kept, self._kept = bytes(self._kept), bytearray()
+        return kept
+
+
+def named(event: bytes) -> bytes:
+    """An event under the name that its response's status gives it; one of another kind as it is."""
+    lines = event.split(b"\n")
+    at = next((number for number, line in enumerate(lines) if line.startswith(_DATA)), None)
+    if at is None or COMPLETED not in event:
+        return event
+    data = lines[at].removeprefix(_DATA)
+    try:
+        members = split_object(data)
+        if bytes(members.get("type", b"")) != b'"%b"' % COMPLETED:
+            return event
+        name = ENDS.get(_event(data).response.status)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return event
+    if name is None:
+        return event
+    members["type"] = Raw(b'"%b"' % name)
+    lines[at] = _DATA + b" " + join_object(members)
+    return b"\n".join(b"event: " + name if line.startswith(b"event:") else line for line in lines)
+
+
+RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
+END_S = 5.0  # a server that lost a call may take so long to have ended
+EVENTS = "text/event-stream"
+POLL_S = 0.05  # between looks at a server that takes no connection
+DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
+
+
+class Host(Protocol):
+    """Who owns the server."""
+
+    server: VllmServer
+
+    @property
+    def rows_in_flight(self) -> int: ...
+
+    def wake_rows(self) -> None:
+        """Rows may go that were held back."""
+
+    async def revived(self, wait_s: float) -> None:
+        """Return once the server lives, or raise Unavailable."""
+
+
+class _Asked(Struct, eq=False):
+    """A live request on its way."""
+
+    request: LiveRequest
+    body: bytes
+    adapter: Adapter | None
+    tracked: Tracked
+    server: VllmServer | None = None  # that was asked last
+    usage: Usage | None = None  # as far as its answer tells: of a stream the pieces of it
+
+
+class LiveWay:
+    """Hands live requests to the server, and tells `yielding` how long they take."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        calls: Calls,
+        shelf: Shelf,
+        yielding: Yielding,
+        isolation: Isolation,
+        clock: Clock,
+    ) -> None:
+        self._deaths, self._isolation = isolation.deaths, isolation
+        self._host = host
+        self._calls = calls
+        self._shelf = shelf
+        self._counts = shelf.counts
+        self._yielding = yielding
+        self._limits = calls.limits
+        self._clock = clock
+
+    async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        """As `ports.Engine.predict`."""
+        body, adapter = self._calls.live(request)
+        tracked = self._calls.tracked(request.project, request.url, body, adapter)
+        if self._deaths.is_refused(tracked):
+            raise InvalidInput(REFUSAL, code=QUARANTINED)
+        self._yielding.began(self._clock.monotonic())
+        try:
+            async with (
+                self._turn(request, tracked),
+                aclosing(self._answer(_Asked(request, body, adapter, tracked))) as pieces,
+            ):
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._yielding.ended(self._clock.monotonic())
+            self._host.wake_rows()
+
+    def _turn(self, request: LiveRequest, tracked: Tracked) -> AbstractAsyncContextManager[None]:
+        """Beside others, or alone where an engine has died of it or of too much of its project's."""
+        if not self._deaths.is_suspect(tracked):
+            return self._isolation.beside(tracked, request.project)
+        is_last = self._deaths.is_over_budget(request.project)
+        if is_last and self._deaths.rests(request.project):
+            raise busy()
+        return self._isolation.alone(tracked, request.project, is_last=is_last)
+
+    async def _answer(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
+        """The reply; asked for again where no server heard of it, and once where a connection broke by itself."""
+        until = self._clock.monotonic() + RESTART_WAIT_S
+        is_first = True
+        while True:
+            await self._host.revived(until - self._clock.monotonic())
+            asked.server = self._host.server
+            reply = self._reply(asked) if asked.adapter is None else self._of_adapter(asked, asked.adapter)
+            has_begun = False
+            try:
+                async with aclosing(reply) as pieces:
+                    async for piece in pieces:
+                        has_begun = True
+                        yield piece
+                return
+            except CallLost as lost:
+                if not lost.was_sent and self._clock.monotonic() < until:
+                    await self._clock.sleep(POLL_S)
+                    continue
+                is_up = await asked.server.is_healthy()
+                if is_up:
+                    self._deaths.gone(asked.server, asked.tracked)
+                    if is_first and not has_begun:
+                        is_first = False
+                        continue
+                else:
+                    await self._lost(asked, asked.server)
+                # A request that may have ended the server is not sent to the next one: its caller may do so.
+                died = "" if is_up else "; it died and is started again"
+                raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
+
+    async def _lost(self, asked: _Asked, server: VllmServer) -> None:
+        """Its server died under it, or is about to: nobody but the caller sends it again, and then it runs alone."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.process.wait(), END_S)
+        self._deaths.remember(asked.tracked)
+        if not server.process.is_alive:
+            self._deaths.died(server, server.process.complaint())
+            self._isolation.died()
+
+    async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
+        """The reply, with the adapter loaded for as long as it takes, and called by its own name."""
+        async with self._shelf.held(adapter) as was_there:
+            asked.server = self._host.server
+            restorer = self._calls.names.restorer(adapter)
+            self._counts.began(adapter.name, self._clock.monotonic())
+            try:
+                async with aclosing(self._reply(asked)) as pieces:
+                    async for piece in pieces:
+                        yield piece if restorer is None or isinstance(piece, LiveHead) else restorer.feed(piece)
+                if restorer is not None:
+                    yield restorer.rest()
+                self._counts.answered(adapter.name, asked.usage, found=was_there)
+            finally:
+                self._counts.ended(adapter.name, self._clock.monotonic())
+
+    async def _reply(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
+        server = asked.server
+        assert server is not None, "a server is chosen before it is asked"
+        self._deaths.began(server, asked.tracked)
+        is_lost = is_whole = False
+        try:
+            async with aclosing(self._pieces(asked, server)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            is_whole = True
+        except CallLost:
+            is_lost = True
+            raise
+        finally:
+            if is_whole:
+                self._deaths.answered(server, asked.tracked)
+            elif not is_lost:
+                self._deaths.gone(server, asked.tracked)
+
+    async def _pieces(self, asked: _Asked, server: VllmServer) -> AsyncGenerator[LiveHead | bytes]:
+        began, count, first = self._clock.monotonic(), 0, b""
+        request = asked.request
+        async with aclosing(server.predict(request.url, asked.body, self._limits.attempt_timeout_s)) as pieces:
+            head = await anext(pieces)
+            assert isinstance(head, LiveHead), "a reply begins with its head"
+            is_response = request.url == RESPONSES and head.content_type.startswith(EVENTS)
+            events = ResponseEvents() if is_response else None
+            if head.status == 404:
+                first = await self._refusal(request, pieces)
+            yield head
+            if first:
+                yield first
+            async for piece in pieces:
+                assert isinstance(piece, bytes), "a reply has one head"
+                count += piece.count(b"data: ")
+                first = first or piece
+                told = piece if events is None else events.feed(piece)
+                if told:
+                    yield told
+            if events is not None and (rest := events.rest()):
+                yield rest
+        if head.status == 200:
+            asked.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
+            tokens = 0 if asked.usage is None else asked.usage.output_tokens
+            self._yielding.answered((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
+
+    @staticmethod
+    async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:
+        """The body of a 404. Raises: UnknownName for that of a path which this model does not have."""
+        body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+        if len(body) <= DETAIL_BYTES_MAX and not _has_error(body):
+            text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"
+            raise UnknownName(text, code="url_not_supported")
+        return body
+
+
+def _has_error(body: bytes) -> bool:
+    try:
+        reply = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return isinstance(reply, dict) and "error" in reply

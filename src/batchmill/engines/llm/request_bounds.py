@@ -1,0 +1,371 @@
+"""What each field of a request may hold on its way to an engine server; what shapes the answer is walked by `schemas`.
+
+Texts and messages are bounded by the size of a body and by the model's context. Every other field, whether it is known
+here or not, is small, and its numbers are such as fit the engine's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.engines.llm.pattern_bounds import check_grammar, check_pattern, too_large
+from batchmill.errors import InvalidRow
+from batchmill.types import Limits
+from batchmill.wire.forms import COMPLETIONS
+
+DEPTH_MAX = 64  # levels of objects and lists; as vLLM has it
+REFERENCE_DEPTH_MAX = 128  # with the levels of what is referred to
+NAMES_MAX = 1_000  # of one object: what an engine builds for optional ones grows with their square
+# The whole, each part as often as it is repeated, may be so many times one repetition's limit; so may all different
+# lengths of texts together.
+SIZE_FACTOR = 10
+VALUE_MAX = 2.0**63
+SHOWN_CHARS = 120  # of a place, in a message
+
+VALUES = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+LENGTHS = frozenset(["minLength", "maxLength"])  # of texts, which hold nothing that could be repeated
+DATA = frozenset(["const", "enum", "default", "example", "examples", "choice", "required", "title", "description"])
+NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"])
+PATTERNS = frozenset(["pattern", "regex", "whitespace_pattern", "guided_regex"])
+GRAMMARS = frozenset(["grammar", "ebnf", "lark", "definition", "guided_grammar"])
+SCHEMA_TEXTS = frozenset(
+    ["json", "structural_tag", "schema", "json_schema", "parameters", "guided_json"]
+)  # JSON in a string
+REFERENCES = frozenset(["$ref", "$dynamicRef", "$recursiveRef"])
+
+
+class SchemaLimits(Struct, frozen=True):
+    """See `types.Limits`."""
+
+    bytes_max: int
+    nodes_max: int
+    repetitions_max: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> SchemaLimits:
+        return cls(limits.schema_bytes_max, limits.schema_nodes_max, limits.schema_repetitions_max)
+
+    @property
+    def size_max(self) -> int:
+        return SIZE_FACTOR * self.repetitions_max
+
+
+class SchemaWalk:
+    """The bounds of one request: what its fields hold is summed."""
+
+    def __init__(self, limits: SchemaLimits) -> None:
+        self._limits = limits
+        self._bytes = self._nodes = 0
+        self._lengths: set[int | float] = set()  # what is built for one is built once, however many texts have it
+        self._roots: list[Any] = []  # what a reference may be relative to, the innermost last
+        self._targets: dict[int, int] = {}  # id of what is referred to -> its size
+        self._open: set[int] = set()  # that are being measured: who refers to them again repeats nothing
+        self._kept: list[Any] = []  # whatever was decoded: an id is one thing's for as long as that lives
+
+    def check(self, field: str, raw: bytes) -> None:
+        """Raises: InvalidRow (`structured_output_too_large`), naming the keyword, its value and the limit."""
+        self._bytes += len(raw)
+        if self._bytes > self._limits.bytes_max:
+            raise too_large(
+                f"{field} and what else shapes the answer have {self._bytes:,} bytes; "
+                f"limits.schema_bytes_max is {self._limits.bytes_max:,}"
+            )
+        self._check(self._size(self._decoded(field, raw), field, field, 0), field)
+
+    def _decoded(self, field: str, raw: bytes) -> Any:
+        try:
+            found = msgspec.json.decode(raw)
+        except RecursionError:
+            raise too_large(f"{field} nests deeper than {DEPTH_MAX} levels") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidRow(f"{field} cannot be read as JSON: {error}", code="invalid_field") from None
+        self._kept.append(found)
+        return found
+
+    def _check(self, size: int, place: str) -> int:
+        if size > self._limits.size_max:
+            raise too_large(
+                f"{place[:SHOWN_CHARS]} comes to {size:,} parts with what it repeats and refers to; "
+                f"{self._limits.size_max:,} is the most ({SIZE_FACTOR} x limits.schema_repetitions_max)"
+            )
+        return size
+
+    def _size(self, value: Any, key: str, place: str, depth: int) -> int:
+        """How many parts a value comes to. `key`: the keyword it stands under; "": it stands under a name."""
+        self._nodes += not self._open  # what is referred to is counted where it stands
+        if self._nodes > self._limits.nodes_max:
+            raise too_large(
+                f"{place[:SHOWN_CHARS]}: there are more than {self._limits.nodes_max:,} parts (limits.schema_nodes_max)"
+            )
+        if depth > REFERENCE_DEPTH_MAX or (not self._open and depth > DEPTH_MAX):
+            raise too_large(f"{place[:SHOWN_CHARS]} nests deeper than {DEPTH_MAX} levels")
+        if isinstance(value, str):
+            return self._text_size(value, key, place, depth)
+        if isinstance(value, dict):
+            return self._object_size(value, key, place, depth)
+        if isinstance(value, list):
+            inside = "" if key in NAMED else key
+            return 1 + sum(self._size(each, inside, f"{place}[{n}]", depth + 1) for n, each in enumerate(value))
+        return 1
+
+    def _text_size(self, value: str, key: str, place: str, depth: int) -> int:
+        if key in PATTERNS:
+            return 1 + check_pattern(value, place)
+        if key in GRAMMARS:
+            return 1 + check_pattern(value, place) if _is_short(value) else 1 + check_grammar(value, place)
+        if key in SCHEMA_TEXTS and value.lstrip()[:1] in ("{", "["):
+            return self._rooted(self._decoded(place, value.encode("utf-8", "surrogatepass")), "", place, depth + 1)
+        return 1
+
+    def _object_size(self, value: dict[str, Any], key: str, place: str, depth: int) -> int:
+        if key in NAMED and len(value) > NAMES_MAX:
+            raise too_large(f"{place[:SHOWN_CHARS]} has {len(value):,} names, and {NAMES_MAX:,} is the most")
+        if key in SCHEMA_TEXTS:
+            return self._rooted(value, "", place, depth)
+        if key in DATA:
+            return 1 + sum(self._size(each, key, f"{place}.{name}", depth + 1) for name, each in value.items())
+        total, factor = 1, 1
+        for name, each in value.items():
+            inside = f"{place}.{name}"
+            if key in NAMED:
+                total += check_pattern(name, inside) if key == "patternProperties" else 0
+                total += self._size(each, "", inside, depth + 1)
+            elif name in REFERENCES and isinstance(each, str):
+                total += self._referred(each, inside, depth)
+            elif isinstance(each, int | float) and not isinstance(each, bool):
+                factor = max(factor, self._count(name, each, inside))
+            else:
+                total += self._size(each, name, inside, depth + 1)
+        return self._check(total * factor, place)
+
+    def _count(self, name: str, number: int | float, place: str) -> int:
+        """How often a number has something repeated. Raises: InvalidRow."""
+        if name in DATA:
+            return 1
+        most = VALUE_MAX if name in VALUES else self._limits.repetitions_max
+        if not abs(number) <= most:  # nor what is no number
+            limit = "2**63" if name in VALUES else f"{most:,} (limits.schema_repetitions_max)"
+            is_long = isinstance(number, int) and abs(number) >= 10**30
+            shown = f"a number of {number.bit_length()} bits" if is_long else f"{number:,}"
+            raise too_large(f"{place[:SHOWN_CHARS]} is {shown}; {name} may be at most {limit}")
+        if name in LENGTHS:
+            self._lengths.add(max(0, number))
+            self._check(math.ceil(sum(self._lengths)), f"{place[:SHOWN_CHARS]}, with the other lengths of texts,")
+            return 1
+        return 1 if name in VALUES else max(1, math.ceil(number))
+
+    def _rooted(self, value: Any, key: str, place: str, depth: int) -> int:
+        """The size of what references inside it are relative to."""
+        self._roots.append(value)
+        try:
+            return self._size(value, key, place, depth)
+        finally:
+            self._roots.pop()
+
+    def _referred(self, reference: str, place: str, depth: int) -> int:
+        """The size of what a reference stands for; one that leads back to itself is a rule, which repeats nothing."""
+        if not reference.startswith("#"):
+            raise InvalidRow(
+                f"{place[:SHOWN_CHARS]} is {reference[:SHOWN_CHARS]!r}; a reference leads into the same schema: it "
+                "begins with #",
+                code="invalid_field",
+            )
+        sizes = [1]
+        for root in self._roots:
+            target = _pointed(root, reference)
+            if isinstance(target, dict | list) and id(target) not in self._open:
+                if id(target) not in self._targets:
+                    self._open.add(id(target))
+                    try:
+                        self._targets[id(target)] = self._size(target, "", place, depth + 1)
+                    finally:
+                        self._open.discard(id(target))
+                sizes.append(self._targets[id(target)])
+        return max(sizes)
+
+
+def _is_short(value: str) -> bool:
+    """It has no rules: a pattern under the name of a grammar."""
+    return "::=" not in value and ":" not in value
+
+
+def _pointed(root: Any, reference: str) -> Any:
+    """What a JSON pointer in a fragment leads to; None: nothing. Source: RFC 6901."""
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+CHOICES_MAX = 128  # `n` and its like; as OpenAI has it
+ANSWERS_MAX = 1_024  # of one request: choices times prompts
+SMALL_BYTES_MAX = 4_096  # of a field that has no bound of its own
+SMALL_DEPTH_MAX, SMALL_PARTS_MAX = 8, 256
+NUMBER_MAX = 2**31 - 1
+SHORT_BYTES = 9  # digits that are no more are within NUMBER_MAX
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NOTHING = (b"null", b'""', b"{}", b"[]")
+
+# Bounded by the body and the context. `documents` and `items` are texts too.
+CONTENT = _names(
+    """
+    data_1 data_2 documents input instruction instructions items messages metadata model previous_input_messages
+    prompt prompt_cache_key queries query safety_identifier suffix text_1 text_2 user
+    """
+)
+# What shapes an answer: the engine compiles it. `guided_*` is how vLLM called it before 0.12.
+SHAPES = _names(
+    """
+    functions guided_choice guided_grammar guided_json guided_regex response_format structural_tag
+    structured_outputs text tool_choice tools
+    """
+)
+# Field -> why no caller may set it.
+REFUSED = {
+    "chat_template": "it is a program that would run in the engine; the model's own is used",
+    "ec_transfer_params": "it is how engines speak to each other",
+    "kv_transfer_params": "it is how engines speak to each other",
+    "media_io_kwargs": "it changes how much memory an image or video takes",
+    "mm_processor_kwargs": "it changes how much memory an image or video takes",
+    "prompt_embeds": "it is a serialised tensor; send the text, or ids of tokens",
+    "request_id": "the engine gives each request an id of its own",
+    "vllm_xargs": "it is for extensions of the engine",
+}
+# Of `chat_template_kwargs`: parameters of the renderer, not of a template.
+RENDERER = _names(
+    """
+    chat_template max_length padding return_assistant_tokens_mask return_dict return_tensors tokenize
+    tokenizer_kwargs truncation
+    """
+)
+# Field -> its bytes and entries at most.
+LISTS = {
+    "allowed_token_ids": (2 * 1024 * 1024, 262_144),
+    "bad_words": (65_536, 1_024),
+    "logit_bias": (65_536, 1_024),
+    "logprob_token_ids": (65_536, 1_024),
+    "stop": (65_536, 1_024),
+    "stop_token_ids": (65_536, 1_024),
+}
+TEXTS = frozenset(["bad_words", "cache_salt", "session_id", "stop"])  # whose texts are no numbers, however they look
+RANGES = {
+    "best_of": (0, CHOICES_MAX),
+    "n": (0, CHOICES_MAX),
+    "priority": (0, NUMBER_MAX),
+    "seed": (-(2**63), 2**63 - 1),
+}
+
+
+class Bounds:
+    """The bounds of one model's requests."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._schemas = SchemaLimits.of(limits)
+
+    def check(self, url: str, members: Mapping[str, Raw]) -> None:
+        """Raises: InvalidRow, naming the field, its value and the limit."""
+        walk: SchemaWalk | None = None
+        for name, raw in members.items():
+            if name in CONTENT:
+                continue
+            if name in SHAPES:
+                walk = walk or SchemaWalk(self._schemas)
+                walk.check(name, bytes(raw))
+            else:
+                _check(name, bytes(raw))
+        if "n" in members and url == COMPLETIONS:
+            _check_answers(members)
+
+
+def _check(name: str, raw: bytes) -> None:
+    size = len(raw)
+    if size <= SHORT_BYTES and name not in REFUSED and name not in RANGES and raw.isdigit():
+        return
+    if name in REFUSED:
+        if raw not in NOTHING:
+            raise InvalidRow(f"body.{name} is not taken: {REFUSED[name]}", code="parameter_not_allowed")
+        return
+    bytes_max, entries_max = LISTS.get(name, (SMALL_BYTES_MAX, SMALL_PARTS_MAX))
+    if size > bytes_max:
+        raise InvalidRow(f"body.{name} has {size:,} bytes, and {bytes_max:,} is the most", code="parameter_too_large")
+    if raw in (b"true", b"false", b"null"):
+        return
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRow(f"body.{name} cannot be read: {error}", code="invalid_field") from None
+    if name == "chat_template_kwargs" and isinstance(value, dict) and (wrong := sorted(RENDERER & value.keys())):
+        text = f"body.chat_template_kwargs.{wrong[0]} is not taken: it is no variable of a template"
+        raise InvalidRow(text, code="parameter_not_allowed")
+    _check_value(name, value, entries_max, RANGES.get(name, (-NUMBER_MAX, NUMBER_MAX)))
+
+
+def _check_value(name: str, value: Any, entries_max: int, allowed: tuple[int, int]) -> None:
+    """Its numbers, how deep it nests, and how many parts it has."""
+    left: list[tuple[Any, int]] = [(value, 0)]
+    parts = 0
+    while left:
+        each, depth = left.pop()
+        parts += 1
+        if parts > entries_max + 1 or depth > SMALL_DEPTH_MAX:
+            raise InvalidRow(
+                f"body.{name} has more than {entries_max:,} entries, or nests deeper than {SMALL_DEPTH_MAX}",
+                code="parameter_too_large",
+            )
+        if isinstance(each, dict):
+            left += [(inner, depth + 1) for inner in each.values()]
+        elif isinstance(each, list):
+            left += [(inner, depth + 1) for inner in each]
+        elif not isinstance(each, bool | None) and (number := _number(name, each)) is not None:
+            _check_number(name, number, allowed)
+
+
+def _number(name: str, value: Any) -> int | float | None:
+    """The number that the engine reads it as: a text that looks like one is one, where no text is meant."""
+    if isinstance(value, str) and name not in TEXTS:
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return None if isinstance(value, str) else value
+
+
+def _check_number(name: str, number: int | float, allowed: tuple[int, int]) -> None:
+    least, most = allowed
+    if not least <= number <= most:  # nor what is no number
+        is_short = isinstance(number, float) or abs(number) < 10**30
+        shown = str(number) if is_short else f"a number of {int(number).bit_length()} bits"
+        raise InvalidRow(f"body.{name} is {shown}; it may be {least:,} to {most:,}", code="number_out_of_range")
+
+
+def _check_answers(members: Mapping[str, Raw]) -> None:
+    """A request asks for so many choices of each of its prompts."""
+    try:
+        choices = msgspec.json.decode(members["n"], type=int | None) or 1
+        prompt = members.get("prompt", Raw(b"null"))
+        prompts = len(msgspec.json.decode(prompt, type=list[Raw])) if bytes(prompt).startswith(b"[") else 1
+    except (msgspec.MsgspecError, RecursionError):
+        return  # the engine says what is wrong with it
+    if choices * prompts > ANSWERS_MAX:
+        raise InvalidRow(
+            f"body asks for {choices} choices of each of {prompts:,} prompts, and {ANSWERS_MAX:,} answers in all is "
+            "the most",
+            code="parameter_too_large",
+        )

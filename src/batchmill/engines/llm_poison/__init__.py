@@ -1,1 +1,0 @@
-"""Requests that an engine server dies of: found, tried alone, refused, and kept from stopping other projects."""

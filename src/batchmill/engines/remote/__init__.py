@@ -1,0 +1,1 @@
+"""Engines for services that answer over HTTP: one call a row."""

@@ -1,0 +1,424 @@
+"""The engine for a remote HTTP API described as data: a row is one call of the connector's `predict` action.
+
+When calls go and which are tried again is decided as for every service, in `pacing` and `retry`; how a call is made of
+parameters and what a reply means is the connector's, in `models.connectors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
+
+import batchmill
+from batchmill.children.programs import Programs
+from batchmill.engines.clock import SystemClock
+from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files
+from batchmill.engines.remote.connector_calls import (
+    BAD_FILTER,
+    Answer,
+    Caller,
+    ConnectorCall,
+    Credentials,
+    Rows,
+    settle,
+)
+from batchmill.engines.remote.dispatch import Dispatch
+from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, WAIT_MAX_S, Ahead, Pacer
+from batchmill.engines.replies import REPLY_BYTES_MAX
+from batchmill.engines.retry import Fault, Kind, Retries
+from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, TooComplex, Unavailable
+from batchmill.models import provisions
+from batchmill.models.addresses import EVERYWHERE
+from batchmill.models.connectors.derived import find_action
+from batchmill.ports import Clock, Feed, Sink
+from batchmill.types import ClientConfig, Connector, EngineStats, Limits, LiveHead, LiveRequest, ModelSpec
+from batchmill.types.connectors import PREDICT
+from batchmill.wire.json_bytes import encode
+
+ML_COMMONS = "ml_commons"  # the form of a predict body of ML Commons
+CALLS_AT_ONCE = 16  # of one request with many documents
+BAD_GATEWAY = 502
+CALLERS = ("url_not_allowed", "invalid_url")  # what a call's own parameters may have brought about
+_EVENTS = "text/event-stream"
+_AGAIN = (Kind.THROTTLED, Kind.TRANSIENT, Kind.UNREACHABLE)
+
+
+class _Failed(Exception):
+    """One of a request's calls brought no result."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.error.message)
+        self.fault = fault
+
+
+class ConnectorLive:
+    """Every call that goes out is told to the pacer once, however it ends."""
+
+    def __init__(
+        self, caller: Caller, rows: Rows, connections: Connections, *, pacer: Pacer, ahead: Ahead, clock: Clock
+    ) -> None:
+        self._caller = caller
+        self._rows = rows
+        self._connections = connections
+        self._pacer = pacer
+        self._ahead = ahead
+        self._clock = clock
+        self.retries = Retries(1)  # but for a call that found no connection, which is made twice
+
+    async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        """As `ports.Engine.predict`. In the form "ml_commons" errors of the service have its status and are worded
+        as ML Commons words them."""
+        calls = self._calls(request)
+        if request.stream:
+            async with aclosing(self._stream(calls[0], request.project)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        try:
+            who = request.project
+            body = await (self._inferred(calls, who) if request.form == ML_COMMONS else self._answered(calls[0], who))
+        except _Failed as failed:
+            status, body = (_worded if request.form == ML_COMMONS else _handed_on)(failed.fault)
+            yield LiveHead(status)
+            yield body
+            return
+        yield LiveHead(200)
+        yield body
+
+    def _calls(self, request: LiveRequest) -> list[ConnectorCall]:
+        try:
+            request.body.decode()  # the parts that are not looked into must be text too
+            body = msgspec.json.decode(request.body, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
+        if request.form == ML_COMMONS:
+            calls = [ConnectorCall(None, each, is_typed=False) for each in self._caller.documents(body)]
+        else:
+            calls = [ConnectorCall(None, self._rows.parameters(body), is_typed=True)]
+        for call in calls:
+            call.is_admitted = request.is_admitted
+            call.is_predict = request.form == ML_COMMONS
+            call.url = "" if call.is_predict else request.url
+            self._caller.compose(call)
+        return calls
+
+    async def _answered(self, call: ConnectorCall, who: str) -> bytes:
+        return await self._body(call, await self._call(call), who)
+
+    async def _inferred(self, calls: list[ConnectorCall], who: str) -> bytes:
+        """The results of all calls, in their order; the first that fails ends the others."""
+        places = asyncio.Semaphore(CALLS_AT_ONCE)
+
+        async def infer(call: ConnectorCall) -> dict[str, Any]:
+            async with places:
+                answer = await self._call(call)
+            try:
+                output = Raw(await self._caller.output(call, answer, who))
+                return {"output": output, "status_code": answer.reply.status}
+            except InvalidInput as wrong:
+                raise _unread(wrong) from None
+
+        if len(calls) == 1:
+            return encode({"inference_results": [await infer(calls[0])]})
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(infer(call)) for call in calls]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return encode({"inference_results": [task.result() for task in tasks]})
+
+    async def _call(self, call: ConnectorCall) -> Answer:
+        """Raises: _Failed once no further call is to be made."""
+        began, number = self._clock.monotonic(), 0
+        while True:
+            result = await self._once(call)
+            if isinstance(result, Answer):
+                return result
+            number += 1
+            delay_s = self._again_in(result, number, self._clock.monotonic() - began)
+            if delay_s is None:
+                raise _Failed(result)
+            await self._clock.sleep(delay_s)
+
+    def _again_in(self, fault: Fault, failed: int, lasted_s: float) -> float | None:
+        """Seconds until the call is made again; None: it is not."""
+        told = self.retries.delay_s
+        if told is None:
+            return 0.0 if failed == 1 and fault.kind is Kind.UNREACHABLE else None
+        if fault.kind not in _AGAIN or failed >= self.retries.attempts_max:
+            return None
+        delay_s = told(failed)
+        return delay_s if lasted_s + delay_s < self.retries.lasts_s else None
+
+    async def _once(self, call: ConnectorCall) -> Answer | Fault:
+        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
+        call.sent_at = self._clock.monotonic()
+        result: Answer | Fault | None = None
+        try:
+            result = await self._caller.send(call)
+            return result
+        finally:
+            self._tell(call, result)
+            self._ahead.ended()
+
+    def _tell(self, call: ConnectorCall, result: Answer | Fault | None) -> None:
+        """Tell the pacer how a call ended; None: it was given up."""
+        now, pacer = self._clock.monotonic(), self._pacer
+        if result is None:
+            pacer.window.failed()
+        elif isinstance(result, Answer):
+            pacer.answered(now)
+            usage = result.reply.usage
+            if usage is not None:
+                pacer.correct(len(call.body), call.charged, (usage.input_tokens, usage.output_tokens))
+        elif result.kind is Kind.THROTTLED:
+            pacer.throttled(result, call.sent_at, now)
+        elif result.kind in (Kind.TRANSIENT, Kind.UNREACHABLE):
+            pacer.failed(result, call.sent_at, now)
+        else:
+            pacer.answered(now)
+
+    async def _stream(self, call: ConnectorCall, who: str) -> AsyncGenerator[LiveHead | bytes]:
+        """The service's own events as they come; a reply that is none is handed on whole."""
+        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
+        call.sent_at = self._clock.monotonic()
+        response: aiohttp.ClientResponse | None = None
+        told = False
+        try:
+            response = await self._caller.begin(call)
+            kind = response.headers.get("Content-Type", "")
+            if 200 <= response.status < 300 and kind.lower().startswith(_EVENTS):
+                yield LiveHead(200, kind)
+                while piece := await self._connections.read(response):
+                    yield piece
+                told = True
+                self._pacer.answered(self._clock.monotonic())
+            else:
+                result = settle(response.status, response.headers, await self._read_whole(response), self._clock.now())
+                told = True
+                self._tell(call, result)
+                status, body = await self._whole(call, result, who)
+                yield LiveHead(status)
+                yield body
+        except NoReply as lost:
+            told = True
+            self._tell(call, lost.fault)
+            raise _unanswered(lost.fault) from None
+        finally:
+            if not told:
+                self._tell(call, None)
+            if response is not None and not response.content.at_eof():
+                response.close()
+            self._ahead.ended()
+
+    async def _whole(self, call: ConnectorCall, result: Answer | Fault, who: str) -> tuple[int, bytes]:
+        """Status and body of what came in one piece."""
+        return _handed_on(result) if isinstance(result, Fault) else (200, await self._body(call, result, who))
+
+    async def _body(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
+        try:
+            return await self._caller.result(call, answer, who)
+        except InvalidInput as wrong:
+            raise _unread(wrong) from None
+
+    async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes | None:
+        pieces, total = [], 0
+        while piece := await self._connections.read(response):
+            total += len(piece)
+            if total > REPLY_BYTES_MAX:
+                return None
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _unread(wrong: InvalidInput) -> BatchmillError:
+    """Whose fault it is that a reply came to nothing: a filter that the caller sent is the caller's."""
+    if isinstance(wrong, TooComplex) or wrong.code == BAD_FILTER:
+        return wrong
+    return ModelFailed(wrong.message, code=wrong.code)
+
+
+def _handed_on(fault: Fault) -> tuple[int, bytes]:
+    """An error of the service for whoever waits: its own words where it has any."""
+    if fault.kind is Kind.AUTH:
+        raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
+    reply = fault.reply
+    if reply is None or reply.status < 400:
+        raise _unanswered(fault)
+    if reply.body is not None and reply.error is not None:
+        return reply.status, reply.body
+    error = {"message": fault.error.message, "type": "service_error", "param": None, "code": fault.error.code}
+    return reply.status, encode({"error": error})
+
+
+def _worded(fault: Fault) -> tuple[int, bytes]:
+    """The same as ML Commons has it: the service's status, and its whole body in a sentence."""
+    reply = fault.reply
+    if fault.error.code == "bad_response":
+        status, message = BAD_GATEWAY, fault.error.message
+    elif reply is None or reply.status < 400:
+        raise _unanswered(fault)
+    else:
+        said = reply.text if reply.body is None else reply.body.decode()
+        status, message = reply.status, f"Error from remote service: {said}"
+    return status, encode({"error": {"message": message, "type": "service_error", "code": fault.error.code}})
+
+
+def _unanswered(fault: Fault) -> BatchmillError:
+    """What is raised where there is nothing to hand on."""
+    error = fault.error
+    if fault.kind in (Kind.TRANSIENT, Kind.UNREACHABLE):
+        return Unavailable(error.message, code=error.code)
+    if error.code in CALLERS:
+        return InvalidInput(error.message, code=error.code)
+    return ModelFailed(error.message, code=error.code)
+
+
+ENDLESS = 1_000_000  # retries, where only their time has an end
+
+
+class ConnectorEngine:
+    """Calls `model.connector` with as many rows in flight as its service bears.
+
+    With a `client_config` its times hold, and `max_connection` bounds the rows in flight; with its `max_retry_times`
+    failed calls are made again as it says. Where it says nothing of retries (or 0, which ML Commons writes for
+    nothing) rows are tried again as those of any service are. Calls that were throttled never count.
+
+    Engine arguments: `idle_timeout_s`. Nothing is kept in `home`.
+    """
+
+    def __init__(
+        self, model: ModelSpec, home: Path, *, clock: Clock | None = None, jitter: Callable[[], float] = random.random
+    ) -> None:
+        self._clock: Clock = clock or SystemClock()
+        connector = _connector_of(model)
+        self._limits = _limits(model.limits, connector.client_config)
+        told = _told_retries(connector.client_config, jitter)
+        self._retries = told or Retries(self._limits.attempts_max)
+        ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
+        self._pacer = Pacer(
+            self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
+        )
+        config = connector.client_config
+        pool_wait_s = WAIT_MAX_S if config is None else float(config.connection_timeout)
+        self._ahead = Ahead(self._pacer, self._clock, pool_wait_s=pool_wait_s)
+        self._dispatch: Dispatch | None = None  # while rows are run
+        self._credentials = Credentials(connector.credential)
+        self._connections = _connections(model, connector, self._limits)
+        self._programs = Programs(self._clock)
+        try:
+            action = find_action(connector, PREDICT)
+            caller = Caller(connector, action, self._connections, self._credentials, self._clock, self._programs)
+        except InvalidInput as wrong:
+            raise ModelFailed(f"connector {connector.name!r}: {wrong.message}", code=wrong.code) from None
+        self._rows = Rows(model, caller)
+        self._live = ConnectorLive(
+            caller, self._rows, self._connections, pacer=self._pacer, ahead=self._ahead, clock=self._clock
+        )
+        if told is not None:
+            self._live.retries = told
+
+    async def start(self) -> None:
+        """Read the credentials and open the pool of connections; the service itself is not called yet.
+
+        Raises: ModelFailed when a secret is missing.
+        """
+        self._credentials.load()
+        await self._connections.start()
+
+    async def run(self, feed: Feed, sink: Sink) -> None:
+        dispatch = Dispatch(
+            self._rows.call,
+            self._rows.send,
+            self._pacer,
+            ahead=self._ahead,
+            retries=self._retries,
+            clock=self._clock,
+        )
+        self._dispatch = dispatch
+        try:
+            await dispatch.run(feed, sink)
+        finally:
+            self._dispatch = None
+
+    def fail_rows(self, job_id: str) -> None:
+        """See `ports.PatientEngine`."""
+        if self._dispatch is not None:
+            self._dispatch.fail_rows(job_id)
+
+    def forget(self, job_id: str) -> None:
+        """See `ports.PatientEngine`."""
+        if self._dispatch is not None:
+            self._dispatch.forget(job_id)
+
+    def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        return self._live.predict(request)
+
+    async def stop(self) -> None:
+        await self._ahead.stop()
+        await self._connections.stop()
+        await self._programs.close()
+
+    def stats(self) -> EngineStats:
+        window = self._pacer.window
+        live, note = self._ahead.in_flight, self._pacer.note(self._clock.monotonic())
+        return EngineStats(window.in_flight - live, window.limit, note, live)
+
+
+def _connector_of(model: ModelSpec) -> Connector:
+    if model.connector is None:
+        raise ModelFailed(f"model {model.name!r} names no connector", code="missing_connector")
+    for name in model.engine_args.keys() - {"idle_timeout_s"}:
+        raise ModelFailed(
+            f"the connector engine has no argument {name!r}: it has idle_timeout_s", code="unknown_argument"
+        )
+    if model.python is not None:
+        raise ModelFailed("the connector engine runs no interpreter: leave `python` out", code="unknown_argument")
+    return model.connector
+
+
+def _connections(model: ModelSpec, connector: Connector, limits: Limits) -> Connections:
+    config = connector.client_config
+    return Connections(
+        limits,
+        headers={"User-Agent": f"batchmill/{batchmill.__version__}"},
+        private=EVERYWHERE if connector.is_trusted else provisions.private(),
+        verify_tls=config is None or not config.skip_ssl_verification,
+        idle_timeout_s=float(model.engine_args.get("idle_timeout_s") or IDLE_TIMEOUT_S),
+        read_timeout_s=None if config is None else float(config.read_timeout),
+    )
+
+
+def _limits(limits: Limits, config: ClientConfig | None) -> Limits:
+    """The stricter of what the model and what the connector allows in flight; the connector's time to connect."""
+    if config is None:
+        return limits
+    in_flight = min(limits.in_flight_max or config.max_connection, config.max_connection)
+    return replace(limits, in_flight_max=max(in_flight, 1), connect_timeout_s=float(config.connection_timeout))
+
+
+def _told_retries(config: ClientConfig | None, jitter: Callable[[], float]) -> Retries | None:
+    """Retries as a connector tells them; None where it does not."""
+    if config is None or config.max_retry_times == 0:
+        return None
+    base_s = config.retry_backoff_millis / 1000
+
+    def delay_s(failed: int) -> float:
+        if config.retry_backoff_policy == "constant":
+            return base_s
+        span_s = min(base_s * 2 ** min(failed, 30), float(config.retry_timeout_seconds))
+        if config.retry_backoff_policy == "exponential_equal_jitter":
+            return span_s / 2 + jitter() * span_s / 2
+        return jitter() * span_s
+
+    calls_max = ENDLESS if config.max_retry_times < 0 else config.max_retry_times + 1
+    return Retries(calls_max, delay_s, float(config.retry_timeout_seconds))

@@ -1,0 +1,416 @@
+"""Calls of a connector's `predict`: parameters out of rows and requests, one exchange, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Raw, Struct
+from msgspec.structs import replace
+
+from batchmill.children.programs import PATIENCE_S, Programs
+from batchmill.engines.connections import Connections, NoReply
+from batchmill.engines.remote.outgoing import Attempts
+from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
+from batchmill.engines.retry import Fault, Kind, judge
+from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
+from batchmill.models import provisions, secrets
+from batchmill.models.connectors.bounded import Processing
+from batchmill.models.connectors.preprocessing import prepare
+from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.ports import Clock
+from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError, Usage
+from batchmill.wire.forms import EMBEDDINGS, OpenAIForm, counted
+from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep
+from batchmill.wire.json_oddities import oddity
+
+_JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)
+_PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # most often a proxy's
+_SILENT = ("", "application/octet-stream", "binary/octet-stream")  # types that say nothing of what it is
+_AWS_THROTTLES = ("throttl", "toomanyrequests", "slowdown", "requestlimitexceeded", "provisionedthroughputexceeded")
+_SHOWN_CHARS = 100
+EMPTY = "Remote service returned empty response body"
+
+
+class Answer(Struct, frozen=True, gc=False):
+    """A call that was answered. `reply.body` is JSON on one line; `data` is the body as it came."""
+
+    reply: Reply
+    data: bytes
+    request_id: str | None = None
+
+
+def settle(
+    status: int, headers: Mapping[str, str], data: bytes | None, now: float, *, is_predict: bool = False
+) -> Answer | Fault:
+    """Sort a reply that was received in full; `data` None: it was larger than may be.
+
+    Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date;
+    `is_predict`: of a predict of ML Commons, which looks at no type: what is no JSON is text, whatever it is called.
+    """
+    request_id = headers.get("x-request-id") or headers.get("x-amzn-requestid")
+    if data is None:
+        text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
+        return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
+    if not 200 <= status < 300:
+        return _refusal(read_reply(status, data), headers, now, request_id)
+    reply = _read_result(status, headers, data, is_predict)
+    if isinstance(reply, RowError):
+        return Fault(Kind.TRANSIENT, reply, None, None, request_id)
+    if reply.error is not None or reply.body is None:
+        return judge(reply, headers, now, request_id=request_id)
+    if reply.usage is None:
+        usage = _usage_told(headers)
+        reply = reply if usage is None else replace(reply, usage=usage)
+    return Answer(reply, data, request_id)
+
+
+def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: str | None) -> Fault:
+    """AWS says what went wrong in a header, and that it throttles with status 400 too."""
+    name = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]
+    if name:
+        said = reply.row_error()
+        code = said.code if not said.code.startswith("http_") else name
+        reply = replace(reply, error=RowError(code, said.message))
+    if reply.status == 400 and name.lower().startswith(_AWS_THROTTLES):
+        reply = replace(reply, status=429)
+    return judge(reply, headers, now, request_id=request_id)
+
+
+def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predict: bool) -> Reply | RowError:
+    """A reply of a 2xx status; an error where its bytes are not what it says that they are."""
+    if not data.strip():
+        return RowError("bad_response", EMPTY)
+    kind = headers.get("content-type", "").partition(";")[0].strip()
+    is_json = kind == "application/json" or kind.lower() in _SILENT or _JSON.fullmatch(kind) is not None
+    if not is_predict and _PAGE.fullmatch(kind) is not None:
+        text = f"the reply is {kind[:_SHOWN_CHARS]!r} and not JSON: it begins {_start(data)!r}"
+        return RowError("bad_response", text)
+    is_text = is_predict or not is_json
+    if data.lstrip()[:1] == b"{":
+        reply = read_reply(status, data)
+        if reply.body is not None or not is_text:
+            return reply
+    return _read_value(status, data, is_text)
+
+
+def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
+    """A reply that is no object. A list is itself; anything else is the one member `response`."""
+    if not is_too_deep(data, DEPTH_MAX):
+        try:
+            value = msgspec.json.decode(data)
+            if (odd := oddity(data)) is not None:
+                return RowError("bad_response", f"the reply cannot be kept: {odd}")
+            body = msgspec.json.format(data, indent=-1) if isinstance(value, list) else encode({"response": value})
+            return Reply(status, body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass  # then it is text, or nothing
+    if not is_text:
+        return RowError("bad_response", f"the reply is not JSON: it begins {_start(data)!r}")
+    try:
+        return Reply(status, encode({"response": data.decode()}))
+    except UnicodeDecodeError:
+        return RowError("bad_response", f"the reply is no text of UTF-8: it begins {_start(data)!r}")
+
+
+def _usage_told(headers: Mapping[str, str]) -> Usage | None:
+    """The tokens that Bedrock counts in headers."""
+    names = ("x-amzn-bedrock-input-token-count", "x-amzn-bedrock-output-token-count")
+    counts = [headers.get(name, "") for name in names]
+    if not any(count.isdecimal() for count in counts):
+        return None
+    used = [int(count[:15]) if count.isdecimal() else 0 for count in counts]
+    return counted(used[0], 0, used[1])
+
+
+def _start(data: bytes) -> str:
+    return data[:_SHOWN_CHARS].decode(errors="replace").strip()
+
+
+VECTOR = "sentence_embedding"  # how post-processing calls each of them
+
+
+class _Tensor(Struct, gc=False):
+    name: str
+    data: Raw
+
+
+class _Result(Struct, gc=False):
+    output: list[_Tensor]
+
+
+class _Named(Struct, gc=False):
+    model: str | None = None
+
+
+_result = msgspec.json.Decoder(_Result).decode
+_named = msgspec.json.Decoder(_Named).decode
+
+
+def embeddings_of(result: bytes, reply: Reply, model: str) -> bytes:
+    """A result whose tensors are all vectors, in OpenAI's form, digit for digit; any other as it is.
+
+    Args: model: what the reply names where the service named none.
+    """
+    try:
+        output = _result(result).output
+    except msgspec.MsgspecError:
+        return result
+    if not output or any(each.name != VECTOR for each in output):
+        return result
+    used = 0 if reply.usage is None else reply.usage.input_tokens
+    told: dict[str, Any] = {
+        "object": "list",
+        "data": [{"object": "embedding", "index": at, "embedding": each.data} for at, each in enumerate(output)],
+        "model": _model(reply) or model,
+        "usage": {"prompt_tokens": used, "total_tokens": used},
+    }
+    return encode(told)
+
+
+def _model(reply: Reply) -> str | None:
+    try:
+        return _named(reply.body or b"{}").model
+    except msgspec.MsgspecError:
+        return None
+
+
+class Credentials:
+    """`values` by name. `generation` is another number for other values."""
+
+    def __init__(self, references: Mapping[str, str]) -> None:
+        self._references = references
+        self.values: dict[str, str] = {}
+        self.generation = 0
+        self._provided = -1  # the provision that they were read with
+
+    def load(self) -> None:
+        """Read all of them. Raises: ModelFailed for one that is missing."""
+        self._provided = provisions.version()
+        found = {name: secrets.resolve(reference, key=name).reveal() for name, reference in self._references.items()}
+        if found != self.values:
+            self.values = found
+            self.generation += 1
+
+    def refresh(self) -> None:
+        """Read them again if the owner has given others meanwhile. Raises: as `load`."""
+        if provisions.version() != self._provided:
+            self.load()
+
+    def has_better(self, generation: int) -> bool:
+        """Whether a call that was refused with values of this generation may be made with others.
+
+        Variables and files are read again: a rotated key needs no restart.
+        """
+        if generation == self.generation:
+            try:
+                self.load()
+            except ModelFailed:  # gone meanwhile: the refusal says more than that
+                return False
+        return generation != self.generation
+
+
+FILTER = "response_filter"
+BAD_FILTER = "invalid_response_filter"  # a connector's own was read when it was made: it is the call's
+_DOCUMENTS = ("text_docs", "query_text")
+ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its reply comes to
+
+
+class ConnectorCall(Attempts):
+    """One call, over all of its attempts."""
+
+    __slots__ = (
+        "body",
+        "generation",
+        "is_admitted",
+        "is_predict",
+        "is_typed",
+        "parameters",
+        "rendered",
+        "row",
+        "url",
+    )
+
+    def __init__(self, row: Row | None, parameters: Mapping[str, Any], *, is_typed: bool) -> None:
+        super().__init__()
+        self.row = row  # None: a live request's
+        self.parameters = parameters
+        self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
+        self.is_admitted = False  # its rate was kept where it came in
+        self.is_predict = False  # of ML Commons
+        self.url = ""  # which path was asked for, where its replies have a form of their own
+        self.rendered: Rendered | None = None
+        self.generation = 0  # of the credentials in `rendered`
+        self.body = b""  # whose length is what the call is reckoned at
+
+
+class Caller:
+    """Makes the calls of one action."""
+
+    def __init__(
+        self, connector: Connector, action: Action, connections: Connections, credentials: Credentials, clock: Clock,
+        programs: Programs,
+    ) -> None:  # fmt: skip
+        """Raises: InvalidInput for templates that can never be filled."""
+        self._connector = connector
+        self._action = action
+        self._connections = connections
+        self._credentials = credentials
+        self._clock = clock
+        self._processing = Processing(connector, programs)
+        self._renderers = {is_typed: Renderer(connector, action, is_typed=is_typed) for is_typed in (True, False)}
+        self._model = connector.parameters.get("model") or connector.name
+        self.embeds = (action.post_process_function or "").endswith(".embedding") or ".embedding." in (
+            action.post_process_function or ""
+        )
+        self._processes = action.post_process_function is not None or FILTER in connector.parameters
+
+    def compose(self, call: ConnectorCall) -> None:
+        """Fill the templates. Raises: InvalidInput."""
+        credentials = self._credentials
+        call.rendered = self._renderers[call.is_typed].compose(call.parameters, credentials.values)
+        call.generation = credentials.generation
+        call.body = call.rendered.body or b""
+
+    async def send(self, call: ConnectorCall) -> Answer | Fault:
+        """One attempt: signed now, with the secrets of now; again at once where a refused secret has been replaced."""
+        result = await self._attempt(call)
+        refused = isinstance(result, Fault) and result.kind is Kind.AUTH
+        if refused and self._credentials.has_better(call.generation):
+            return await self._attempt(call)
+        return result
+
+    async def begin(self, call: ConnectorCall) -> aiohttp.ClientResponse:
+        """The same, but the reply's head only. Raises: NoReply."""
+        ready = self._ready(call)
+        if isinstance(ready, Fault):
+            raise NoReply(ready)
+        return await self._connections.begin(ready.method, ready.url, ready.body, ready.headers)
+
+    async def _attempt(self, call: ConnectorCall) -> Answer | Fault:
+        ready = self._ready(call)
+        if isinstance(ready, Fault):
+            return ready
+        try:
+            response, data = await self._connections.exchange(ready.method, ready.url, ready.body, ready.headers)
+        except NoReply as lost:
+            return lost.fault
+        return settle(response.status, response.headers, data, self._clock.now(), is_predict=call.is_predict)
+
+    def _ready(self, call: ConnectorCall) -> Rendered | Fault:
+        """The call as it is sent now."""
+        try:
+            self._credentials.refresh()
+            if call.rendered is None or call.generation != self._credentials.generation:
+                self.compose(call)
+            assert call.rendered is not None
+            at = datetime.fromtimestamp(self._clock.now(), UTC)
+            return self._renderers[call.is_typed].sign(call.rendered, self._credentials.values, at)
+        except ModelFailed as missing:
+            return Fault(Kind.AUTH, RowError(missing.code, missing.message))
+        except InvalidInput as wrong:
+            return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message))
+
+    # what a reply comes to
+
+    async def result(self, call: ConnectorCall, answer: Answer, who: str, patience_s: float = PATIENCE_S) -> bytes:
+        """The body of a result: the reply itself, or what post-processing made of it.
+
+        Raises: InvalidInput for a reply that is not what the post-processing takes, TooComplex for one that it takes
+        too long for; RateLimited.
+        """
+        assert answer.reply.body is not None
+        if not self._processes and FILTER not in call.parameters:
+            return answer.reply.body
+        result = await self._processing.result_json(
+            self._action, answer.data, call.parameters, who=who, patience_s=patience_s
+        )
+        if call.url == EMBEDDINGS and self.embeds:
+            return embeddings_of(result, answer.reply, self._model)
+        return result
+
+    async def output(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
+        """The `output` of ML Commons, as JSON. Raises: as `result`."""
+        return await self._processing.output_json(self._action, answer.data, call.parameters, who=who)
+
+    def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The parameters of the calls that a predict body of ML Commons asks for. Raises: InvalidInput."""
+        return prepare(self._connector, self._action, body)
+
+
+class Rows:
+    """Rows as calls, and answers as their outcomes."""
+
+    def __init__(self, model: ModelSpec, caller: Caller) -> None:
+        self._names = frozenset(model.targets())
+        self._caller = caller
+
+    def call(self, row: Row) -> ConnectorCall:
+        """The call a row asks for. Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent."""
+        try:
+            call = ConnectorCall(row, self.parameters(_members(row)), is_typed=True)
+            if self._caller.embeds and isinstance(row.form, OpenAIForm):
+                call.url = row.form.request(row).url
+            self._caller.compose(call)
+        except InvalidRow:
+            raise
+        except InvalidInput as wrong:
+            raise InvalidRow(wrong.message, code=wrong.code) from None
+        return call
+
+    def parameters(self, members: dict[str, Any]) -> dict[str, Any]:
+        """What a request's members say: parameters, or documents that are to become them. Raises: InvalidInput."""
+        name = members.get("model")
+        if name is None or name == "" or (isinstance(name, str) and name in self._names):
+            members = {key: value for key, value in members.items() if key != "model"}
+        documents = {key: members[key] for key in _DOCUMENTS if key in members}
+        if documents:
+            members = {key: value for key, value in members.items() if key not in documents}
+        if members.keys() == {"parameters"} and isinstance(members["parameters"], dict):
+            members = members["parameters"]
+        if not documents:
+            return members
+        calls = self._caller.documents({**documents, "parameters": members})
+        if len(calls) != 1:
+            text = f"its documents take {len(calls)} calls, and a row is one: make a row of each document"
+            raise InvalidRow(text, code="too_many_documents")
+        return calls[0]
+
+    async def send(self, call: ConnectorCall) -> Outcome | Fault:
+        """One attempt of a row's call, as `dispatch` wants it."""
+        assert call.row is not None
+        answer = await self._caller.send(call)
+        if isinstance(answer, Fault):
+            return answer
+        reply = answer.reply
+        try:
+            body = await self._caller.result(call, answer, _who(call.row), ROW_PATIENCE_S)
+        except (TooComplex, RateLimited) as stopped:
+            return Fault(Kind.PERMANENT, RowError(stopped.code, stopped.message), reply, None, answer.request_id)
+        except InvalidInput as wrong:
+            if wrong.code == BAD_FILTER:
+                return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+            # the service may do better when it is asked again
+            return Fault(Kind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+        return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
+
+
+def _who(row: Row) -> str:
+    """Who is asked for what a row's reply takes: its job."""
+    return "rows" if row.lease is None else f"job {row.lease.key}"
+
+
+def _members(row: Row) -> dict[str, Any]:
+    """The members of a row's body, its columns, or those of the request that its form makes of them."""
+    form = row.form
+    if isinstance(form, OpenAIForm) or form.prompt is None:
+        members = form.arguments(row)
+    else:
+        members = msgspec.json.decode(form.request(row).body)
+    if members.get("stream") is True:
+        raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+    return members

@@ -1,0 +1,168 @@
+"""Rows turned into HTTP calls: address, body, headers. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+from msgspec import Struct
+from yarl import URL
+
+from batchmill.engines.connections import check_header
+from batchmill.engines.retry import Fault, Stretch
+from batchmill.errors import InvalidRow, ModelFailed
+from batchmill.models.paths import paths_of
+from batchmill.types import LiveRequest, ModelSpec, Row, Usage
+from batchmill.wire.forms import with_model
+
+OPENAI_URL = "https://api.openai.com/v1"
+
+_TARGET = re.compile(r"[!-~]{0,1000}")
+
+# Packed, the pieces of a stream would come late.
+_STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
+
+
+class Attempts:
+    """What has become of a call so far; `dispatch` keeps it."""
+
+    __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "stretch", "wasted", "within")
+
+    def __init__(self) -> None:
+        self.attempts = 0  # calls that failed and count
+        self.since = 0.0  # monotonic time of the first one; 0: none was made
+        self.sent_at = 0.0  # monotonic time of the last one
+        self.charged = 0.0  # tokens that the last one was reckoned at
+        self.fault: Fault | None = None  # the last failure that counts
+        self.stretch: Stretch | None = None  # the failures in a row among which that was
+        self.within = 0  # of the attempts, those in this stretch
+        self.wasted: Usage | None = None  # by replies that could not be kept
+
+
+class Call(Attempts):
+    """One row on its way to a service, over all of its attempts."""
+
+    __slots__ = ("body", "headers", "row", "url")
+
+    def __init__(self, row: Row, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
+        super().__init__()
+        self.row = row
+        self.url = url
+        self.body = body
+        self.headers = headers  # besides those of every call
+
+
+class LiveCall:
+    """One live request on its way to a service."""
+
+    __slots__ = ("body", "charged", "headers", "sent_at", "url")
+
+    def __init__(self, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
+        self.url = url
+        self.body = body
+        self.headers = headers  # besides those of every call
+        self.sent_at = 0.0  # monotonic
+        self.charged = 0.0  # tokens that it was reckoned at
+
+
+class _Head(Struct, gc=False):
+    model: str | None = None
+    stream: bool | None = None
+
+
+_head = msgspec.json.Decoder(_Head)
+
+
+class Composer:
+    """Makes the calls of one model."""
+
+    def __init__(self, model: ModelSpec, idempotency_header: str | None) -> None:
+        self._base = read_base_url(model)
+        self._source = model.source
+        # A row may name the model as batchmill does; the service knows it by its own name.
+        self._own_name = model.name if model.name not in model.adapters else model.source
+        self._key_name = idempotency_header
+        if idempotency_header is not None:
+            check_header(idempotency_header, "")
+        # Every address that a call can have: a caller's path is looked up here, and never joined to anything.
+        self._urls = {path: self._address(path) for path in paths_of(model) or ()}
+
+    @property
+    def host(self) -> str:
+        return (self._base.hostname or "").encode("idna").decode()
+
+    @property
+    def is_tls(self) -> bool:
+        return self._base.scheme == "https"
+
+    @property
+    def address(self) -> str:
+        """The service, for messages."""
+        return f"{self._base.scheme}://{self._base.netloc}"
+
+    def call(self, row: Row) -> Call:
+        """The call a row asks for.
+
+        Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
+        """
+        request = row.form.request(row)
+        fields = _head.decode(request.body)
+        body = self._addressed(request.body, fields)
+        if fields.stream:
+            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+        url = self._url_of(request.url)
+        key = None if self._key_name is None else getattr(row.lease, "key", None)
+        if key is None:
+            return Call(row, url, body, None)
+        digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
+        return Call(row, url, body, {self._key_name: digest})
+
+    def live(self, request: LiveRequest) -> LiveCall:
+        """The call a live request asks for. Raises as `call` does."""
+        url = self._url_of(request.url)
+        request.body.decode()  # the parts that are not looked into must be text too
+        body = self._addressed(request.body, _head.decode(request.body))
+        return LiveCall(url, body, dict(_STREAMED) if request.stream else None)
+
+    def _addressed(self, body: bytes, fields: _Head) -> bytes:
+        """The body, naming the model as the service does."""
+        if not fields.model or (fields.model == self._own_name and fields.model != self._source):
+            return with_model(body, self._source)
+        if body.count(b'"model"') != 1 or b"\\u00" in body:  # a name that stands twice is read in more than one way
+            return with_model(body, fields.model)
+        return body
+
+    def _url_of(self, path: str) -> URL:
+        """Raises: InvalidRow for a path that is not the model's."""
+        url = self._urls.get(path)
+        if url is None:
+            raise InvalidRow(f"`url` is {path[:100]!r}, which this model does not answer", code="invalid_url")
+        return url
+
+    def _address(self, path: str) -> URL:
+        """The address of `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
+        it; one that is a host alone is taken to mean `/v1`."""
+        base = self._base
+        target = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1") + (f"?{base.query}" if base.query else "")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = host if base.port is None else f"{host}:{base.port}"
+        return URL(f"{base.scheme}://{host}{target}", encoded=True)
+
+
+def read_base_url(model: ModelSpec) -> SplitResult:
+    """Raises: ModelFailed for a base URL that is none, or that holds a password."""
+    text = model.base_url or OPENAI_URL
+    try:
+        base = urlsplit(text)
+        is_usable = base.scheme in ("http", "https") and bool(base.hostname) and (base.port is None or base.port > 0)
+        is_usable = is_usable and _TARGET.fullmatch(base.path + base.query) is not None
+        (base.hostname or "").encode("idna")
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ModelFailed(f"base_url {text!r} is no address such as http://127.0.0.1:8000/v1", code="invalid_base_url")
+    if base.username is not None or base.password is not None:
+        raise ModelFailed("base_url holds a user or password: name the key with api_key", code="invalid_base_url")
+    return base._replace(fragment="")

@@ -1,0 +1,474 @@
+"""How fast a service may be called: rows in flight, rates set and learned, rests it asked for, and outages.
+
+Owns decisions only: callers tell it what happened and when, and ask whether a further call may go. It never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from batchmill.engines.remote.learned_rate import LearnedRate, Verdict
+from batchmill.engines.retry import REST_MAX_S, Fault, Kind, Stretch, backoff_s
+from batchmill.errors import RateLimited, Unavailable
+from batchmill.ports import Clock
+from batchmill.types import Limits
+
+IN_FLIGHT_START = 32
+IN_FLIGHT_CEILING = 1024
+BURST_S = 1.0  # calls and tokens saved up while nothing was sent
+# Once the start is over, throughput is judged over so many windows of replies, and at least so long.
+WINDOWS_A_ROUND, ROUND_S = 4, 0.25
+PATIENCE, PATIENCE_MAX = 2, 64  # rounds until more is tried again; doubled each time that it brought nothing
+REFUSALS_KNOWN = 3  # in a row that the rate may answer for
+OUTAGE_FAILURES = 20  # failures in a row, without one reply between them, that mean the service and not the rows
+PROBE_MAX_S = 10.0
+OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
+
+
+class Window:
+    """How many calls may be in flight: enough for the throughput the service has, and a few times that at most.
+
+    It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
+    tries a quarter more now and then and keeps it where it helps. Refusals and timeouts shrink it, once a round trip.
+    Latency alone decides nothing: that of an LLM depends on how much it was asked to write.
+    """
+
+    def __init__(self, ceiling: int, now: float) -> None:
+        self.ceiling = max(ceiling, 1)
+        self.in_flight = 0
+        self._shrunk_at = -math.inf
+        self._uncapped: int | None = None  # the limit before it was capped
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Begin anew, after an outage."""
+        self.limit = min(IN_FLIGHT_START, self.ceiling)
+        self._starting = True
+        self._flat_rounds = 0
+        self._best = 0.0  # replies per second at `_base` in flight
+        self._base = self.limit
+        self._patience = PATIENCE
+        self._waited = 0
+        self._open_round(now)
+
+    def answered(self, now: float) -> None:
+        """A call brought a reply that says nothing against more of them."""
+        self.in_flight -= 1
+        self._replies += 1
+        if self._starting and not self._flat_rounds and self.limit < self.ceiling and self.in_flight * 2 >= self.limit:
+            self.limit += 1
+        if self._replies >= self._round:
+            self._close_round(now)
+
+    def failed(self) -> None:
+        """A call ended without a reply, for a reason that is not load."""
+        self.in_flight -= 1
+
+    def refused(self, sent_at: float, now: float, keep: float = 0.8) -> None:
+        """A call was refused or timed out: shrink to the share `keep`, unless its round trip began before the last."""
+        self.in_flight -= 1
+        if sent_at < self._shrunk_at:
+            return
+        self._shrunk_at = now
+        # What was allowed and not used is no measure of what the service bears.
+        used = min(self.limit, max(self.in_flight + 1, IN_FLIGHT_START))
+        self.limit = max(1, int(used * keep))
+        self._settle(now, 0.0)
+
+    def cap(self, now: float) -> None:
+        """As many as are in flight now are what the service bears, for all that is known."""
+        self._uncapped = self.limit
+        self.limit = max(1, min(self.limit, self.in_flight))
+        self._settle(now, 0.0)
+
+    def uncap(self, now: float) -> None:
+        """They were not."""
+        if self._uncapped is not None:
+            self.limit = max(self.limit, self._uncapped)
+            self._settle(now, 0.0)
+            self._uncapped = None
+
+    def _open_round(self, now: float) -> None:
+        self._began = now
+        self._replies = 0
+        self._allowed = self.limit  # when the round began
+        # Services answer in bursts: over several windows the ends of a burst weigh little.
+        self._round = self.limit if self._starting else self.limit * WINDOWS_A_ROUND
+
+    def _close_round(self, now: float) -> None:
+        lasted = now - self._began
+        if not self._starting and lasted < ROUND_S:
+            self._round += self.limit
+            return
+        # A window that rows or rates left half empty shows nothing.
+        if lasted > 0 and (self.in_flight + 1) * 10 >= self._allowed * 8:
+            self._judge(self._replies / lasted, now)
+        self._open_round(now)
+
+    def _judge(self, rate: float, now: float) -> None:
+        if self._starting:
+            if rate > self._best * 1.1:
+                self._best, self._base, self._flat_rounds = rate, self._allowed, 0
+            else:
+                self._flat_rounds += 1
+            if self._flat_rounds >= 2 or self.limit >= self.ceiling:
+                # One doubling above what gave the best rate: a round may have been slow for reasons of its own.
+                self.limit = min(self.limit, self._base * 2)
+                self._settle(now, self._best)
+            return
+        if self.limit > self._base:
+            if rate > self._best * 1.06:
+                self._base, self._best, self._patience, self._waited = self.limit, rate, PATIENCE, PATIENCE
+            else:
+                self.limit = self._base
+                self._patience = min(self._patience * 2, PATIENCE_MAX)
+        else:
+            self._best = rate if self._best == 0 else 0.7 * self._best + 0.3 * rate
+        self._waited += 1
+        if self._waited >= self._patience and self.limit < self.ceiling:
+            self._waited = 0
+            self.limit = min(self.ceiling, self.limit + max(1, self.limit // 4))
+
+    def _settle(self, now: float, rate: float) -> None:
+        self._starting = False
+        self._base, self._best, self._patience, self._waited = self.limit, rate, PATIENCE, 0
+        self._open_round(now)
+
+
+class Bucket:
+    """A rate per minute, with at most a second of it saved up. What is larger than that goes on credit."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._rate = per_minute / 60
+        self._capacity = max(self._rate * BURST_S, 1.0)
+        self._level = self._capacity
+        self._at = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; 0: now."""
+        self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
+        self._at = now
+        missing = min(amount, self._capacity) - self._level
+        # Rounding must not leave a wait too short for the clock to see.
+        return missing / self._rate if missing > 1e-6 else 0.0
+
+    def take(self, amount: float) -> None:
+        """Use `amount`; a negative one gives back."""
+        self._level = min(self._capacity, self._level - amount)
+
+
+class TokenGuess:
+    """What a call will cost in tokens, before it is made: its bytes, and what calls before it were answered with."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token = 4.0
+        self._output = 64.0
+
+    def tokens(self, size_bytes: int) -> float:
+        return size_bytes / self._bytes_per_token + self._output
+
+    def learn(self, size_bytes: int, input_tokens: int, output_tokens: int) -> None:
+        if input_tokens:
+            self._bytes_per_token += 0.1 * (size_bytes / input_tokens - self._bytes_per_token)
+        self._output += 0.1 * (output_tokens - self._output)
+
+
+class Trouble(Struct, frozen=True):
+    """An outage that has lasted too long to go on."""
+
+    lasted_s: float
+    last: str  # what the last failure said
+    was_up: bool
+
+
+class Outage:
+    """Whether the service is down, as against a row that fails.
+
+    A refused connection tells at once, other failures when many come without one reply between them. While the
+    service is down, one call at a time asks whether it is back.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.was_up = False
+        self.failures = 0
+        self.last = ""
+        self.is_reachable = True  # the last failure was no refused connection
+        self.stretch = Stretch()  # that failures belong to now
+        self.probe_at = -math.inf  # when a call may ask whether it is over
+        self._since = 0.0
+        self._probes = 0
+
+    def failed(self, fault: Fault, now: float) -> None:
+        if self.failures == 0:
+            self._since = now
+        self.failures += 1
+        self.last = fault.error.message
+        self.is_reachable = fault.kind is not Kind.UNREACHABLE
+        self.is_open = self.is_open or not self.is_reachable or self.failures >= OUTAGE_FAILURES
+        self.stretch.is_outage = self.is_open
+
+    def answered(self) -> None:
+        self.was_up = True
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """The failures so far say nothing against the service."""
+        if self.failures:
+            self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
+            self.probe_at = -math.inf
+
+    def probe_in_s(self, jitter: Callable[[], float]) -> float:
+        """Seconds until a call may ask again; called once for each."""
+        self._probes += 1
+        return min(max(0.1, backoff_s(self._probes, jitter)), PROBE_MAX_S)
+
+    def patience_s(self, now: float) -> float:
+        """Seconds for which it may last still; not more than 0: it has lasted too long."""
+        return self._since + (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S) - now
+
+    def trouble(self, now: float) -> Trouble | None:
+        """Set once patience has run out."""
+        if not self.is_open or self.patience_s(now) > 0:
+            return None
+        return Trouble(now - self._since, self.last, self.was_up)
+
+
+class Pacer:
+    """Everything that decides whether a call may go now, for one service in one process."""
+
+    def __init__(self, limits: Limits, now: float, *, jitter: Callable[[], float], ceiling: int) -> None:
+        self.window = Window(ceiling, now)
+        self.outage = Outage()
+        self.guess = TokenGuess()
+        self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
+        self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
+        self._learned = LearnedRate()
+        self._jitter = jitter
+        self._rest_until = -math.inf
+        self._refusals = 0  # rests in a row that the service did not give a length for
+        self._refused_at = -math.inf
+
+    @property
+    def is_full(self) -> bool:
+        """As many calls are in flight as there may be, and the service answers."""
+        return self.window.in_flight >= self.window.limit and not self.outage.is_open
+
+    def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False, is_no_outage: bool = False) -> float:
+        """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first.
+
+        Args:
+            is_admitted: for the rate of calls that is set it need not wait, though it counts.
+            is_no_outage: its failures count as its own: an outage does not hold it back.
+        """
+        window = self.window
+        is_down = self.outage.is_open and not is_no_outage
+        if window.in_flight >= (1 if is_down else window.limit):
+            self._learned.held(now)
+            return math.inf
+        wait = max(self._rest_until, self.outage.probe_at if is_down else -math.inf) - now
+        if wait > 0:
+            return wait
+        wait = self._learned.wait_s(now)
+        if self._requests is not None and not is_admitted:
+            wait = max(wait, self._requests.wait_s(1, now))
+        if self._tokens is not None:
+            wait = max(wait, self._tokens.wait_s(self.guess.tokens(size_bytes), now))
+        return wait
+
+    def sent(self, size_bytes: int) -> float:
+        """A call goes out. Returns the tokens it was charged, to be corrected by `answered`."""
+        self.window.in_flight += 1
+        self._learned.sent()
+        if self._requests is not None:
+            self._requests.take(1)
+        if self._tokens is None:
+            return 0.0
+        charged = self.guess.tokens(size_bytes)
+        self._tokens.take(charged)
+        return charged
+
+    def answered(self, now: float) -> None:
+        """A call brought a reply, be it a refusal of its row."""
+        if self.outage.is_open:
+            self.window.restart(now)
+        self.outage.answered()
+        self._refusals = 0
+        self._learned.answered()
+        self.window.answered(now)
+
+    def correct(self, size_bytes: int, charged: float, tokens: tuple[int, int]) -> None:
+        """The reply says how many `tokens`, in and out, the call has really cost."""
+        if self._tokens is not None:
+            self._tokens.take(sum(tokens) - charged)
+            self.guess.learn(size_bytes, *tokens)
+
+    def throttled(self, fault: Fault, sent_at: float, now: float) -> None:
+        """The service wants fewer calls: nothing goes for as long as it asks, or for a while.
+
+        Where no rate is known, or where nothing is answered at all, the while grows.
+        """
+        self.outage.answered()
+        asked = None if fault.rest_s is None else min(fault.rest_s, REST_MAX_S)
+        verdict = self._learned.refused(sent_at, now, asked, self.window.in_flight - 1)
+        self._lay(verdict, sent_at, now)
+        if asked is not None:
+            self._rest(now + asked * (1 + 0.1 * self._jitter()))
+        elif sent_at >= self._refused_at:
+            self._refused_at = now
+            self._refusals += 1
+            is_known = verdict is not Verdict.UNKNOWN and self._refusals <= REFUSALS_KNOWN
+            self._rest(now + (self._learned.rest_s() if is_known else backoff_s(self._refusals, self._jitter)))
+
+    def _lay(self, verdict: Verdict, sent_at: float, now: float) -> None:
+        """What a refusal says of the calls in flight."""
+        window = self.window
+        if verdict is Verdict.UNKNOWN or (verdict is Verdict.STALE and self._learned.pace is None):
+            window.refused(sent_at, now)
+            return
+        window.failed()
+        if verdict is Verdict.FOUND:
+            window.restart(now)
+        elif verdict is Verdict.IN_FLIGHT:
+            window.cap(now)
+        elif verdict is Verdict.RATE:
+            window.uncap(now)
+
+    def failed(self, fault: Fault, sent_at: float, now: float) -> None:
+        """A call brought no reply, or one that says that the service failed."""
+        status = 0 if fault.reply is None else fault.reply.status
+        if status in (503, 504) or fault.error.code == "timeout":
+            self.window.refused(sent_at, now, keep=0.7)
+        else:
+            self.window.failed()
+        self.outage.failed(fault, now)
+        if self.outage.is_open and self.window.in_flight == 0:
+            self.outage.probe_at = now + self.outage.probe_in_s(self._jitter)
+
+    def retry_in_s(self, attempts: int) -> float:
+        """Seconds until a row whose calls have failed `attempts` times is tried again."""
+        return backoff_s(attempts, self._jitter)
+
+    def idle(self, live: int = 0) -> None:
+        """Whatever was in flight has been given up, but for so many live calls."""
+        self.window.in_flight = live
+
+    def note(self, now: float) -> str:
+        """Why nothing goes, for people; empty when calls go out."""
+        rest = self._rest_until - now
+        if self.outage.is_open:
+            return f"the service does not answer: {self.outage.last}"
+        return f"the service asked for {math.ceil(rest)} s of rest" if rest > 0 else ""
+
+    def _rest(self, until: float) -> None:
+        self._rest_until = max(self._rest_until, until)
+
+
+WAIT_MAX_S = 30.0  # a live call waits so long for a service that rests or is down
+
+
+class Ahead:
+    """The queue before that of the rows. `resume` is called when rows may go on.
+
+    Args:
+        pool_wait_s: how long a live call waits while as many calls are in flight as there may be: then it is refused
+            as one too many. None: as long as for anything else, and it is the service that cannot be called.
+    """
+
+    def __init__(self, pacer: Pacer, clock: Clock, *, pool_wait_s: float | None = None) -> None:
+        self._pacer = pacer
+        self._clock = clock
+        self._pool_wait_s = pool_wait_s
+        self._waiting: deque[tuple[int, bool, asyncio.Future[float]]] = deque()
+        self._alarm: asyncio.Task[None] | None = None
+        self.in_flight = 0
+        self.resume: Callable[[], None] = nothing
+
+    def is_wanted(self) -> bool:
+        """Let live calls go as far as the pacer allows; whether one still waits."""
+        if not self._waiting:
+            return False
+        now = self._clock.monotonic()
+        while self._waiting:
+            size, is_admitted, turn = self._waiting[0]
+            if turn.done():
+                self._waiting.popleft()
+                continue
+            wait_s = self._pacer.wait_s(size, now, is_admitted=is_admitted)
+            if wait_s != math.inf and wait_s > WAIT_MAX_S:
+                self._waiting.popleft()
+                turn.set_exception(Unavailable(self._pacer.note(now) or f"its rate allows no call for {wait_s:.0f} s"))
+                continue
+            if wait_s > 0:
+                if wait_s != math.inf and self._alarm is None:
+                    self._alarm = asyncio.create_task(self._look_after(wait_s))
+                return True
+            self._waiting.popleft()
+            self.in_flight += 1
+            turn.set_result(self._pacer.sent(size))
+        return False
+
+    async def go(self, size_bytes: int, *, is_admitted: bool = False) -> float:
+        """Return once a call of this size may go: it counts as sent, until `ended`. What it is charged, in tokens.
+
+        Args:
+            is_admitted: the rate that is set was kept where the call came in: it waits for none.
+
+        Raises: Unavailable where it may not for too long, RateLimited where too many others are in flight.
+        """
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size_bytes, is_admitted, turn))
+        self.is_wanted()
+        try:
+            return await self._turn_of(turn)
+        except BaseException:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pacer.window.failed()  # its turn came as it was given up
+                self.ended()
+            turn.cancel()
+            raise
+
+    async def _turn_of(self, turn: asyncio.Future[float]) -> float:
+        if turn.done():
+            return turn.result()
+        waited_s = min(WAIT_MAX_S if self._pool_wait_s is None else self._pool_wait_s, WAIT_MAX_S)
+        await asyncio.wait((turn,), timeout=waited_s)
+        if not turn.done() and self._pool_wait_s is not None and self._pacer.is_full:
+            raise RateLimited(
+                f"Error communicating with remote model: Acquire operation took longer than {waited_s:g} s: "
+                f"{self._pacer.window.in_flight} calls of it are in flight, as many as there may be",
+                code="connection_pool_exhausted",
+                retry_after_s=1.0,
+            )
+        if not turn.done() and waited_s < WAIT_MAX_S:
+            await asyncio.wait((turn,), timeout=WAIT_MAX_S - waited_s)
+        if not turn.done():
+            note = self._pacer.note(self._clock.monotonic()) or "as many calls as it bears are in flight"
+            raise Unavailable(f"the service could not be called for {WAIT_MAX_S:g} s: {note}")
+        return turn.result()
+
+    def ended(self) -> None:
+        """A call that went has ended, and the pacer knows how."""
+        self.in_flight -= 1
+        if not self.is_wanted():
+            self.resume()
+
+    async def stop(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            await asyncio.gather(self._alarm, return_exceptions=True)
+            self._alarm = None
+
+    async def _look_after(self, wait_s: float) -> None:
+        await self._clock.sleep(wait_s)
+        self._alarm = None
+        if not self.is_wanted():
+            self.resume()
+
+
+def nothing() -> None: ...
