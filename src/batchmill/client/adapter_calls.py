@@ -6,57 +6,43 @@ import os
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
-import msgspec
-
-from batchmill.client.messages import Ask, Broken, Reply, Request, SendFile, Sleep, Steps
+from batchmill.client.calls import ask as call_of
+from batchmill.client.messages import Ask, Broken, Reply, SendFile, Sleep, Steps
 from batchmill.client.procedures import ask, unreachable
 from batchmill.client.replies import value_of
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.wire import adapter_bundles
+from batchmill.wire import operations as table
 from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
-from batchmill.wire.native import PREFIX
 from batchmill.wire.native_adapters import AdapterInfo, AdapterList, NewAdapter
 
-ADAPTERS = f"{PREFIX}/adapters"
 FETCHING, FAILED = "fetching", "failed"
 LOOK_S, LOOK_S_MAX = 0.2, 5.0  # between two looks at an adapter that is being fetched
 SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
 
 
-def _one(name: str) -> str:
-    return f"{ADAPTERS}/{quote(name)}"
-
-
-def _version(version: int | None) -> dict[str, str]:
-    return {} if version is None else {"version": str(version)}
-
-
 def register(adapter: NewAdapter) -> Ask[AdapterInfo]:
     """Each makes another version: it is not asked twice."""
-    headers = {"content-type": "application/json"}
-    body = msgspec.json.encode(adapter)
-    return Ask(Request("POST", ADAPTERS, headers=headers, body=body, is_repeatable=False), AdapterInfo)
+    return call_of(table.REGISTER_ADAPTER, body=adapter)
 
 
 def upload(name: str, base: str, size_bytes: int) -> Ask[AdapterInfo]:
     """The archive is the body."""
     headers = {"content-type": ADAPTER_MEDIA, "content-length": str(size_bytes)}
-    request = Request("POST", _one(name), {"base": base}, headers, is_repeatable=False, is_long=True)
-    return Ask(request, AdapterInfo)
+    return call_of(table.UPLOAD_ADAPTER, name, headers=headers, base=base)
 
 
 def adapters(base: str | None) -> Ask[AdapterList]:
-    return Ask(Request("GET", ADAPTERS, {} if base is None else {"base": base}), AdapterList)
+    return call_of(table.LIST_ADAPTERS, base=base)
 
 
 def adapter(name: str, version: int | None) -> Ask[AdapterInfo]:
-    return Ask(Request("GET", _one(name), _version(version)), AdapterInfo)
+    return call_of(table.SHOW_ADAPTER, name, version=version)
 
 
 def remove_adapter(name: str, version: int | None) -> Ask[AdapterList]:
-    return Ask(Request("DELETE", _one(name), _version(version), is_repeatable=False), AdapterList)
+    return call_of(table.REMOVE_ADAPTER, name, version=version)
 
 
 def add(name: str, source: str | os.PathLike[str], *, base: str, token: str | None) -> Steps[AdapterInfo]:

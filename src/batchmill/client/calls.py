@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from batchmill.client.messages import Ask, Request
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
+from batchmill.wire import operations as table
 from batchmill.wire.deploys import BUNDLE_MEDIA
 from batchmill.wire.native import (
-    PREFIX,
     Accepted,
     AliasInfo,
     Change,
@@ -41,213 +42,204 @@ from batchmill.wire.native import (
     Work,
 )
 from batchmill.wire.native_logs import LogPage, LogQuery
+from batchmill.wire.operations import Endpoint
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
 Steering = Literal["pause", "resume", "cancel", "retry", "fail_rows"]
-NOTHING: type[None] = type(None)
 
 
-def _path(*parts: str) -> str:
-    return "/".join([PREFIX, *(quote(part, safe="") for part in parts)])
+def ask(
+    endpoint: Endpoint[T],
+    *names: str,
+    body: Struct | None = None,
+    headers: Mapping[str, str] | None = None,
+    **query: object,
+) -> Ask[T]:
+    """A call of an operation: `names` stand in its path; what is None of the query is left out."""
+    return Ask(request(endpoint, *names, body=body, headers=headers, **query), endpoint.reply)
 
 
-def _query(**values: object) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items() if value is not None}
+def request(
+    endpoint: Endpoint[Any],
+    *names: str,
+    body: Struct | None = None,
+    headers: Mapping[str, str] | None = None,
+    **query: object,
+) -> Request:
+    """As `ask`, where the reply is read as it comes."""
+    told = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
+    return Request(
+        endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
+        told, None if body is None else msgspec.json.encode(body), is_repeatable=endpoint.is_repeatable,
+        is_long=endpoint.is_long,
+    )  # fmt: skip
 
 
-def _post(reply: type[T], path: str, body: Struct | None = None, headers: dict[str, str] | None = None) -> Ask[T]:
-    """A POST that is not repeated once the server may have seen it."""
-    told = dict(headers or {})
-    if body is None:
-        return Ask(Request("POST", path, headers=told, is_repeatable=False), reply)
-    told["content-type"] = "application/json"
-    return Ask(Request("POST", path, headers=told, body=msgspec.json.encode(body), is_repeatable=False), reply)
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def submit(job: NewJob, key: str) -> Ask[Accepted]:
     """`key` is what the server knows a repeat by."""
-    ask = _post(Accepted, _path("jobs"), job, {"idempotency-key": key})
-    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True), Accepted)
+    return ask(table.CREATE_JOB, body=job, headers={"idempotency-key": key})
 
 
 def show(job_id: str) -> Ask[JobView]:
-    return Ask(Request("GET", _path("jobs", job_id)), JobView)
+    return ask(table.SHOW_JOB, job_id)
 
 
 def jobs(
     *, state: str | None, label: str | None, limit: int | None, after: str | None, model: str | None = None,
     since: float | None = None,
 ) -> Ask[JobPage]:  # fmt: skip
-    query = _query(state=state, label=label, model=model, since=since, limit=limit, after=after)
-    return Ask(Request("GET", _path("jobs"), query), JobPage)
+    return ask(table.LIST_JOBS, state=state, label=label, model=model, since=since, limit=limit, after=after)
 
 
 def steer(job_id: str, verb: Steering) -> Ask[JobView]:
-    return _post(JobView, _path("jobs", job_id, verb))
+    return ask(table.STEERING[verb], job_id)
 
 
 def remove(job_id: str) -> Ask[JobView]:
-    return Ask(Request("DELETE", _path("jobs", job_id)), JobView)
+    return ask(table.REMOVE_JOB, job_id)
 
 
 def amend(job_id: str, change: Change) -> Ask[JobView]:
-    """Setting the same values twice is setting them once."""
-    body, headers = msgspec.json.encode(change), {"content-type": "application/json"}
-    return Ask(Request("PATCH", _path("jobs", job_id), headers=headers, body=body), JobView)
+    return ask(table.AMEND_JOB, job_id, body=change)
 
 
 def explain(job_id: str) -> Ask[Wait]:
-    return Ask(Request("GET", _path("jobs", job_id, "wait")), Wait)
+    return ask(table.EXPLAIN_JOB, job_id)
 
 
 def remote(job_id: str) -> Ask[RemoteJobList]:
-    return Ask(Request("GET", _path("jobs", job_id, "remote")), RemoteJobList)
+    return ask(table.LIST_REMOTE_JOBS, job_id)
 
 
 def settle_remote(job_id: str, tag: str, remote_id: str | None) -> Ask[RemoteJob]:
-    return _post(RemoteJob, _path("jobs", job_id, "remote", tag), Settlement(remote_id))
+    return ask(table.SETTLE_REMOTE_JOB, job_id, tag, body=Settlement(remote_id))
 
 
 def verify(job_id: str) -> Ask[LedgerReport]:
-    ask = _post(LedgerReport, _path("jobs", job_id, "verify"))
-    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, is_long=True), LedgerReport)
+    return ask(table.VERIFY_JOB, job_id)
 
 
 def events(job_id: str, interval_s: float, last: str | None) -> Request:
     headers = {"accept": "text/event-stream"} | ({} if last is None else {"last-event-id": last})
-    return Request("GET", _path("jobs", job_id, "events"), _query(interval_s=interval_s), headers)
+    return request(table.WATCH_JOB, job_id, headers=headers, interval_s=interval_s)
 
 
 def results(job_id: str) -> Request:
-    return Request("GET", _path("jobs", job_id, "results"))
+    return request(table.JOB_RESULTS, job_id)
 
 
 def errors(job_id: str) -> Request:
-    return Request("GET", _path("jobs", job_id, "errors"))
+    return request(table.JOB_ERRORS, job_id)
 
 
 def partial(job_id: str) -> Request:
     """Gathering the rows first may take a while."""
-    return Request("GET", _path("jobs", job_id, "results"), {"partial": "true"}, is_long=True)
+    return replace(request(table.JOB_RESULTS, job_id, partial=True), is_long=True)
 
 
 def validate(work: Work) -> Ask[SealReport]:
-    return _preview(SealReport, "validate", work)
+    return ask(table.VALIDATE, body=work)
 
 
 def plan(work: Work) -> Ask[Planned]:
-    return _preview(Planned, "plan", work)
+    return ask(table.PLAN, body=work)
 
 
 def estimate(work: Work) -> Ask[Estimated]:
-    return _preview(Estimated, "estimate", work)
-
-
-def _preview(reply: type[T], what: str, work: Work) -> Ask[T]:
-    """Nothing is changed by looking twice; every row is read, so it takes as long as it takes."""
-    ask = _post(reply, _path("previews", what), work)
-    return Ask(msgspec.structs.replace(ask.request, is_repeatable=True, is_long=True), reply)
+    return ask(table.ESTIMATE, body=work)
 
 
 def models() -> Ask[ModelList]:
-    return Ask(Request("GET", _path("models")), ModelList)
+    return ask(table.LIST_MODELS)
 
 
 def deploy(size_bytes: int) -> Ask[DeployReply]:
-    """The archive is the body. Making an environment takes as long as it takes."""
-    headers = {"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)}
-    return Ask(Request("POST", _path("models"), headers=headers, is_repeatable=False, is_long=True), DeployReply)
+    """The archive is the body."""
+    return ask(table.DEPLOY, headers={"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)})
 
 
 def model(name: str) -> Ask[FunctionDetail]:
-    return Ask(Request("GET", _path("models", name)), FunctionDetail)
+    return ask(table.SHOW_MODEL, name)
 
 
 def model_calls(name: str, query: LogQuery) -> Ask[LogPage]:
-    told = _query(**{each: getattr(query, each) for each in query.__struct_fields__})
-    return Ask(Request("GET", _path("models", name, "logs"), told), LogPage)
+    return ask(table.MODEL_CALLS, name, **asdict(query))
 
 
 def model_log(name: str, *, branch: str | None, version: str | None) -> Request:
-    return Request("GET", _path("models", name, "log"), _query(branch=branch, version=version))
+    return request(table.MODEL_LOG, name, branch=branch, version=version)
 
 
 def model_document(name: str) -> Ask[dict[str, Any]]:
-    return Ask(Request("GET", _path("models", name, "openapi.json")), dict[str, Any])
+    return ask(table.MODEL_DOCUMENT, name)
 
 
 def rollback(name: str, asked: Rollback) -> Ask[VersionInfo]:
     """Without a number a second one would go back further."""
-    ask = _long(VersionInfo, _path("models", name, "rollback"), asked)
-    return ask if asked.number is None else Ask(msgspec.structs.replace(ask.request, is_repeatable=True), VersionInfo)
+    what = ask(table.ROLLBACK_MODEL, name, body=asked)
+    return what if asked.number is None else replace(what, request=replace(what.request, is_repeatable=True))
 
 
 def merge(name: str, asked: Merge) -> Ask[VersionInfo]:
-    return _long(VersionInfo, _path("models", name, "merge"), asked)
+    return ask(table.MERGE_MODEL, name, body=asked)
 
 
 def restart(name: str, asked: Restart) -> Ask[VersionInfo]:
-    return _long(VersionInfo, _path("models", name, "restart"), asked)
-
-
-def _long(reply: type[T], path: str, body: Struct) -> Ask[T]:
-    """Workers of the new version are up before the answer comes."""
-    ask = _post(reply, path, body)
-    return Ask(msgspec.structs.replace(ask.request, is_long=True), reply)
+    return ask(table.RESTART_MODEL, name, body=asked)
 
 
 def set_alias(name: str, alias: str, asked: NewAlias) -> Ask[AliasInfo]:
-    body, headers = msgspec.json.encode(asked), {"content-type": "application/json"}
-    return Ask(Request("PUT", _path("models", name, "aliases", alias), headers=headers, body=body), AliasInfo)
+    return ask(table.SET_ALIAS, name, alias, body=asked)
 
 
 def remove_alias(name: str, alias: str) -> Ask[VersionList]:
-    return Ask(Request("DELETE", _path("models", name, "aliases", alias), is_repeatable=False), VersionList)
+    return ask(table.REMOVE_ALIAS, name, alias)
 
 
 def remove_model(name: str, *, branch: str | None, version: str | None) -> Ask[VersionList]:
-    query = _query(branch=branch, version=version)
-    return Ask(Request("DELETE", _path("models", name), query, is_repeatable=False), VersionList)
+    return ask(table.REMOVE_MODEL, name, branch=branch, version=version)
 
 
 def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> Ask[FileInfo]:
     """The file is the body, as it is."""
-    headers = {"content-type": "application/octet-stream"}
+    headers = {"content-type": table.OCTETS}
     if size_bytes is not None:
         headers["content-length"] = str(size_bytes)
-    query = _query(filename=filename, expires_s=expires_s)
-    return Ask(Request("POST", _path("files"), query, headers, is_repeatable=False, is_long=True), FileInfo)
+    return ask(table.STORE_FILE, headers=headers, filename=filename, expires_s=expires_s)
 
 
 def files(*, limit: int | None, after: str | None) -> Ask[FilePage]:
-    return Ask(Request("GET", _path("files"), _query(limit=limit, after=after)), FilePage)
+    return ask(table.LIST_FILES, limit=limit, after=after)
 
 
 def file(file_id: str) -> Ask[FileInfo]:
-    return Ask(Request("GET", _path("files", file_id)), FileInfo)
+    return ask(table.SHOW_FILE, file_id)
 
 
 def content(file_id: str) -> Request:
-    return Request("GET", _path("files", file_id, "content"))
+    return request(table.FILE_CONTENT, file_id)
 
 
 def delete_file(file_id: str) -> Ask[None]:
-    return Ask(Request("DELETE", _path("files", file_id), is_repeatable=False), NOTHING)
+    return ask(table.REMOVE_FILE, file_id)
 
 
 def create_key(key: NewKey) -> Ask[MadeKey]:
-    return _post(MadeKey, _path("keys"), key)
+    return ask(table.CREATE_KEY, body=key)
 
 
 def keys() -> Ask[KeyList]:
-    return Ask(Request("GET", _path("keys")), KeyList)
+    return ask(table.LIST_KEYS)
 
 
 def quotas() -> Ask[QuotaList]:
-    return Ask(Request("GET", _path("quotas")), QuotaList)
+    return ask(table.LIST_QUOTAS)
 
 
 def revoke_key(key_id: str, *, with_minted: bool) -> Ask[KeyInfo]:
-    query = _query(with_minted="true" if with_minted else None)
-    return Ask(Request("DELETE", _path("keys", key_id), query), KeyInfo)
+    return ask(table.REVOKE_KEY, key_id, with_minted=with_minted or None)

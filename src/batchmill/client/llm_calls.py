@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import difflib
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
-from batchmill.client.messages import Ask, Request
+from batchmill.client.calls import ask
+from batchmill.client.messages import Ask
 from batchmill.errors import InvalidInput
-from batchmill.wire.native import PREFIX
+from batchmill.wire import operations as table
 from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmInfo, LlmList, NewLlm, QuarantinedRequests
 
 T = TypeVar("T", bound=Struct)
-
-LLMS = f"{PREFIX}/llms"
-QUARANTINE = f"{PREFIX}/quarantine"
-JSON = {"content-type": "application/json"}
-
-
-def _one(name: str, *more: str) -> str:
-    return "/".join([LLMS, quote(name, safe=""), *more])
 
 
 def filled(kind: type[T], told: dict[str, Any], **own: Any) -> T:
@@ -41,44 +33,40 @@ def filled(kind: type[T], told: dict[str, Any], **own: Any) -> T:
 
 
 def create(asked: NewLlm) -> Ask[LlmInfo]:
-    body = msgspec.json.encode(asked)
-    return Ask(Request("POST", LLMS, headers=JSON, body=body, is_repeatable=False), LlmInfo)
+    return ask(table.DEPLOY_LLM, body=asked)
 
 
 def llms() -> Ask[LlmList]:
-    return Ask(Request("GET", LLMS), LlmList)
+    return ask(table.LIST_LLMS)
 
 
 def llm(name: str) -> Ask[LlmInfo]:
-    return Ask(Request("GET", _one(name)), LlmInfo)
+    return ask(table.SHOW_LLM, name)
 
 
 def change(name: str, asked: LlmChange) -> Ask[LlmInfo]:
-    """Setting the same values twice is setting them once."""
-    return Ask(Request("PATCH", _one(name), headers=JSON, body=msgspec.json.encode(asked)), LlmInfo)
+    return ask(table.CHANGE_LLM, name, body=asked)
 
 
 def remove(name: str) -> Ask[LlmInfo]:
-    return Ask(Request("DELETE", _one(name), is_repeatable=False), LlmInfo)
+    return ask(table.REMOVE_LLM, name)
 
 
 def events(name: str, after: float | None = None) -> Ask[LlmEvents]:
-    return Ask(Request("GET", _one(name, "events"), {} if after is None else {"after": repr(after)}), LlmEvents)
+    return ask(table.LLM_EVENTS, name, after=after)
 
 
 def start(name: str) -> Ask[LlmInfo]:
-    """To start what has started changes nothing; nor does stopping what has stopped."""
-    return Ask(Request("POST", _one(name, "start")), LlmInfo)
+    return ask(table.START_LLM, name)
 
 
 def stop(name: str) -> Ask[LlmInfo]:
-    return Ask(Request("POST", _one(name, "stop")), LlmInfo)
+    return ask(table.STOP_LLM, name)
 
 
 def quarantine() -> Ask[QuarantinedRequests]:
-    return Ask(Request("GET", QUARANTINE), QuarantinedRequests)
+    return ask(table.LIST_QUARANTINE)
 
 
 def clear_quarantine(digest: str | None = None) -> Ask[QuarantinedRequests]:
-    path = QUARANTINE if digest is None else f"{QUARANTINE}/{quote(digest, safe='')}"
-    return Ask(Request("DELETE", path, is_repeatable=False), QuarantinedRequests)
+    return ask(table.CLEAR_QUARANTINE) if digest is None else ask(table.CLEAR_QUARANTINED, digest)

@@ -15,6 +15,7 @@ from batchmill.errors import BatchmillError
 from batchmill.server.express import Express
 from batchmill.server.json_inspection import VALUES_MAX
 from batchmill.types import Caller, Scope
+from batchmill.wire.operations import NOTHING, Content, Endpoint
 
 Callback = Callable[[], Awaitable[None]]
 
@@ -78,13 +79,6 @@ class Elsewhere(Exception):
         self.raw = raw
 
 
-class Content(Struct, frozen=True):
-    """A body or a reply that is no JSON of a struct."""
-
-    media: str  # "text/event-stream"
-    schema: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "string", "format": "binary"})
-
-
 class Operation(Struct, frozen=True):
     """One method of one path.
 
@@ -118,6 +112,17 @@ class Operation(Struct, frozen=True):
     express: Express | None = (
         None  # a shorter way for plain requests, with the same answers; never with `spends_itself`
     )
+
+    @classmethod
+    def of(cls, endpoint: Endpoint[Any], handler: Callable[[Call], Awaitable[Response]], **more: Any) -> Operation:
+        """An operation of our own API, whose description the SDK and the control socket share."""
+        media = endpoint.media[0] if len(endpoint.media) == 1 else endpoint.media
+        reply = media or (None if endpoint.reply is NOTHING else endpoint.reply)
+        return cls(
+            endpoint.name, endpoint.method, endpoint.path, endpoint.summary, endpoint.scope, handler,
+            query=endpoint.query, body=endpoint.body, reply=reply, status=endpoint.status,
+            body_is_optional=endpoint.body_is_optional, **more,
+        )  # fmt: skip
 
     @property
     def is_upload(self) -> bool:

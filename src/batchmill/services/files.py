@@ -44,12 +44,12 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
 from batchmill.types import JobView, ProjectQuotas
+from batchmill.wire.native import FILENAME_CHARS_MAX
 
 __all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
 
 WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # of a file, at once
-FILENAME_CHARS_MAX = 512
 PAGE_MAX = 10_000
 SWEEP_MAX = 500  # files looked at at once
 ARRIVING = ".incoming"

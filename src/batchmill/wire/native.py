@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from batchmill.states import JobState
 from batchmill.types import Interface, JobView, Price, RemoteJob, Scope
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -15,7 +16,8 @@ MODELS_MAX = 1000  # of one job
 LABELS_MAX, LABEL_NAME_CHARS_MAX, LABEL_CHARS_MAX = 16, 64, 512
 PAGE_MAX, PAGE_DEFAULT = 1000, 100
 PRIORITY_MAX = 100
-COMPLETION_S_MAX = 10 * 365 * 86_400
+COMPLETION_S_MAX = EXPIRES_S_MAX = 10 * 365 * 86_400
+FILENAME_CHARS_MAX = 512
 WATCH_S_MIN, WATCH_S_MAX = 0.1, 60.0
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -70,6 +72,31 @@ class Accepted(Struct, frozen=True):
     job: JobView
 
 
+class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which jobs a page lists."""
+
+    state: JobState | None = None
+    model: (
+        Annotated[str, Meta(min_length=1, max_length=512, description="A model or an adapter of its rows")] | None
+    ) = None
+    since: Annotated[float, Meta(ge=0, description="Created then or later, in seconds since the epoch")] | None = None
+    label: Annotated[str, Meta(max_length=600, description="NAME, or NAME=VALUE")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+    after: str | None = None
+
+
+class WatchJob(Struct, frozen=True, forbid_unknown_fields=True):
+    """How often a job is looked at."""
+
+    interval_s: Annotated[float, Meta(ge=WATCH_S_MIN, le=WATCH_S_MAX)] = 1.0
+
+
+class ReadResults(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which results are read."""
+
+    partial: bool = False  # the rows that have their outcome so far, as JSON lines
+
+
 class JobPage(Struct, frozen=True):
     """Jobs, the newest first. `after` is what to ask for the next page with; null: there is none."""
 
@@ -99,6 +126,21 @@ class FileInfo(Struct, frozen=True):
     created: float  # seconds since the epoch, UTC, as every time here
     expires: float | None = None
     job: str | None = None  # of results: the job they are of
+
+
+class StoreFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an upload is."""
+
+    filename: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]  # its end says what the file holds
+    expires_s: Annotated[float, Meta(gt=0, le=EXPIRES_S_MAX)] | None = None  # from now
+
+
+class ListFiles(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which files a page lists."""
+
+    purpose: Annotated[str, Meta(max_length=64)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
+    after: str | None = None
 
 
 class FilePage(Struct, frozen=True):
@@ -245,6 +287,12 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
     models: list[Name] | None = None  # null: all that the maker may use
     requests_per_minute: Annotated[int, Meta(gt=0)] | None = None
     expires: MoreThanNothing | None = None
+
+
+class RevokeKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a revocation reaches."""
+
+    with_minted: bool = False  # end the keys that it minted too
 
 
 class KeyInfo(Struct, frozen=True):

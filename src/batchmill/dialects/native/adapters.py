@@ -13,13 +13,12 @@ from starlette.responses import Response
 
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import Forbidden
-from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.adapters.service import AdapterRecord, unknown_adapter
 from batchmill.services.adapters.views import shown_info
 from batchmill.services.services import Services
-from batchmill.types import Caller, Scope
-from batchmill.wire.adapter_bundles import ADAPTER_MEDIA, BUNDLE_BYTES_MAX
-from batchmill.wire.native import PREFIX
+from batchmill.types import Caller
+from batchmill.wire.adapter_bundles import BUNDLE_BYTES_MAX
 from batchmill.wire.native_adapters import (
     AdapterInfo,
     AdapterList,
@@ -28,9 +27,14 @@ from batchmill.wire.native_adapters import (
     NewAdapter,
     UploadQuery,
 )
+from batchmill.wire.operations import (
+    LIST_ADAPTERS,
+    REGISTER_ADAPTER,
+    REMOVE_ADAPTER,
+    SHOW_ADAPTER,
+    UPLOAD_ADAPTER,
+)
 
-ADAPTERS = f"{PREFIX}/adapters"
-ONE = f"{ADAPTERS}/{{name:path}}"  # it may hold a slash
 MISSING, TAKEN = 404, 409
 
 
@@ -39,30 +43,13 @@ class Adapters:
         self._adapters, self._shown = services.adapters, shown
 
     def operations(self) -> Sequence[Operation]:
-        admin, read = Scope.ADMIN, Scope.READ
         return (
-            Operation(
-                "registerAdapter", "POST", ADAPTERS, "Register an adapter; it is fetched from then on", admin,
-                self.register, body=NewAdapter, reply=AdapterInfo, status=202, errors=(MISSING, TAKEN),
-            ),
-            Operation(
-                "uploadAdapter", "POST", ONE, "Upload an adapter: the body is its archive", admin,
-                self.upload, query=UploadQuery, body=Content(ADAPTER_MEDIA), reply=AdapterInfo, status=201,
-                body_bytes_max=BUNDLE_BYTES_MAX, errors=(MISSING, TAKEN),
-            ),
-            Operation(
-                "listAdapters", "GET", ADAPTERS, "The adapters that the caller may use", read, self.list,
-                query=AdapterQuery, reply=AdapterList,
-            ),
-            Operation(
-                "showAdapter", "GET", ONE, "One adapter", read, self.show, query=AdapterVersion, reply=AdapterInfo,
-                errors=(MISSING,),
-            ),
-            Operation(
-                "removeAdapter", "DELETE", ONE, "Remove a version, or all; jobs that have it keep it", admin,
-                self.remove, query=AdapterVersion, reply=AdapterList, errors=(MISSING,),
-            ),
-        )  # fmt: skip
+            Operation.of(REGISTER_ADAPTER, self.register, errors=(MISSING, TAKEN)),
+            Operation.of(UPLOAD_ADAPTER, self.upload, body_bytes_max=BUNDLE_BYTES_MAX, errors=(MISSING, TAKEN)),
+            Operation.of(LIST_ADAPTERS, self.list),
+            Operation.of(SHOW_ADAPTER, self.show, errors=(MISSING,)),
+            Operation.of(REMOVE_ADAPTER, self.remove, errors=(MISSING,)),
+        )
 
     async def register(self, call: Call) -> Response:
         asked: NewAdapter = call.body

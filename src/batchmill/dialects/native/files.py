@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
-from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.native.following import FILE, OCTETS
 from batchmill.dialects.native.views import file_info
 from batchmill.server.file_reply import FileReply
-from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.services.files import BATCH, FILENAME_CHARS_MAX
+from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.services.files import BATCH
 from batchmill.services.services import Services
-from batchmill.types import Scope
-from batchmill.wire.native import PAGE_DEFAULT, PAGE_MAX, PREFIX, FileInfo, FilePage
+from batchmill.wire.native import FilePage, ListFiles, StoreFile
+from batchmill.wire.operations import (
+    FILE_CONTENT,
+    LIST_FILES,
+    OCTETS,
+    REMOVE_FILE,
+    SHOW_FILE,
+    STORE_FILE,
+)
 
-FILES = f"{PREFIX}/files"
-ONE = f"{FILES}/{{file_id}}"
-EXPIRES_S_MAX = 10 * 365 * 86_400
 MISSING, CONFLICT, GONE = 404, 409, 410
-
-
-class Upload(Struct, frozen=True, forbid_unknown_fields=True):
-    filename: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]  # its end says what the file holds
-    expires_s: Annotated[float, Meta(gt=0, le=EXPIRES_S_MAX)] | None = None  # from now
-
-
-class ListFiles(Struct, frozen=True, forbid_unknown_fields=True):
-    purpose: Annotated[str, Meta(max_length=64)] | None = None
-    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
-    after: str | None = None
 
 
 class Files:
@@ -41,31 +31,17 @@ class Files:
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation(
-                "storeFile", "POST", FILES, "Upload a file: the body is the file", Scope.SUBMIT, self.upload,
-                query=Upload, body=Content(OCTETS, FILE), reply=FileInfo, status=201,
-                body_bytes_max=self._bytes_max,
+            Operation.of(STORE_FILE, self.upload, body_bytes_max=self._bytes_max),
+            Operation.of(LIST_FILES, self.list, errors=(MISSING,)),
+            Operation.of(SHOW_FILE, self.show, errors=(MISSING, GONE)),
+            Operation.of(REMOVE_FILE, self.delete, errors=(MISSING, CONFLICT, GONE)),
+            Operation.of(
+                FILE_CONTENT, self.content, also={206: FILE_CONTENT.media[0], 416: None}, errors=(MISSING, GONE)
             ),
-            Operation(
-                "listStoredFiles", "GET", FILES, "Files, the newest first", Scope.READ, self.list,
-                query=ListFiles, reply=FilePage, errors=(MISSING,),
-            ),
-            Operation(
-                "showFile", "GET", ONE, "One file", Scope.READ, self.show, reply=FileInfo, errors=(MISSING, GONE),
-            ),
-            Operation(
-                "removeFile", "DELETE", ONE, "Delete a file", Scope.SUBMIT, self.delete,
-                reply=None, status=204, errors=(MISSING, CONFLICT, GONE),
-            ),
-            Operation(
-                "fileContent", "GET", f"{ONE}/content", "The bytes of a file, whole or a range", Scope.READ,
-                self.content, reply=Content(OCTETS, FILE), also={206: Content(OCTETS, FILE), 416: None},
-                errors=(MISSING, GONE),
-            ),
-        )  # fmt: skip
+        )
 
     async def upload(self, call: Call) -> Response:
-        asked: Upload = call.query
+        asked: StoreFile = call.query
         writer = await self._files.writer(call.caller.project)
         try:
             async for piece in call.request.stream():

@@ -7,40 +7,35 @@ import hashlib
 import os
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import BinaryIO
 
 import msgspec
-from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.native.jobs import CONFLICT, GONE, MISSING, ONE
+from batchmill.dialects.native.jobs import CONFLICT, GONE, MISSING
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.file_reply import FileReply
-from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import EVENTS, PieceReply
+from batchmill.server.operations import Call, Operation
+from batchmill.server.piece_reply import PieceReply
 from batchmill.services.files import FileRecord, Removal, Result
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import JobView, Scope
-from batchmill.wire.native import WATCH_S_MAX, WATCH_S_MIN
+from batchmill.types import JobView
+from batchmill.wire.operations import (
+    EVENTS,
+    JOB_ERRORS,
+    JOB_RESULTS,
+    JSON_LINES,
+    OCTETS,
+    WATCH_JOB,
+)
 
-JSON_LINES = "application/jsonl"
 MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.apache.parquet"}
-OCTETS = "application/octet-stream"
-FILE = {"type": "string", "format": "binary"}
 HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
 PIECE_BYTES = 256 * 1024
 LAST_EVENT_CHARS_MAX = 64
 PRELUDE = b": a job's views; `end` follows the last one\n\n"
-
-
-class Watch(Struct, frozen=True, forbid_unknown_fields=True):
-    interval_s: Annotated[float, Meta(ge=WATCH_S_MIN, le=WATCH_S_MAX)] = 1.0
-
-
-class Results(Struct, frozen=True, forbid_unknown_fields=True):
-    partial: bool = False  # the rows that have their outcome so far, as JSON lines
 
 
 class Following:
@@ -49,23 +44,11 @@ class Following:
         self._desk = services.jobs
 
     def operations(self) -> Sequence[Operation]:
-        file = Content(OCTETS, FILE)
-        lines = Content(JSON_LINES, {"type": "string"})
-        files = (*(Content(media, FILE) for media in MEDIA.values()), file)
+        files, lines = JOB_RESULTS.media, JOB_ERRORS.media[0]
         return (
-            Operation(
-                "watchJob", "GET", f"{ONE}/events", "Views of a job until it is paused or has ended", Scope.READ,
-                self.watch, query=Watch, reply=Content(EVENTS, {"type": "string"}), errors=(MISSING,),
-            ),
-            Operation(
-                "jobResults", "GET", f"{ONE}/results", "The results of a job, whole, a range, or what there is so far",
-                Scope.READ, self.results, query=Results, reply=files, also={206: files, 416: None},
-                errors=(MISSING, CONFLICT, GONE),
-            ),
-            Operation(
-                "jobErrors", "GET", f"{ONE}/errors", "The rows that failed", Scope.READ, self.errors,
-                reply=lines, also={206: lines, 416: None}, errors=(MISSING, CONFLICT, GONE),
-            ),
+            Operation.of(WATCH_JOB, self.watch, errors=(MISSING,)),
+            Operation.of(JOB_RESULTS, self.results, also={206: files, 416: None}, errors=(MISSING, CONFLICT, GONE)),
+            Operation.of(JOB_ERRORS, self.errors, also={206: lines, 416: None}, errors=(MISSING, CONFLICT, GONE)),
         )  # fmt: skip
 
     # -- events -------------------------------------------------------------------------------------------------------

@@ -14,34 +14,39 @@ from starlette.responses import PlainTextResponse, Response
 
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import Forbidden
-from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.functions import views
 from batchmill.services.functions.examples import openapi
 from batchmill.services.functions.names import LATEST, MAIN
 from batchmill.services.functions.records import READY
 from batchmill.services.services import Services
-from batchmill.types import Scope
 from batchmill.wire.bundles import BYTES_MAX
-from batchmill.wire.deploys import BUNDLE_MEDIA, ModelVersion
+from batchmill.wire.deploys import ModelVersion
 from batchmill.wire.native import (
-    PREFIX,
-    AliasInfo,
     DeployReply,
-    FunctionDetail,
     Merge,
     NewAlias,
     Restart,
     Rollback,
-    VersionInfo,
     VersionList,
     VersionQuery,
 )
-from batchmill.wire.native_logs import LogPage, LogQuery
+from batchmill.wire.operations import (
+    DEPLOY,
+    MERGE_MODEL,
+    MODEL_CALLS,
+    MODEL_DOCUMENT,
+    MODEL_LOG,
+    MODEL_VERSIONS,
+    REMOVE_ALIAS,
+    REMOVE_MODEL,
+    RESTART_MODEL,
+    ROLLBACK_MODEL,
+    SET_ALIAS,
+    SHOW_MODEL,
+)
 
-MODELS = f"{PREFIX}/models"
-ONE = f"{MODELS}/{{name}}"
 MISSING, IN_USE, REFUSED = 404, 409, 422
-DOCUMENT = Content("application/json", {"type": "object"})
 
 
 class Functions:
@@ -50,59 +55,22 @@ class Functions:
         self._versions, self._catalogue = services.versions, services.catalogue
 
     def operations(self) -> Sequence[Operation]:
-        deploy, admin, read = Scope.DEPLOY, Scope.ADMIN, Scope.READ
         return (
-            Operation(
-                "deploy", "POST", MODELS, "Deploy a function: code that runs as the server's user", deploy,
-                self.deploy, body=Content(BUNDLE_MEDIA),
-                reply=DeployReply, status=201, also={200: DeployReply}, body_bytes_max=BYTES_MAX,
-                errors=(IN_USE, REFUSED),
+            Operation.of(
+                DEPLOY, self.deploy, also={200: DeployReply}, body_bytes_max=BYTES_MAX, errors=(IN_USE, REFUSED)
             ),
-            Operation(
-                "model", "GET", ONE, "A deployed function, and how it is called", read, self.show,
-                reply=FunctionDetail, errors=(MISSING,),
-            ),
-            Operation(
-                "modelVersions", "GET", f"{ONE}/versions", "Its versions", read, self.versions, reply=VersionList,
-                errors=(MISSING,),
-            ),
-            Operation(
-                "modelDocument", "GET", f"{ONE}/openapi.json", "Its OpenAPI document", read, self.document,
-                reply=DOCUMENT, errors=(MISSING,),
-            ),
-            Operation(
-                "modelLog", "GET", f"{ONE}/log", "What was printed while a version was made", admin, self.log,
-                query=VersionQuery, reply=Content("text/plain"), errors=(MISSING,),
-            ),
-            Operation(
-                "modelCalls", "GET", f"{ONE}/logs", "What its calls printed and raised", admin, self.calls,
-                query=LogQuery, reply=LogPage, errors=(MISSING,),
-            ),
-            Operation(
-                "rollbackModel", "POST", f"{ONE}/rollback", "Let an earlier version be the latest", deploy,
-                self.rollback, body=Rollback, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
-            ),
-            Operation(
-                "mergeModel", "POST", f"{ONE}/merge", "Make a branch's latest a version of another", deploy,
-                self.merge, body=Merge, reply=VersionInfo, errors=(MISSING,),
-            ),
-            Operation(
-                "restartModel", "POST", f"{ONE}/restart", "Make the latest again, with workers of its own", admin,
-                self.restart, body=Restart, body_is_optional=True, reply=VersionInfo, errors=(MISSING,),
-            ),
-            Operation(
-                "setAlias", "PUT", f"{ONE}/aliases/{{alias}}", "Let an alias stand for versions", deploy, self.alias,
-                body=NewAlias, reply=AliasInfo, errors=(MISSING,),
-            ),
-            Operation(
-                "removeAlias", "DELETE", f"{ONE}/aliases/{{alias}}", "Remove an alias", deploy, self.remove_alias,
-                reply=VersionList, errors=(MISSING, IN_USE),
-            ),
-            Operation(
-                "removeModel", "DELETE", ONE, "Remove versions, or all of them", deploy, self.remove,
-                query=VersionQuery, reply=VersionList, errors=(MISSING, IN_USE),
-            ),
-        )  # fmt: skip
+            Operation.of(SHOW_MODEL, self.show, errors=(MISSING,)),
+            Operation.of(MODEL_VERSIONS, self.versions, errors=(MISSING,)),
+            Operation.of(MODEL_DOCUMENT, self.document, errors=(MISSING,)),
+            Operation.of(MODEL_LOG, self.log, errors=(MISSING,)),
+            Operation.of(MODEL_CALLS, self.calls, errors=(MISSING,)),
+            Operation.of(ROLLBACK_MODEL, self.rollback, errors=(MISSING,)),
+            Operation.of(MERGE_MODEL, self.merge, errors=(MISSING,)),
+            Operation.of(RESTART_MODEL, self.restart, errors=(MISSING,)),
+            Operation.of(SET_ALIAS, self.alias, errors=(MISSING,)),
+            Operation.of(REMOVE_ALIAS, self.remove_alias, errors=(MISSING, IN_USE)),
+            Operation.of(REMOVE_MODEL, self.remove, errors=(MISSING, IN_USE)),
+        )
 
     async def deploy(self, call: Call) -> Response:
         bundle = await asyncio.to_thread(self._versions.incoming)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated
 
-from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders
@@ -15,34 +13,33 @@ from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Scope, Wait
+from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView
 from batchmill.wire.native import (
-    PAGE_DEFAULT,
     PAGE_MAX,
-    PREFIX,
     Accepted,
     Change,
     JobPage,
+    ListJobs,
     NewJob,
     RemoteJobList,
     Settlement,
 )
+from batchmill.wire.operations import (
+    AMEND_JOB,
+    CREATE_JOB,
+    EXPLAIN_JOB,
+    LIST_JOBS,
+    LIST_REMOTE_JOBS,
+    REMOVE_JOB,
+    SETTLE_REMOTE_JOB,
+    SHOW_JOB,
+    STEERING,
+    VERIFY_JOB,
+    Endpoint,
+)
 
-JOBS = f"{PREFIX}/jobs"
-ONE = f"{JOBS}/{{job_id}}"
 SCANNED_MAX = 5000  # jobs that one page with a filter looks at
 CONFLICT, MISSING, GONE = 409, 404, 410
-
-
-class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
-    state: JobState | None = None
-    model: (
-        Annotated[str, Meta(min_length=1, max_length=512, description="A model or an adapter of its rows")] | None
-    ) = None
-    since: Annotated[float, Meta(ge=0, description="Created then or later, in seconds since the epoch")] | None = None
-    label: Annotated[str, Meta(max_length=600, description="NAME, or NAME=VALUE")] | None = None
-    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
-    after: str | None = None
 
 
 class Jobs:
@@ -52,62 +49,30 @@ class Jobs:
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation(
-                "createJob", "POST", JOBS, "Run the rows of uploaded files", Scope.SUBMIT, self.create,
-                body=NewJob, reply=Accepted, status=201, errors=(MISSING, CONFLICT), spends_itself=True,
-            ),
-            Operation(
-                "listJobs", "GET", JOBS, "Jobs, the newest first", Scope.READ, self.list,
-                query=ListJobs, reply=JobPage, errors=(MISSING,),
-            ),
-            Operation("showJob", "GET", ONE, "One job", Scope.READ, self.show, reply=JobView, errors=(MISSING, GONE)),
-            Operation(
-                "amendJob", "PATCH", ONE, "Change priority, deadline or budget", Scope.SUBMIT, self.amend,
-                body=Change, reply=JobView, errors=(MISSING, CONFLICT),
-            ),
-            Operation(
-                "explainJob", "GET", f"{ONE}/wait", "Why the job waits, or goes no faster", Scope.READ, self.explain,
-                reply=Wait, errors=(MISSING,),
-            ),
-            Operation(
-                "listRemoteJobs", "GET", f"{ONE}/remote", "The jobs at providers that hold rows of it", Scope.READ,
-                self.remote, reply=RemoteJobList, errors=(MISSING,),
-            ),
-            Operation(
-                "settleRemoteJob", "POST", f"{ONE}/remote/{{tag}}", "Say what became of an unknown submission",
-                Scope.SUBMIT, self.settle_remote, body=Settlement, reply=RemoteJob, errors=(MISSING, CONFLICT),
-            ),
-            Operation(
-                "verifyJob", "POST", f"{ONE}/verify", "Audit the record of which rows are done", Scope.ADMIN,
-                self.verify, reply=LedgerReport, errors=(MISSING, CONFLICT),
-            ),
-            Operation(
-                "removeJob", "DELETE", ONE, "Remove an ended job and its results", Scope.SUBMIT, self.remove,
-                reply=JobView, errors=(MISSING, CONFLICT, GONE),
-            ),
-            self._steering("pauseJob", "pause", "Pause; rows in flight may finish", self._desk.pause),
-            self._steering("resumeJob", "resume", "Go on with a paused job", self._desk.resume),
-            self._steering("cancelJob", "cancel", "Run no more rows; finished ones are kept", self._desk.cancel),
-            self._steering("retryJob", "retry", "Run the rows again that failed", self._desk.retry),
-            self._steering("failRows", "fail_rows", "Give up rows that failed and wait", self._desk.fail_rows),
+            Operation.of(CREATE_JOB, self.create, errors=(MISSING, CONFLICT), spends_itself=True),
+            Operation.of(LIST_JOBS, self.list, errors=(MISSING,)),
+            Operation.of(SHOW_JOB, self.show, errors=(MISSING, GONE)),
+            Operation.of(AMEND_JOB, self.amend, errors=(MISSING, CONFLICT)),
+            Operation.of(EXPLAIN_JOB, self.explain, errors=(MISSING,)),
+            Operation.of(LIST_REMOTE_JOBS, self.remote, errors=(MISSING,)),
+            Operation.of(SETTLE_REMOTE_JOB, self.settle_remote, errors=(MISSING, CONFLICT)),
+            Operation.of(VERIFY_JOB, self.verify, errors=(MISSING, CONFLICT)),
+            Operation.of(REMOVE_JOB, self.remove, errors=(MISSING, CONFLICT, GONE)),
+            *(self._steering(endpoint, getattr(self._desk, verb)) for verb, endpoint in STEERING.items()),
         )  # fmt: skip
 
-    def _steering(
-        self, name: str, verb: str, summary: str, ask: Callable[[Caller, str], Awaitable[JobView]]
-    ) -> Operation:
+    def _steering(self, endpoint: Endpoint[JobView], ask: Callable[[Caller, str], Awaitable[JobView]]) -> Operation:
         async def steer(call: Call) -> Response:
             await ask(call.caller, call.path["job_id"])
             return await self.show(call)
 
-        return Operation(
-            name, "POST", f"{ONE}/{verb}", summary, Scope.SUBMIT, steer, reply=JobView, errors=(MISSING, CONFLICT)
-        )
+        return Operation.of(endpoint, steer, errors=(MISSING, CONFLICT))
 
     async def create(self, call: Call) -> Response:
         asked: NewJob = call.body
         headers = call.request.headers
         once = once_for(
-            call.caller, f"POST {JOBS}", call.raw, headers.get("idempotency-key"),
+            call.caller, f"{CREATE_JOB.method} {CREATE_JOB.path}", call.raw, headers.get("idempotency-key"),
             retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
         # An order that is known already is answered whatever has become of its files, its models or the key's rate.
@@ -131,9 +96,16 @@ class Jobs:
     def _as_ordered(self, job_id: str, order: JobOrder) -> JobView:
         """The job as it was stored, where it cannot be looked at just now."""
         return JobView(
-            job_id, JobState.VALIDATING, order.project, order.labels, order.origin, order.policy.priority,
-            order.policy.deadline, input=order.dataset.paths, created=self._services.clock.now(),
-        )  # fmt: skip
+            job_id,
+            JobState.VALIDATING,
+            order.project,
+            order.labels,
+            order.origin,
+            order.policy.priority,
+            order.policy.deadline,
+            input=order.dataset.paths,
+            created=self._services.clock.now(),
+        )
 
     async def list(self, call: Call) -> Response:
         query: ListJobs = call.query

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.keys import KeyRecord
 from batchmill.services.services import Services
 from batchmill.services.usage import usage
-from batchmill.types import Scope
-from batchmill.wire.native import PREFIX, KeyInfo, KeyList, MadeKey, NewKey, QuotaList
+from batchmill.wire.native import KeyInfo, KeyList, MadeKey, NewKey, QuotaList, RevokeKey
+from batchmill.wire.operations import (
+    CREATE_KEY,
+    LIST_KEYS,
+    LIST_QUOTAS,
+    REVOKE_KEY,
+)
 
-KEYS = f"{PREFIX}/keys"
 MISSING = 404
-
-
-class RevokeQuery(Struct, forbid_unknown_fields=True):
-    with_minted: bool = False  # end the keys that it minted too
 
 
 class Keys:
@@ -29,20 +28,11 @@ class Keys:
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation(
-                "createKey", "POST", KEYS, "Make a key; it is shown this once", Scope.ADMIN, self.create,
-                body=NewKey, reply=MadeKey, status=201,
-            ),
-            Operation("listKeys", "GET", KEYS, "Keys of the project", Scope.ADMIN, self.list, reply=KeyList),
-            Operation(
-                "revokeKey", "DELETE", f"{KEYS}/{{key_id}}", "End a key, at once", Scope.ADMIN, self.revoke,
-                query=RevokeQuery, reply=KeyInfo, errors=(MISSING,),
-            ),
-            Operation(
-                "listQuotas", "GET", f"{PREFIX}/quotas", "What the project has of what it may have", Scope.READ,
-                self.quotas, reply=QuotaList,
-            ),
-        )  # fmt: skip
+            Operation.of(CREATE_KEY, self.create),
+            Operation.of(LIST_KEYS, self.list),
+            Operation.of(REVOKE_KEY, self.revoke, errors=(MISSING,)),
+            Operation.of(LIST_QUOTAS, self.quotas),
+        )
 
     async def create(self, call: Call) -> Response:
         asked: NewKey = call.body
@@ -64,7 +54,7 @@ class Keys:
         return json_reply(KeyList([_info(record) for record in await self._keys.list(call.caller.project)]))
 
     async def revoke(self, call: Call) -> Response:
-        asked: RevokeQuery = call.query
+        asked: RevokeKey = call.query
         done = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=asked.with_minted)
         told = msgspec.structs.replace(_info(done.record), minted=done.minted)
         return json_reply(told)

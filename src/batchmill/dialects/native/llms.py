@@ -13,12 +13,19 @@ from batchmill.services.llms import views
 from batchmill.services.llms.door import change
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.services import Services
-from batchmill.types import Caller, EngineEvent, EngineView, Scope
-from batchmill.wire.native import PREFIX
-from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmEventsQuery, LlmInfo, LlmList, NewLlm
+from batchmill.types import Caller, EngineEvent, EngineView
+from batchmill.wire.native_llms import LlmEvents, LlmEventsQuery, LlmInfo, LlmList, NewLlm
+from batchmill.wire.operations import (
+    CHANGE_LLM,
+    DEPLOY_LLM,
+    LIST_LLMS,
+    LLM_EVENTS,
+    REMOVE_LLM,
+    SHOW_LLM,
+    START_LLM,
+    STOP_LLM,
+)
 
-LLMS = f"{PREFIX}/llms"
-ONE = f"{LLMS}/{{name}}"
 MISSING, TAKEN = 404, 409
 
 
@@ -27,38 +34,16 @@ class Llms:
         self._llms, self._shown = services.llms, shown
 
     def operations(self) -> Sequence[Operation]:
-        admin, read = Scope.ADMIN, Scope.READ
         return (
-            Operation(
-                "deployLlm", "POST", LLMS, "Deploy a language model", admin, self.create, body=NewLlm, reply=LlmInfo,
-                status=201, errors=(MISSING, TAKEN),
-            ),
-            Operation("llms", "GET", LLMS, "Language models that are served here", read, self.list, reply=LlmList),
-            Operation(
-                "llm", "GET", ONE, "A language model, and how its engine is", read, self.show, reply=LlmInfo,
-                errors=(MISSING,),
-            ),
-            Operation(
-                "changeLlm", "PATCH", ONE, "Change a deployment; it answers meanwhile", admin, self.change,
-                body=LlmChange, reply=LlmInfo, errors=(MISSING, TAKEN),
-            ),
-            Operation(
-                "removeLlm", "DELETE", ONE, "Remove a deployment", admin, self.remove, reply=LlmInfo,
-                errors=(MISSING, TAKEN),
-            ),
-            Operation(
-                "llmEvents", "GET", f"{ONE}/events", "What became of a deployment lately", read, self.events,
-                query=LlmEventsQuery, reply=LlmEvents, errors=(MISSING,),
-            ),
-            Operation(
-                "startLlm", "POST", f"{ONE}/start", "Have an engine ready now", admin, self.start, reply=LlmInfo,
-                errors=(MISSING,),
-            ),
-            Operation(
-                "stopLlm", "POST", f"{ONE}/stop", "Let it answer nothing until it is started", admin, self.stop,
-                reply=LlmInfo, errors=(MISSING, TAKEN),
-            ),
-        )  # fmt: skip
+            Operation.of(DEPLOY_LLM, self.create, errors=(MISSING, TAKEN)),
+            Operation.of(LIST_LLMS, self.list),
+            Operation.of(SHOW_LLM, self.show, errors=(MISSING,)),
+            Operation.of(CHANGE_LLM, self.change, errors=(MISSING, TAKEN)),
+            Operation.of(REMOVE_LLM, self.remove, errors=(MISSING, TAKEN)),
+            Operation.of(LLM_EVENTS, self.events, errors=(MISSING,)),
+            Operation.of(START_LLM, self.start, errors=(MISSING,)),
+            Operation.of(STOP_LLM, self.stop, errors=(MISSING, TAKEN)),
+        )
 
     async def create(self, call: Call) -> Response:
         asked: NewLlm = call.body

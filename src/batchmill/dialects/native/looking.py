@@ -16,11 +16,15 @@ from batchmill.server.piece_reply import unless_gone
 from batchmill.services.previews import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec, Scope
-from batchmill.wire.native import PREFIX, Estimated, ModelInfo, ModelList, Planned, PoolInfo, Work
-from batchmill.wire.previews import SealReport
+from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec
+from batchmill.wire.native import Estimated, ModelInfo, ModelList, Planned, PoolInfo
+from batchmill.wire.operations import (
+    ESTIMATE,
+    LIST_MODELS,
+    PLAN,
+    VALIDATE,
+)
 
-PREVIEWS = f"{PREFIX}/previews"
 RATES_FROM = 200  # of the newest jobs, one may tell how fast the same models were
 MISSING = 404
 T = TypeVar("T")
@@ -33,23 +37,11 @@ class Looking:
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation(
-                "validate", "POST", f"{PREVIEWS}/validate", "Check every row; run none", Scope.SUBMIT, self.validate,
-                body=Work, reply=SealReport, errors=(MISSING,),
-            ),
-            Operation(
-                "plan", "POST", f"{PREVIEWS}/plan", "Explain the order in which rows would run", Scope.SUBMIT,
-                self.plan, body=Work, reply=Planned, errors=(MISSING,),
-            ),
-            Operation(
-                "estimate", "POST", f"{PREVIEWS}/estimate", "Estimate tokens, cost and time", Scope.SUBMIT,
-                self.estimate, body=Work, reply=Estimated, errors=(MISSING,),
-            ),
-            Operation(
-                "models", "GET", f"{PREFIX}/models", "The models that the caller may use", Scope.READ, self.models,
-                reply=ModelList,
-            ),
-        )  # fmt: skip
+            Operation.of(VALIDATE, self.validate, errors=(MISSING,)),
+            Operation.of(PLAN, self.plan, errors=(MISSING,)),
+            Operation.of(ESTIMATE, self.estimate, errors=(MISSING,)),
+            Operation.of(LIST_MODELS, self.models),
+        )
 
     async def validate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:

@@ -9,11 +9,13 @@ from starlette.responses import Response
 from batchmill.errors import UnknownName
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.services import Services
-from batchmill.types import Scope
-from batchmill.wire.native import PREFIX
 from batchmill.wire.native_llms import QuarantinedRequests
+from batchmill.wire.operations import (
+    CLEAR_QUARANTINE,
+    CLEAR_QUARANTINED,
+    LIST_QUARANTINE,
+)
 
-ALL = f"{PREFIX}/quarantine"
 MISSING = 404
 SHOWN_CHARS = 64
 
@@ -24,19 +26,10 @@ class QuarantinedRequestsOf:
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation(
-                "quarantine", "GET", ALL, "Requests that engines died of", Scope.READ, self.list,
-                reply=QuarantinedRequests,
-            ),
-            Operation(
-                "clearQuarantine", "DELETE", ALL, "Let all of them go", Scope.ADMIN, self.clear,
-                reply=QuarantinedRequests,
-            ),
-            Operation(
-                "clearQuarantined", "DELETE", f"{ALL}/{{digest}}", "Let one of them go", Scope.ADMIN, self.clear_one,
-                reply=QuarantinedRequests, errors=(MISSING,),
-            ),
-        )  # fmt: skip
+            Operation.of(LIST_QUARANTINE, self.list),
+            Operation.of(CLEAR_QUARANTINE, self.clear),
+            Operation.of(CLEAR_QUARANTINED, self.clear_one, errors=(MISSING,)),
+        )
 
     async def list(self, call: Call) -> Response:
         return json_reply(QuarantinedRequests.of(self._llms.quarantined(call.caller.project)))

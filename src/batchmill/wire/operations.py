@@ -1,0 +1,312 @@
+"""Batchmill's own API as data: every operation, how it is called, what it takes and what it gives.
+
+The native dialect's routes, the control socket's and the calls of the SDK are all made from this table. What only the
+machine's user may ask for is described in `control/operations.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.types import JobView, LedgerReport, RemoteJob, Scope, Wait
+from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
+from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.native import (
+    PREFIX,
+    Accepted,
+    AliasInfo,
+    Change,
+    DeployReply,
+    Estimated,
+    FileInfo,
+    FilePage,
+    FunctionDetail,
+    JobPage,
+    KeyInfo,
+    KeyList,
+    ListFiles,
+    ListJobs,
+    MadeKey,
+    Merge,
+    ModelList,
+    NewAlias,
+    NewJob,
+    NewKey,
+    Planned,
+    QuotaList,
+    ReadResults,
+    RemoteJobList,
+    Restart,
+    RevokeKey,
+    Rollback,
+    Settlement,
+    StoreFile,
+    VersionInfo,
+    VersionList,
+    VersionQuery,
+    WatchJob,
+    Work,
+)
+from batchmill.wire.native_adapters import (
+    AdapterInfo,
+    AdapterList,
+    AdapterQuery,
+    AdapterVersion,
+    NewAdapter,
+    UploadQuery,
+)
+from batchmill.wire.native_llms import (
+    LlmChange,
+    LlmEvents,
+    LlmEventsQuery,
+    LlmInfo,
+    LlmList,
+    NewLlm,
+    QuarantinedRequests,
+)
+from batchmill.wire.native_logs import LogPage, LogQuery
+from batchmill.wire.previews import SealReport
+
+T = TypeVar("T")
+
+NOTHING: type[None] = type(None)
+OCTETS, JSON_LINES, EVENTS = "application/octet-stream", "application/jsonl", "text/event-stream"
+BINARY, TEXT = {"type": "string", "format": "binary"}, {"type": "string"}
+_PARAMETER = re.compile(r"\{[a-z_]+(:path)?\}")
+
+
+class Content(Struct, frozen=True):
+    """A body or a reply that is no JSON of a struct."""
+
+    media: str  # "text/event-stream"
+    schema: dict[str, Any] = msgspec.field(default_factory=lambda: dict(BINARY))
+
+
+class Endpoint(Struct, Generic[T], frozen=True):
+    """One method of one path. `query` and `body` are structs, or `body` a Content that is read piece by piece."""
+
+    name: str  # the operationId
+    method: str
+    path: str  # "/batchmill/v1/keys/{key_id}"
+    summary: str
+    scope: Scope
+    reply: type[T]  # of a success, as JSON; bytes: see `media`
+    query: type[Struct] | None = None
+    body: type[Struct] | Content | None = None
+    media: tuple[Content, ...] = ()  # what a reply of bytes may be
+    status: int = 200
+    is_idempotent: bool = False  # doing it twice is as doing it once; every GET is
+    is_long: bool = False  # the owner may be silent for as long as it takes
+    body_is_optional: bool = False
+
+    def fill(self, *names: str) -> str:
+        """The path with these names in place of its parameters."""
+        values = iter(names)
+        return _PARAMETER.sub(lambda found: quote(next(values), safe="/" if found[1] else ""), self.path)
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.is_idempotent or self.method == "GET"
+
+
+_READ, _SUBMIT, _ADMIN, _DEPLOY = Scope.READ, Scope.SUBMIT, Scope.ADMIN, Scope.DEPLOY
+_FILE = Content(OCTETS)
+_RESULTS = (Content(JSON_LINES), Content("text/csv"), Content("application/vnd.apache.parquet"), _FILE)
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+_JOBS = f"{PREFIX}/jobs"
+_JOB = f"{_JOBS}/{{job_id}}"
+
+CREATE_JOB = Endpoint(  # idempotent by the key that the SDK gives each order
+    "createJob", "POST", _JOBS, "Run the rows of uploaded files", _SUBMIT, Accepted, body=NewJob, status=201,
+    is_idempotent=True,
+)  # fmt: skip
+LIST_JOBS = Endpoint("listJobs", "GET", _JOBS, "Jobs, the newest first", _READ, JobPage, query=ListJobs)
+SHOW_JOB = Endpoint("showJob", "GET", _JOB, "One job", _READ, JobView)
+AMEND_JOB = Endpoint(
+    "amendJob", "PATCH", _JOB, "Change priority, deadline or budget", _SUBMIT, JobView, body=Change, is_idempotent=True
+)
+EXPLAIN_JOB = Endpoint(
+    "explainJob", "GET", f"{_JOB}/wait", "Why the job waits, or goes no faster", _READ, Wait
+)  # fmt: skip
+LIST_REMOTE_JOBS = Endpoint(
+    "listRemoteJobs", "GET", f"{_JOB}/remote", "The jobs at providers that hold rows of it", _READ, RemoteJobList
+)
+SETTLE_REMOTE_JOB = Endpoint(
+    "settleRemoteJob", "POST", f"{_JOB}/remote/{{tag}}", "Say what became of an unknown submission", _SUBMIT,
+    RemoteJob, body=Settlement,
+)  # fmt: skip
+VERIFY_JOB = Endpoint(
+    "verifyJob", "POST", f"{_JOB}/verify", "Audit the record of which rows are done", _ADMIN, LedgerReport,
+    is_idempotent=True, is_long=True,
+)  # fmt: skip
+REMOVE_JOB = Endpoint(
+    "removeJob", "DELETE", _JOB, "Remove an ended job and its results", _SUBMIT, JobView, is_idempotent=True
+)
+PAUSE_JOB = Endpoint("pauseJob", "POST", f"{_JOB}/pause", "Pause; rows in flight may finish", _SUBMIT, JobView)
+RESUME_JOB = Endpoint("resumeJob", "POST", f"{_JOB}/resume", "Go on with a paused job", _SUBMIT, JobView)
+CANCEL_JOB = Endpoint(
+    "cancelJob", "POST", f"{_JOB}/cancel", "Run no more rows; finished ones are kept", _SUBMIT, JobView
+)
+RETRY_JOB = Endpoint("retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView)
+FAIL_ROWS = Endpoint("failRows", "POST", f"{_JOB}/fail_rows", "Give up rows that failed and wait", _SUBMIT, JobView)
+WATCH_JOB = Endpoint(
+    "watchJob", "GET", f"{_JOB}/events", "Views of a job until it is paused or has ended", _READ, bytes,
+    query=WatchJob, media=(Content(EVENTS, TEXT),),
+)  # fmt: skip
+JOB_RESULTS = Endpoint(
+    "jobResults", "GET", f"{_JOB}/results", "The results of a job, whole, a range, or what there is so far", _READ,
+    bytes, query=ReadResults, media=_RESULTS,
+)  # fmt: skip
+JOB_ERRORS = Endpoint(
+    "jobErrors", "GET", f"{_JOB}/errors", "The rows that failed", _READ, bytes, media=(Content(JSON_LINES, TEXT),)
+)
+STEERING = {"pause": PAUSE_JOB, "resume": RESUME_JOB, "cancel": CANCEL_JOB, "retry": RETRY_JOB, "fail_rows": FAIL_ROWS}
+
+# -- looking before anything is spent ---------------------------------------------------------------------------------
+
+_PREVIEWS = f"{PREFIX}/previews"
+
+VALIDATE = Endpoint(
+    "validate", "POST", f"{_PREVIEWS}/validate", "Check every row; run none", _SUBMIT, SealReport, body=Work,
+    is_idempotent=True, is_long=True,
+)  # fmt: skip
+PLAN = Endpoint(
+    "plan", "POST", f"{_PREVIEWS}/plan", "Explain the order in which rows would run", _SUBMIT, Planned, body=Work,
+    is_idempotent=True, is_long=True,
+)  # fmt: skip
+ESTIMATE = Endpoint(
+    "estimate", "POST", f"{_PREVIEWS}/estimate", "Estimate tokens, cost and time", _SUBMIT, Estimated, body=Work,
+    is_idempotent=True, is_long=True,
+)  # fmt: skip
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_FILES = f"{PREFIX}/files"
+_ONE_FILE = f"{_FILES}/{{file_id}}"
+
+STORE_FILE = Endpoint(
+    "storeFile", "POST", _FILES, "Upload a file: the body is the file", _SUBMIT, FileInfo, query=StoreFile, body=_FILE,
+    status=201, is_long=True,
+)  # fmt: skip
+LIST_FILES = Endpoint("listStoredFiles", "GET", _FILES, "Files, the newest first", _READ, FilePage, query=ListFiles)
+SHOW_FILE = Endpoint("showFile", "GET", _ONE_FILE, "One file", _READ, FileInfo)
+REMOVE_FILE = Endpoint("removeFile", "DELETE", _ONE_FILE, "Delete a file", _SUBMIT, NOTHING, status=204)
+FILE_CONTENT = Endpoint(
+    "fileContent", "GET", f"{_ONE_FILE}/content", "The bytes of a file, whole or a range", _READ, bytes, media=(_FILE,)
+)
+
+# -- models and deployed functions ------------------------------------------------------------------------------------
+
+_MODELS = f"{PREFIX}/models"
+_MODEL = f"{_MODELS}/{{name}}"
+_ALIAS = f"{_MODEL}/aliases/{{alias}}"
+
+LIST_MODELS = Endpoint("models", "GET", _MODELS, "The models that the caller may use", _READ, ModelList)
+DEPLOY = Endpoint(
+    "deploy", "POST", _MODELS, "Deploy a function: code that runs as the server's user", _DEPLOY, DeployReply,
+    body=Content(BUNDLE_MEDIA), status=201, is_long=True,
+)  # fmt: skip
+SHOW_MODEL = Endpoint("model", "GET", _MODEL, "A deployed function, and how it is called", _READ, FunctionDetail)
+MODEL_VERSIONS = Endpoint("modelVersions", "GET", f"{_MODEL}/versions", "Its versions", _READ, VersionList)
+MODEL_DOCUMENT = Endpoint(
+    "modelDocument", "GET", f"{_MODEL}/openapi.json", "Its OpenAPI document", _READ, dict[str, Any],
+    media=(Content("application/json", {"type": "object"}),),
+)  # fmt: skip
+MODEL_LOG = Endpoint(
+    "modelLog", "GET", f"{_MODEL}/log", "What was printed while a version was made", _ADMIN, bytes,
+    query=VersionQuery, media=(Content("text/plain"),),
+)  # fmt: skip
+MODEL_CALLS = Endpoint(
+    "modelCalls", "GET", f"{_MODEL}/logs", "What its calls printed and raised", _ADMIN, LogPage, query=LogQuery
+)
+ROLLBACK_MODEL = Endpoint(
+    "rollbackModel", "POST", f"{_MODEL}/rollback", "Let an earlier version be the latest", _DEPLOY, VersionInfo,
+    body=Rollback, body_is_optional=True, is_long=True,
+)  # fmt: skip
+MERGE_MODEL = Endpoint(
+    "mergeModel", "POST", f"{_MODEL}/merge", "Make a branch's latest a version of another", _DEPLOY, VersionInfo,
+    body=Merge, is_long=True,
+)  # fmt: skip
+RESTART_MODEL = Endpoint(
+    "restartModel", "POST", f"{_MODEL}/restart", "Make the latest again, with workers of its own", _ADMIN, VersionInfo,
+    body=Restart, body_is_optional=True, is_long=True,
+)  # fmt: skip
+SET_ALIAS = Endpoint(
+    "setAlias", "PUT", _ALIAS, "Let an alias stand for versions", _DEPLOY, AliasInfo, body=NewAlias,
+    is_idempotent=True,
+)  # fmt: skip
+REMOVE_ALIAS = Endpoint("removeAlias", "DELETE", _ALIAS, "Remove an alias", _DEPLOY, VersionList)
+REMOVE_MODEL = Endpoint(
+    "removeModel", "DELETE", _MODEL, "Remove versions, or all of them", _DEPLOY, VersionList, query=VersionQuery
+)
+
+# -- language models and their adapters -------------------------------------------------------------------------------
+
+_LLMS, _QUARANTINE = f"{PREFIX}/llms", f"{PREFIX}/quarantine"
+_LLM = f"{_LLMS}/{{name}}"
+_ADAPTERS = f"{PREFIX}/adapters"
+_ADAPTER = f"{_ADAPTERS}/{{name:path}}"  # it may hold a slash
+
+DEPLOY_LLM = Endpoint("deployLlm", "POST", _LLMS, "Deploy a language model", _ADMIN, LlmInfo, body=NewLlm, status=201)
+LIST_LLMS = Endpoint("llms", "GET", _LLMS, "Language models that are served here", _READ, LlmList)
+SHOW_LLM = Endpoint("llm", "GET", _LLM, "A language model, and how its engine is", _READ, LlmInfo)
+CHANGE_LLM = Endpoint(
+    "changeLlm", "PATCH", _LLM, "Change a deployment; it answers meanwhile", _ADMIN, LlmInfo, body=LlmChange,
+    is_idempotent=True,
+)  # fmt: skip
+REMOVE_LLM = Endpoint("removeLlm", "DELETE", _LLM, "Remove a deployment", _ADMIN, LlmInfo)
+LLM_EVENTS = Endpoint(
+    "llmEvents", "GET", f"{_LLM}/events", "What became of a deployment lately", _READ, LlmEvents, query=LlmEventsQuery
+)
+START_LLM = Endpoint(
+    "startLlm", "POST", f"{_LLM}/start", "Have an engine ready now", _ADMIN, LlmInfo, is_idempotent=True
+)
+STOP_LLM = Endpoint(
+    "stopLlm", "POST", f"{_LLM}/stop", "Let it answer nothing until it is started", _ADMIN, LlmInfo, is_idempotent=True
+)
+LIST_QUARANTINE = Endpoint(
+    "quarantine", "GET", _QUARANTINE, "Requests that engines died of", _READ, QuarantinedRequests
+)
+CLEAR_QUARANTINE = Endpoint("clearQuarantine", "DELETE", _QUARANTINE, "Let all of them go", _ADMIN, QuarantinedRequests)
+CLEAR_QUARANTINED = Endpoint(
+    "clearQuarantined", "DELETE", f"{_QUARANTINE}/{{digest}}", "Let one of them go", _ADMIN, QuarantinedRequests
+)
+REGISTER_ADAPTER = Endpoint(
+    "registerAdapter", "POST", _ADAPTERS, "Register an adapter; it is fetched from then on", _ADMIN, AdapterInfo,
+    body=NewAdapter, status=202,
+)  # fmt: skip
+UPLOAD_ADAPTER = Endpoint(
+    "uploadAdapter", "POST", _ADAPTER, "Upload an adapter: the body is its archive", _ADMIN, AdapterInfo,
+    query=UploadQuery, body=Content(ADAPTER_MEDIA), status=201, is_long=True,
+)  # fmt: skip
+LIST_ADAPTERS = Endpoint(
+    "listAdapters", "GET", _ADAPTERS, "The adapters that the caller may use", _READ, AdapterList, query=AdapterQuery
+)
+SHOW_ADAPTER = Endpoint("showAdapter", "GET", _ADAPTER, "One adapter", _READ, AdapterInfo, query=AdapterVersion)
+REMOVE_ADAPTER = Endpoint(
+    "removeAdapter", "DELETE", _ADAPTER, "Remove a version, or all; jobs that have it keep it", _ADMIN, AdapterList,
+    query=AdapterVersion,
+)  # fmt: skip
+
+# -- keys and quotas --------------------------------------------------------------------------------------------------
+
+_KEYS = f"{PREFIX}/keys"
+
+CREATE_KEY = Endpoint(
+    "createKey", "POST", _KEYS, "Make a key; it is shown this once", _ADMIN, MadeKey, body=NewKey, status=201
+)
+LIST_KEYS = Endpoint("listKeys", "GET", _KEYS, "Keys of the project", _ADMIN, KeyList)
+REVOKE_KEY = Endpoint(
+    "revokeKey", "DELETE", f"{_KEYS}/{{key_id}}", "End a key, at once", _ADMIN, KeyInfo, query=RevokeKey,
+    is_idempotent=True,
+)  # fmt: skip
+LIST_QUOTAS = Endpoint(
+    "listQuotas", "GET", f"{PREFIX}/quotas", "What the project has of what it may have", _READ, QuotaList
+)
