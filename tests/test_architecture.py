@@ -23,11 +23,12 @@ ROWS = {
     4: ("engines", "executors"),
     5: ("jobs",),
     6: ("services", "server"),
-    7: ("dialects", "console"),
-    8: ("app", "serving", "cli", "__main__"),
+    7: ("dialects", "console", "control"),
+    8: ("app", "connection", "doors", "serving", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
+CLIENT_USERS = {"cli", "connection", "control", "doors"}  # commands ask an owner, and a server, with the SDK
 
 # Besides the rows: package -> what it never imports.
 NEVER = {
@@ -73,6 +74,8 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.app, once a command is called",
+    "batchmill.connection.load_guest": "what asks another process, which needs httpx",
+    "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",
     "batchmill.dialects.load_dialects": "the dialects",
     "batchmill.dialects.load_grpc": "what speaks gRPC, which needs grpcio",
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
@@ -197,8 +200,8 @@ def row_problem(module: Module, parts: tuple[str, ...]) -> str | None:
     here, there = module.parts[0], parts[0]
     if here == "client":
         return None if there == "client" or ROW_OF[there] <= CLIENT_ROW_MAX else "the client reads rows 1 and 2 only"
-    if there == "client" and here == "cli":
-        return None  # a command line may work at a server
+    if there == "client" and here in CLIENT_USERS:
+        return None
     if there == "client" or ROW_OF[there] > ROW_OF[here]:
         return f"row {ROW_OF[here]} may not look down to it"
     return f"{here} never imports {there}" if there in NEVER.get(here, ()) else None

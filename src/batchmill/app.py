@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable
 
 from batchmill.config import Config
+from batchmill.control.app import ControlApp
+from batchmill.control.doors import DoorHandlers
+from batchmill.control.jobs import JobHandlers
+from batchmill.control.listener import ControlListener
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import InvalidConfig, InvalidTransition
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
-from batchmill.jobs.control import ControlClient, ControlServer, OwnerGone
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.machine import Machine
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.worker_environment import of_worker
-from batchmill.ports import Jobs
 from batchmill.services import salvage
 from batchmill.services.adapters.door import AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
@@ -31,20 +29,15 @@ from batchmill.services.catalogue import Catalogue
 from batchmill.services.data_dirs import (
     ADAPTERS_DOOR,
     CONNECTORS_DOOR,
-    DATABASE,
     KEYS_DOOR,
     LLMS_DOOR,
     MODELS_DOOR,
     QUOTAS_DOOR,
     SECRETS_DOOR,
     SOCKET,
-    TAKEOVER_S,
-    TAKEOVER_TRIES,
     open_provisions,
     open_vault,
     open_versions,
-    prepare_data_dir,
-    try_lock,
 )
 from batchmill.services.functions.door import ModelDoor
 from batchmill.services.functions.versions import ModelVersions
@@ -58,11 +51,10 @@ from batchmill.services.remote.opening import RemoteServices, make_remote
 from batchmill.services.secrets.door import SecretDoor
 from batchmill.services.secrets.vault import Vault
 from batchmill.services.usage import QuotaDoor
-from batchmill.states import JobState, PauseReason
+from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
-from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, RemoteJob, Submitted, Wait
-from batchmill.wire.previews import Estimate, Explanation, SealReport
+from batchmill.types import ModelSpec
 
 log = logging.getLogger("batchmill.owner")
 
@@ -93,7 +85,8 @@ class Owner:
         self.llms: LlmService | None = None
         self.backups: Backups | None = None
         self._catalogue = catalogue
-        self._server: ControlServer | None = None
+        self.control: ControlApp = ControlApp([])  # what the machine's user may ask
+        self._listener: ControlListener | None = None
 
     async def open(self) -> None:
         redaction.guard_logs()
@@ -145,8 +138,9 @@ class Owner:
             LLMS_DOOR: LlmDoor(self.llms).answer,
             QUOTAS_DOOR: QuotaDoor(self.room, SystemClock()).answer,
         }
-        self._server = ControlServer(self.jobs, self._data_dir / SOCKET, doors)
-        await self._server.open()
+        self.control = ControlApp([*JobHandlers(self.jobs).handlers(), *DoorHandlers(doors).handlers()])
+        self._listener = ControlListener(self.control, self._data_dir / SOCKET)
+        await self._listener.open()
 
     def _worker_environ(self, model: ModelSpec) -> dict[str, str]:
         return of_worker(model, os.environ, self._told.server.worker_environment)
@@ -177,8 +171,8 @@ class Owner:
         if self._lock < 0:
             return
         try:
-            if self._server is not None:
-                await self._server.close()
+            if self._listener is not None:
+                await self._listener.close()
             if self.llms is not None:
                 await self.llms.close()
             if self.remote is not None:
@@ -203,186 +197,3 @@ class Owner:
         except asyncio.CancelledError:  # nobody waits any more: what is finished is kept all the same
             await jobs.close(at_once=True)
             raise
-
-
-class OpenJobs:
-    """`ports.Jobs` that outlives owners: when the one it speaks to ends, it becomes the owner itself and goes on."""
-
-    def __init__(self, config: Config) -> None:
-        self._config, self._data_dir = config, config.data_dir
-        self._owner: Owner | None = None
-        self._client = ControlClient(self._data_dir / SOCKET)
-        self._opening = asyncio.Lock()
-
-    async def _jobs(self) -> Jobs:
-        """The service of this process, or the client of the owner's."""
-        async with self._opening:
-            for _ in range(TAKEOVER_TRIES):
-                if self._owner is not None:
-                    assert self._owner.jobs is not None
-                    return self._owner.jobs
-                lock = try_lock(self._data_dir)
-                if lock is not None:
-                    owner = Owner(self._config, lock)
-                    self._owner = owner
-                    await owner.open()
-                    continue
-                with contextlib.suppress(OwnerGone):
-                    await self._client.check()
-                    return self._client
-                await asyncio.sleep(TAKEOVER_S)
-        raise InvalidConfig(
-            f"{self._data_dir} is locked by a process that does not answer on its control socket; end that process"
-        )
-
-    async def _ask(self, verb: str, *args: object):
-        while True:
-            jobs = await self._jobs()
-            with contextlib.suppress(OwnerGone):
-                return await getattr(jobs, verb)(*args)
-
-    async def _steer(self, verb: str, job_id: str) -> JobView:
-        """Ask for another state of a job. An owner may end with that very job, before its answer has arrived."""
-        was_asked = False
-        while True:
-            jobs = await self._jobs()
-            try:
-                return await getattr(jobs, verb)(job_id)
-            except OwnerGone:
-                was_asked = True
-            except InvalidTransition:
-                if not was_asked:
-                    raise
-                return await self.show(job_id)  # it was done: only the answer was lost
-
-    async def submit(self, order: JobOrder) -> Submitted:
-        return await self._ask("submit", order)
-
-    async def answered(self, key: str) -> None:
-        await self._ask("answered", key)
-
-    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        return await self._ask("list", query)
-
-    async def show(self, job_id: str) -> JobView:
-        return await self._ask("show", job_id)
-
-    async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
-        while True:
-            jobs = await self._jobs()
-            try:
-                if _was_interrupted(await jobs.show(job_id)):
-                    await jobs.resume(job_id)  # the process that ran it ended, and another owns the directory now
-                async for view in jobs.watch(job_id, interval_s):
-                    if not isinstance(jobs, JobService) and _was_interrupted(view):
-                        break  # the owner is ending and has paused its jobs
-                    yield view
-                else:
-                    return
-            except OwnerGone:
-                continue
-            await asyncio.sleep(TAKEOVER_S)
-
-    async def pause(self, job_id: str) -> JobView:
-        return await self._steer("pause", job_id)
-
-    async def resume(self, job_id: str) -> JobView:
-        return await self._steer("resume", job_id)
-
-    async def cancel(self, job_id: str) -> JobView:
-        return await self._steer("cancel", job_id)
-
-    async def retry(self, job_id: str) -> JobView:
-        return await self._steer("retry", job_id)
-
-    async def fail_rows(self, job_id: str) -> JobView:
-        return await self._steer("fail_rows", job_id)
-
-    async def amend(self, job_id: str, change: Amendment) -> JobView:
-        return await self._ask("amend", job_id, change)
-
-    async def explain(self, job_id: str) -> Wait:
-        return await self._ask("explain", job_id)
-
-    async def partial(self, job_id: str) -> str:
-        return await self._ask("partial", job_id)
-
-    async def remote(self, job_id: str) -> list[RemoteJob]:
-        return await self._ask("remote", job_id)
-
-    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
-        return await self._ask("settle_remote", job_id, tag, remote_id)
-
-    async def remove(self, job_id: str, by: str = "") -> JobView:
-        return await self._ask("remove", job_id)
-
-    async def verify(self, job_id: str) -> LedgerReport:
-        return await self._ask("verify", job_id)
-
-    async def rebuild(self, job_id: str) -> LedgerReport:
-        return await self._ask("rebuild", job_id)
-
-    async def close(self, *, at_once: bool) -> None:
-        if self._owner is not None:
-            await self._owner.close(at_once=at_once)
-
-
-def _was_interrupted(view: JobView) -> bool:
-    return view.state == JobState.PAUSED and view.reason == PauseReason.INTERRUPTED
-
-
-@contextlib.asynccontextmanager
-async def open_jobs(config: Config) -> AsyncIterator[OpenJobs]:
-    """The jobs of a data directory. Leaving it pauses what this process runs; leaving it by cancellation, at once.
-
-    Raises: InvalidConfig when the data directory cannot be used.
-    """
-    prepare_data_dir(config.data_dir)
-    jobs = OpenJobs(config)
-    at_once = False
-    try:
-        yield jobs
-    except asyncio.CancelledError:
-        at_once = True
-        raise
-    finally:
-        await jobs.close(at_once=at_once)
-
-
-async def preview_validate(order: JobOrder, config: Config, progress: Progress) -> SealReport:
-    """Check every row of an order; none is run."""
-    prepare_data_dir(config.data_dir)
-    return await preview.validate(order, config.data_dir, progress)
-
-
-async def preview_plan(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Explanation | None]:
-    """Explain in which order the rows would run; no explanation where the dataset was refused."""
-    prepare_data_dir(config.data_dir)
-    return await preview.plan(order, config.data_dir, progress)
-
-
-async def preview_estimate(order: JobOrder, config: Config, progress: Progress) -> tuple[SealReport, Estimate | None]:
-    """Estimate tokens, cost and time; no estimate where the dataset was refused.
-
-    The time is that of the newest finished job of the same models on this machine.
-    """
-    async with open_jobs(config) as jobs:
-        views = await jobs.list()
-    names = ", ".join(model.name for model in order.models)
-    rates = [view.rows / view.elapsed_s for view in views if view.model == names and view.finished and view.elapsed_s]
-    return await preview.estimate(order, config.data_dir, progress, rates[0] if rates else None)
-
-
-async def partial_results(config: Config, job_id: str, out: BinaryIO) -> int:
-    """Write the lines of every row that has its outcome, in row order; returns how many."""
-    async with open_jobs(config) as jobs:
-        path = Path(await jobs.partial(job_id))
-    rows = 0
-    try:
-        with open(path, "rb") as lines:
-            for line in lines:
-                out.write(line)
-                rows += 1
-    finally:
-        path.unlink()
-    return rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from batchmill.app import DATABASE, Owner, prepare_data_dir, try_lock
+from batchmill.app import Owner
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
@@ -31,6 +31,7 @@ from batchmill.server.observers import Observers
 from batchmill.server.own import Own
 from batchmill.services import salvage
 from batchmill.services.catalogue import Catalogue
+from batchmill.services.data_dirs import prepare_data_dir, try_lock
 from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import FunctionCalls
@@ -44,6 +45,7 @@ from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
+from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 
 if TYPE_CHECKING:

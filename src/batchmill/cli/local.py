@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from batchmill import app as root
+from batchmill import connection as root
+from batchmill import doors
 from batchmill.cli.local_adapters import PROJECT, LocalAdapters
 from batchmill.cli.local_llms import LocalLlms
 from batchmill.cli.local_models import LocalModels
@@ -30,9 +31,9 @@ CONNECTOR, LLM = "connector", "llm"  # and of what was registered; of a language
 
 class LocalApp:
     open_jobs = staticmethod(root.open_jobs)
-    open_keys = staticmethod(data_dirs.open_keys)
-    open_secrets = staticmethod(data_dirs.open_secrets)
-    open_connectors = staticmethod(data_dirs.open_connectors)
+    open_keys = staticmethod(doors.open_keys)
+    open_secrets = staticmethod(doors.open_secrets)
+    open_connectors = staticmethod(doors.open_connectors)
     preview_validate = staticmethod(root.preview_validate)
     preview_plan = staticmethod(root.preview_plan)
     preview_estimate = staticmethod(root.preview_estimate)
@@ -53,15 +54,15 @@ class LocalApp:
     async def models(self, config: Config) -> list[ModelInfo]:
         catalogue = await asyncio.to_thread(Catalogue, config, config.base)
         found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
-        if not data_dirs.has_models(config):
+        if not doors.has_models(config):
             return found
-        async with data_dirs.open_models(config) as models:
+        async with doors.open_models(config) as models:
             found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
         found = await self._with_adapters(config, found)
-        async with data_dirs.open_llms(config) as llms:
+        async with doors.open_llms(config) as llms:
             own = [each for each in (await llms.list(PROJECT)).llms if not each.is_configured]
         found += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in own]
-        async with data_dirs.open_connectors(config) as connectors:
+        async with doors.open_connectors(config) as connectors:
             for each in await connectors.models():
                 spec = await connectors.find(each.name)  # a name of several groups means none of them
                 names = [each.id] if spec is None or spec.name != each.id else [each.id, each.name]
@@ -70,7 +71,7 @@ class LocalApp:
 
     async def _with_adapters(self, config: Config, models: list[ModelInfo]) -> list[ModelInfo]:
         """Models with the names of what was registered for them."""
-        async with data_dirs.open_adapters(config) as adapters:
+        async with doors.open_adapters(config) as adapters:
             records = [each for each in await adapters.list(PROJECT) if each.state == READY]
         named = {
             model.name: merging.names_of([each for each in records if each.base == model.name], lambda name: True)
@@ -80,39 +81,39 @@ class LocalApp:
 
     @contextlib.asynccontextmanager
     async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
-        async with data_dirs.open_models(config) as models:
+        async with doors.open_models(config) as models:
             yield LocalModels(models, config)
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
-        if not data_dirs.has_models(config):
+        if not doors.has_models(config):
             return None
-        async with data_dirs.open_models(config) as models:
+        async with doors.open_models(config) as models:
             if (found := await models.find(name)) is not None:
                 return found
-        async with data_dirs.open_llms(config) as llms:
+        async with doors.open_llms(config) as llms:
             if (deployed := await llms.find(PROJECT, name)) is not None:
                 return deployed
-        async with data_dirs.open_connectors(config) as connectors:
+        async with doors.open_connectors(config) as connectors:
             return await connectors.find(name)
 
     async def usage(self, config: Config, project: str | None) -> list[QuotaInfo]:
-        async with data_dirs.open_quotas(config) as quotas:
+        async with doors.open_quotas(config) as quotas:
             return await quotas.usage(project or PROJECT)
 
     @contextlib.asynccontextmanager
     async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[LocalLlms]:
-        async with data_dirs.open_llms(config) as llms:
+        async with doors.open_llms(config) as llms:
             yield LocalLlms(llms, project)
 
     @contextlib.asynccontextmanager
     async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[LocalAdapters]:
-        async with data_dirs.open_adapters(config) as adapters:
+        async with doors.open_adapters(config) as adapters:
             yield LocalAdapters(adapters, project)
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
-        if model.engine != "llm" or model.name not in config.models or not data_dirs.has_models(config):
+        if model.engine != "llm" or model.name not in config.models or not doors.has_models(config):
             return model
-        async with data_dirs.open_adapters(config) as adapters:
+        async with doors.open_adapters(config) as adapters:
             found = await adapters.ready(PROJECT, model.name)
         return merging.with_room(merging.with_all(model, found.records, lambda name: True), found.rank)
 

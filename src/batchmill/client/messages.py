@@ -48,6 +48,10 @@ class Broken(Exception):
         self.was_sent = was_sent
 
 
+class OwnerGone(Broken):
+    """The process that owned a data directory has ended. Another takes over: it is asked at once."""
+
+
 class Send(Struct, frozen=True):
     """Step: send a request. The shell answers with a Reply or throws Broken in."""
 

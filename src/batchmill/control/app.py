@@ -1,0 +1,213 @@
+"""The application of the control socket: requests of the machine's user, answered by handlers of plain values.
+
+A command that is the owner calls `answer` itself; one beside an owner reaches it over HTTP. No web framework is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.client.messages import Reply, Request
+from batchmill.control.operations import PING, PROJECT
+from batchmill.errors import BatchmillError, InvalidInput, TooLarge, of_system
+from batchmill.wire.operations import EVENTS, NOTHING, Endpoint
+from batchmill.wire.raised import Raised
+
+BODY_BYTES_MAX = 256 * 1024 * 1024  # of an order with all its models
+ERROR_STATUS = 400  # of every error: the body says which
+JSON = "application/json"
+EVENT, LAST_EVENT = b"event: view\ndata: %s\n\n", b"event: end\ndata: {}\n\n"
+
+
+class Call(Struct, frozen=True):
+    """One request of the machine's user. `project` None: it names none."""
+
+    names: dict[str, str]  # what stands in the path
+    query: Any
+    body: Any
+    project: str | None
+
+    @property
+    def name(self) -> str:
+        """The one name in the path."""
+        (name,) = self.names.values()
+        return name
+
+
+Handler = Callable[[Call], Awaitable[Any]]
+
+
+class Pieces(Struct, frozen=True):
+    """A reply that is read as it comes."""
+
+    pieces: AsyncIterator[bytes]
+    media: str = EVENTS
+
+
+class _Route(Struct, frozen=True):
+    endpoint: Endpoint[Any]
+    pattern: re.Pattern[str]
+    handler: Handler
+
+
+class ControlApp:
+    """Answers the operations that it is given handlers of."""
+
+    def __init__(self, handlers: Iterable[tuple[Endpoint[Any], Handler]]) -> None:
+        every = [(PING, _pong), *handlers]
+        self._routes = [_Route(endpoint, _pattern(endpoint.path), handler) for endpoint, handler in every]
+
+    @property
+    def endpoints(self) -> list[Endpoint[Any]]:
+        """All that can be asked here."""
+        return [route.endpoint for route in self._routes]
+
+    async def send(self, request: Request) -> Reply:
+        """Ask as the owner itself. Raises: as `answer`."""
+        reply = await self.answer(request)
+        assert isinstance(reply, Reply), "what is read as it comes is asked for with `stream`"
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[Pieces]:
+        """As `send`, for a reply that is read as it comes."""
+        reply = await self.answer(request)
+        assert isinstance(reply, Pieces)
+        async with contextlib.aclosing(reply.pieces):  # type: ignore[type-var]
+            yield reply
+
+    async def answer(self, request: Request) -> Reply | Pieces:
+        """Raises: what the handler raises; InvalidInput for a request that means nothing here."""
+        route, names = self._find(request)
+        endpoint = route.endpoint
+        query = None if endpoint.query is None else _converted(request.query, endpoint.query)
+        body = _decoded(request.body, endpoint)
+        told = await route.handler(Call(names, query, body, request.headers.get(PROJECT)))
+        if isinstance(told, AsyncIterator):
+            return Pieces(_events(told))
+        data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(told)
+        return Reply(endpoint.status, {"content-type": JSON}, data)
+
+    def _find(self, request: Request) -> tuple[_Route, dict[str, str]]:
+        for route in self._routes:
+            if route.endpoint.method == request.method and (found := route.pattern.fullmatch(request.path)):
+                return route, {name: unquote(value) for name, value in found.groupdict().items()}
+        raise InvalidInput(
+            f"the owner of this data directory knows no {request.method} {request.path}: is it of another version?",
+            code="unknown_operation",
+        )
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
+        """As an ASGI application, for commands of other processes."""
+        try:
+            reply = await self.answer(await _request(scope, receive))
+        except BatchmillError as error:
+            reply = _refusal(error)
+        except OSError as error:
+            reply = _refusal(of_system(error) or BatchmillError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # whoever asked is told, and does not ask for ever
+            text = f"the process that owns the data directory failed: {type(error).__name__}: {error}"
+            reply = _refusal(BatchmillError(text))
+        if isinstance(reply, Pieces):
+            await _send_pieces(reply, receive, send)
+            return
+        await send(_head(reply.status, reply.headers["content-type"], len(reply.body)))
+        await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _pong(call: Call) -> None:
+    """That there is a reply says it all."""
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """`{name}` is one segment, `{name:path}` whatever follows."""
+    parts = re.split(r"\{([a-z_]+)(:path)?\}", path)
+    told = re.escape(parts[0])
+    for name, rest, literal in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        told += f"(?P<{name}>{'.+' if rest else '[^/]+'}){re.escape(literal)}"
+    return re.compile(told)
+
+
+def _converted(query: dict[str, str], kind: type[Struct]) -> Struct:
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(str(error), code="invalid_query") from None
+
+
+def _decoded(body: bytes | None, endpoint: Endpoint[Any]) -> Any:
+    if not isinstance(endpoint.body, type):
+        return None
+    if not body and endpoint.body_is_optional:
+        return endpoint.body()
+    try:
+        return msgspec.json.decode(body or b"", type=endpoint.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(error), code="invalid_body") from None
+
+
+async def _events(views: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(views):  # type: ignore[type-var]
+        async for view in views:
+            yield EVENT % msgspec.json.encode(view)
+    yield LAST_EVENT
+
+
+# -- ASGI -------------------------------------------------------------------------------------------------------------
+
+
+async def _request(scope: dict[str, Any], receive: Callable) -> Request:
+    body = bytearray()
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if len(body) > BODY_BYTES_MAX:
+            raise TooLarge(f"a request to the owner has {BODY_BYTES_MAX:,} bytes at most")
+        if not message.get("more_body"):
+            break
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    query = dict(parse_qsl(scope["query_string"].decode("ascii", "replace"), keep_blank_values=True))
+    return Request(scope["method"], scope["raw_path"].decode("ascii", "replace"), query, headers, bytes(body))
+
+
+def _refusal(error: BatchmillError) -> Reply:
+    return Reply(ERROR_STATUS, {"content-type": JSON}, msgspec.json.encode(Raised.of(error)))
+
+
+def _head(status: int, media: str, size_bytes: int | None) -> dict[str, Any]:
+    headers = [(b"content-type", media.encode())]
+    if size_bytes is not None:
+        headers.append((b"content-length", str(size_bytes).encode()))
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+async def _send_pieces(reply: Pieces, receive: Callable, send: Callable) -> None:
+    """Until they end or the guest leaves. What fails on the way breaks the stream off: the guest asks again."""
+    await send(_head(200, reply.media, None))
+    leaving = asyncio.ensure_future(_until_gone(receive))
+    following: asyncio.Future[bytes | None] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(reply.pieces, None))
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done() or (piece := following.result()) is None:
+                break
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        for task in filter(None, (leaving, following)):
+            task.cancel()
+        await asyncio.gather(*filter(None, (leaving, following)), return_exceptions=True)
+        await reply.pieces.aclose()  # type: ignore[attr-defined]
+
+
+async def _until_gone(receive: Callable) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

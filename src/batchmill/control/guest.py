@@ -1,0 +1,69 @@
+"""The way of one process to the owner in another: HTTP over the control socket. Needs httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from batchmill.client.messages import OwnerGone, Reply, Request
+from batchmill.control import operations as own
+from batchmill.control.app import Pieces
+from batchmill.errors import InvalidConfig
+from batchmill.wire.raised import Raised
+
+ANSWER_S = 15.0
+PING = Request(own.PING.method, own.PING.path)
+
+
+class Guest:
+    """Asks whoever listens on the socket at `path`. Raises: OwnerGone when nobody does any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # The kernel takes at most 107 bytes of a socket's name: the folder goes by its descriptor.
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        transport = httpx.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._folder}/{path.name}", verify=False)
+        self._http = httpx.AsyncClient(
+            transport=transport, base_url="http://owner", timeout=None, trust_env=False,
+            headers={"accept-encoding": "identity"},
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        os.close(self._folder)
+
+    async def check(self) -> None:
+        """Raises: InvalidConfig when the owner is there and does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.send(PING)
+        except TimeoutError:
+            raise InvalidConfig(
+                f"the process that owns {self._path.parent} has not answered for {ANSWER_S:.0f} s: it may be stopped "
+                "(its id is in owner.lock); continue or end it"
+            ) from None
+
+    async def send(self, request: Request) -> Reply:
+        """Raises: the error that the owner raised."""
+        async with self.stream(request) as reply:
+            body = b"".join([piece async for piece in reply.pieces])
+        return Reply(200, {"content-type": reply.media}, body)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[Pieces]:
+        """As `send`, for a reply that is read as it comes."""
+        try:
+            async with self._http.stream(
+                request.method, request.path, params=request.query, headers=request.headers, content=request.body
+            ) as response:
+                if response.is_error:
+                    raise msgspec.json.decode(await response.aread(), type=Raised).error()
+                yield Pieces(response.aiter_raw(), response.headers.get("content-type", ""))
+        except httpx.TransportError as error:
+            raise OwnerGone(f"the process that owned {self._path.parent} has ended", was_sent=True) from error
