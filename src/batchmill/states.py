@@ -1,4 +1,4 @@
-"""The states of a job and the one table of what may follow what."""
+"""The states of a job and the one table of what may follow what. `jobs/runner.py` has the step of each state."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ NEXT: dict[JobState, frozenset[JobState]] = {
     JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, *_GONE}),
     JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, *_GONE}),
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLING}),
-    # A job whose engine never started fails where its caller asked for that; else it waits, paused, to be mended.
+    # QUEUED again: a model's route failed, and the next one takes its rows. FAILED: the engine never started, and the
+    # policy says so; else the job pauses.
     JobState.RUNNING: frozenset(
         {JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING, JobState.FAILED}
     ),
-    JobState.PAUSED: frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.FINALIZING, JobState.CANCELLING}),
+    JobState.PAUSED: frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.CANCELLING}),
     JobState.FINALIZING: frozenset({JobState.COMPLETED, JobState.PAUSED}),
     # A deadline that passes ends a job the same way; `reason` says which of the two it is.
     JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.EXPIRED, JobState.PAUSED}),

@@ -11,7 +11,7 @@ from fakes.scripted_workers import ScriptedWorker
 
 from batchmill.errors import JobPaused
 from batchmill.jobs import dispatcher as dispatching
-from batchmill.jobs import shard_notes, winding_up
+from batchmill.jobs import early_end, shard_notes
 from batchmill.jobs.job_run import JobRun
 from batchmill.states import PauseReason
 from batchmill.types import ModelSpec, RemoteJob
@@ -109,7 +109,7 @@ async def test_only_shards_with_notes_are_wound_up(stage):
     """A job that is over goes once more to a worker with what providers have of it, until every lease was left."""
     run = over(stage, "job", 0, 2)
     worker = await stage.executor.next()
-    winding = asyncio.create_task(winding_up.wind_up(run, stage.dispatcher, is_at_once=False))
+    winding = asyncio.create_task(early_end.cancel_remote(run, stage.dispatcher, is_at_once=False))
     first = await grant(worker)
     second = await grant(worker, more_of="job")
     assert [(each.lease.shard, each.is_over) for each in (first, second)] == [(0, True), (2, True)]
@@ -126,7 +126,7 @@ async def test_one_that_cannot_be_collected_is_left(stage):
     """A submission that nobody can find keeps the others from nothing; refused credentials pause the ending."""
     run = over(stage, "job", 0, 1)
     worker = await stage.executor.next()
-    winding = asyncio.create_task(winding_up.wind_up(run, stage.dispatcher, is_at_once=False))
+    winding = asyncio.create_task(early_end.cancel_remote(run, stage.dispatcher, is_at_once=False))
     first = await grant(worker)
     worker.say(Failed("submit_unknown", "where is it?", PauseReason.SUBMIT_UNKNOWN, "job"))
     worker.say(Left(first.lease))

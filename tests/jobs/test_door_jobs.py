@@ -156,7 +156,7 @@ async def test_a_cancel_that_comes_with_the_last_row(folder, opened):
         while job_id in service.dispatcher._runs:
             await asyncio.sleep(0)
         cancelling = asyncio.create_task(service.cancel(job_id))
-        while not service._roster.get(job_id)._asking.locked():
+        while not service._active.get(job_id)._writing_end.locked():
             await asyncio.sleep(0)
         other.execute("COMMIT")
     assert (await cancelling).state == "cancelling"
@@ -448,13 +448,13 @@ async def test_a_server_that_starts_on_a_full_disk(folder, opened, state):
     service = JobService(folder / "data", ledger, LocalExecutor(folder / "data" / "workers"), HastyClock())
     with no_file_may_grow():
         await service.recover(resume_doors=True)
-        while job_id not in service._waiting.stranded:
+        while job_id not in service._stalled.stranded:
             await asyncio.sleep(0)
     if state is JobState.QUEUED:  # as where not even that it paused could be written down
         ledger.move(job_id, state)
     while (view := await end_of(service, job_id)).state != "completed":
         await asyncio.sleep(0.01)
-    assert (view.rows_ok, view.reason, service._waiting.stranded) == (50, None, set())
+    assert (view.rows_ok, view.reason, service._stalled.stranded) == (50, None, set())
     await service.close(at_once=True)
 
 
@@ -551,13 +551,13 @@ async def test_results_beyond_the_quota_pause_the_job(folder, opened):
     write(folder, "slow")
     job = await midway(service, order(folder, "slow"))
     enough, service.room = service.room, DiskRoom(service.room.database, folder / "data", ProjectQuotas(Quotas(disk=1)))
-    await service._caretaker.look()  # as it does every few seconds
+    await service._maintenance.poll()  # as it does every few seconds
     view = await end_of(service, job)
     assert (view.state, view.reason) == ("paused", "disk_quota") and "quotas.disk" in view.message
     assert "goes on by itself when there is room" in (await service.explain(job)).reasons[0]
-    await service._caretaker.look()
+    await service._maintenance.poll()
     assert (await service.show(job)).state == "paused"
     service.room = enough
-    await service._caretaker.look()
+    await service._maintenance.poll()
     view = await end_of(service, job)
     assert (view.state, view.rows_ok) == ("completed", ROWS)

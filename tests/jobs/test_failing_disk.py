@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import StorageFull
-from batchmill.jobs import drive, recovery
+from batchmill.jobs import recovery, runner
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 200
@@ -98,12 +98,12 @@ async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monk
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(folder))
 
     with monkeypatch.context() as patched:
-        patched.setattr(drive, "PlanReader", refused)
+        patched.setattr(runner, "PlanReader", refused)
         job = (await service.submit(order)).id
         view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.reason) == ("paused", "storage_failed")
     assert "plan-0: Too many open files; raise the limit" in view.message and "internal" not in view.message
-    await service._caretaker.look()  # as a server does every few seconds
+    await service._maintenance.poll()  # as a server does every few seconds
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)
 

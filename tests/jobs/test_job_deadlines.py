@@ -8,7 +8,7 @@ import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import StorageFull
-from batchmill.jobs.deadlines import AGAIN_S, LONGEST_S, Deadlines
+from batchmill.jobs.maintenance import DEADLINE_RETRY_S, DEADLINE_SLEEP_MAX_S, JobDeadlines
 
 
 class Board:
@@ -21,7 +21,7 @@ class Board:
         self.refusals = 0
         self.looks = 0
         self.news = asyncio.Event()
-        self.deadlines = Deadlines(self.clock, self.upcoming, self.expire)
+        self.deadlines = JobDeadlines(self.clock, self.upcoming, self.expire)
 
     async def upcoming(self, count: int) -> list[tuple[str, float]]:
         self.looks += 1
@@ -56,9 +56,10 @@ async def test_each_job_ends_at_its_deadline(board):
     await board.wait_for(3)
     assert [job for job, _ in board.ended] == ["past", "soon", "late"]
     assert all(
-        due <= at <= due + LONGEST_S for (_, at), due in zip(board.ended[1:], (start + 7, start + 500), strict=True)
+        due <= at <= due + DEADLINE_SLEEP_MAX_S
+        for (_, at), due in zip(board.ended[1:], (start + 7, start + 500), strict=True)
     )
-    assert max(board.clock.slept) <= LONGEST_S
+    assert max(board.clock.slept) <= DEADLINE_SLEEP_MAX_S
 
 
 async def test_it_is_told_of_new_ones(board):
@@ -79,4 +80,4 @@ async def test_a_job_that_cannot_be_ended_is_tried_again(board):
     board.open = {"job": board.clock.now() - 1}
     board.deadlines.start()
     await board.wait_for(1)
-    assert board.clock.slept.count(AGAIN_S) == 2
+    assert board.clock.slept.count(DEADLINE_RETRY_S) == 2

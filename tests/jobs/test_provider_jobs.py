@@ -116,7 +116,7 @@ async def test_a_cancel_that_nobody_answers_is_not_the_end(folder, opened, provi
     assert (view.state, view.reason, view.cancelling is not None) == ("paused", "route_failed", True)
     assert "did not answer" in view.message and "resume it" in view.message
     assert all(each in view.message for each in provider.running) and len(provider.running) == there > 0
-    assert [each.job for each in await service._waiting.look()] == [job]  # a server tries again by itself
+    assert [each.job for each in await service._stalled.poll()] == [job]  # a server tries again by itself
     provider.faults.clear()
     await service.resume(job)
     view = await end_of(service, job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.waits import ModelAtWork, Silent, Standstill, reasons, unattended
+from batchmill.jobs.views import ModelAtWork, Silent, Standstill, reasons, unattended
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineStats, JobView
 
@@ -67,7 +67,7 @@ def test_a_job_that_stands_still_says_so(models, standstill, words):
 
 def test_a_job_that_nothing_works_on_says_so():
     """A job that looks as if it ran while nothing works on it has a reason; one that is over has none."""
-    assert "disk has no room" in unattended(view(JobState.RUNNING), True)[0]
-    assert "nothing works on it" in unattended(view(JobState.QUEUED), False)[0]
-    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.ASKED), False)[0]
-    assert unattended(view(JobState.COMPLETED), False) == []
+    assert "disk has no room" in unattended(view(JobState.RUNNING), is_stranded=True).reasons[0]
+    assert "nothing works on it" in unattended(view(JobState.QUEUED), is_stranded=False).reasons[0]
+    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.ASKED), is_stranded=False).reasons[0]
+    assert unattended(view(JobState.COMPLETED), is_stranded=False).reasons == []

@@ -153,6 +153,14 @@ def _why(adapter: FetchedAdapter) -> str:
     return adapter.message or f"it is {adapter.state}"
 
 
+def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
+    """A server's job is given every model its caller may use: remember those that its rows go to."""
+    if spec.origin is None:
+        return spec
+    used = [target.adapter or spec.models[target.model].name for target in plan.targets if target.rows or target.folded]
+    return replace(spec, used=used)
+
+
 class AdapterWork:
     """Fetches and checks for one job. `told`: what is being waited for, empty while nothing is."""
 

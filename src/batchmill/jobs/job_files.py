@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Container, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -63,10 +61,6 @@ class JobFiles:
         traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
         return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
 
-    def prepared_bytes(self) -> int:
-        """What the dataset and the plan take, as far as they are written."""
-        return bytes_in(self.dataset) + bytes_in(self.plan(0))
-
     def clear_unsealed(self) -> None:
         """Remove what was written of a dataset that was never sealed: it is begun again, or not at all."""
         if not (self.dataset / "seal.json").exists():
@@ -80,16 +74,6 @@ class JobFiles:
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())
-
-
-def bytes_in(folder: Path) -> int:
-    """What the files of a folder take. Some may go meanwhile."""
-    total = 0
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                total += entry.stat(follow_symlinks=False).st_size
-    return total
 
 
 def clear_unsealed(data_dir: Path, job_ids: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from batchmill.store import removals
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import error_counts, job_models, jobs
 from batchmill.types import JobQuery
+from batchmill.wire.job_spec import JobSpec
 
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
 SHOWN_CHARS = 64  # of an id nobody knows, in a message
@@ -149,6 +150,15 @@ def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping
     """The jobs that are paused for a reason, the oldest first."""
     query = sa.select(jobs).where(jobs.c.state == JobState.PAUSED, jobs.c.reason == reason).order_by(jobs.c.created)
     return db.execute(query).mappings().all()
+
+
+def columns_of(spec: JobSpec) -> dict[str, object]:
+    """What of a description stands in the job's record too."""
+    return {
+        "spec": msgspec.json.encode(spec),
+        "priority": spec.policy.priority,
+        "deadline": spec.policy.deadline,
+    }
 
 
 def finished_lately(db: sa.Connection, count: int) -> Sequence[tuple[bytes, int, float]]:

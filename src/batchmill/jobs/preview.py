@@ -12,19 +12,34 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.children.offload import offload
+from batchmill.children.offload import Offload, offload
 from batchmill.jobs import orders, routing
-from batchmill.jobs.drive_room import preparing
 from batchmill.jobs.estimate import EstimateOrder
 from batchmill.jobs.plan import PlanReader, explain
 from batchmill.jobs.preparation import Prepared, PrepareOrder
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskRoom, preparing
 from batchmill.types import JobOrder
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 Progress = Callable[[float], None]
 PREVIEWS = "preview-"  # folders of the data directory
+
+
+async def seal_and_plan(order: PrepareOrder, room: DiskRoom | None, offload: Offload, progress: Progress) -> Prepared:
+    """Seal and plan in a child process. `room`: where what is written meanwhile counts; None: nowhere.
+
+    Raises: OverQuota where its project has no room for it.
+    """
+    async with preparing(room, order.spec.project, Path(order.dataset)) as writing:
+
+        def show(share: float) -> None:
+            progress(share)
+            writing.look()
+
+        order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_room=writing.no_room)
+        work = offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(order), show)
+        return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
 
 
 @asynccontextmanager
@@ -38,12 +53,8 @@ async def _prepared(
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
         folders = str(home / "dataset"), str(home / "plan")
-        async with preparing(room, spec.project, home / "dataset") as told:
-            asked = PrepareOrder(
-                spec, *folders, spec.created, bytes_left=told.bytes_left, no_room=told.no_room, is_preview=True
-            )  # fmt: skip
-            answer = await offload("batchmill.jobs.preparation:prepare", msgspec.json.encode(asked), progress)
-        prepared = msgspec.json.decode(answer, type=Prepared)
+        asked = PrepareOrder(spec, *folders, spec.created, is_preview=True)
+        prepared = await seal_and_plan(asked, room, offload, progress)
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)

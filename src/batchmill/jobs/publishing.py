@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from batchmill.types import Commit, RowError, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 GATHER = "batchmill.jobs.gathering:gather_offloaded"
+GATHER_PARTIAL = "batchmill.jobs.gathering:partial_offloaded"
 Committed = list[tuple[int, SegmentRef]]
 
 
@@ -82,8 +84,19 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
-def has_plan(files: JobFiles) -> bool:
-    return any(files.home.glob("plan-*/plan.json"))
+async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, offload: Offload) -> str:
+    """Gather what is counted so far into a file of its own; its path."""
+    path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
+    if not any(files.home.glob("plan-*/plan.json")):  # no row has run
+        await asyncio.to_thread(path.touch, 0o600)
+        return str(path)
+    order = msgspec.json.encode(gather_order(spec, files, committed, path))
+    try:
+        await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return str(path)
 
 
 def gather_order(

@@ -24,10 +24,10 @@ from batchmill.config import RetentionEntry
 from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs import job_records
+from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.part_file import PartFile
 from batchmill.jobs.plan import PLAN
-from batchmill.jobs.roster import Roster
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
@@ -49,8 +49,8 @@ LEAVING = ".leaving-"  # before the name of a folder that is being removed
 class Retention:
     """The ended jobs of a data directory that this process owns."""
 
-    def __init__(self, data_dir: Path, database: Database, roster: Roster, clock: Clock) -> None:
-        self._data_dir, self._database, self._roster, self._clock = data_dir, database, roster, clock
+    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock) -> None:
+        self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
         self.entry = RetentionEntry()
 
     async def finish(self) -> None:
@@ -65,8 +65,8 @@ class Retention:
 
         Raises: InvalidTransition for one that has not ended; Conflict while another job reads its results.
         """
-        async with self._roster.alone(job_id):
-            await self._roster.let_rest(job_id)
+        async with self._active.alone(job_id):
+            await self._active.settled(job_id)
             removal = await self._database.write(_remove, self._data_dir, job_id, by, self._clock.now())
             faults.point("after_remove")
             await self._clear(removal)
@@ -93,8 +93,8 @@ class Retention:
         return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s
 
     async def _compact(self, job_id: str, now: float) -> None:
-        async with self._roster.alone(job_id):
-            if await self._roster.let_rest(job_id) is not None:
+        async with self._active.alone(job_id):
+            if await self._active.settled(job_id) is not None:
                 return  # a retry was faster
             record = await self._database.read(job_records.find, job_id)
             if record["state"] not in ENDED or record["compacted"] is not None:

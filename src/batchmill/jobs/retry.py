@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from batchmill.children.offload import Offload
+from batchmill.errors import InvalidTransition
 from batchmill.jobs import scheduler
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.outcome_map import FAILED, OK, put
@@ -32,6 +34,15 @@ class Opened(Struct, frozen=True):
     rows: int
     rows_ok: int  # leaders whose outcome stands
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
+
+
+async def plan_retry(order: RetryOrder, offload: Offload) -> Opened:
+    """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
+    answer = await offload("batchmill.jobs.retry:plan_offloaded", msgspec.json.encode(order), lambda _: None)
+    opened = msgspec.json.decode(answer, type=Opened)
+    if opened.rows == 0:
+        raise InvalidTransition(f"the job {order.spec.id} has no failed rows that could be run again")
+    return opened
 
 
 def plan_offloaded(order: bytes, progress: Progress) -> bytes:

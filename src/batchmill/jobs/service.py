@@ -1,45 +1,47 @@
-"""JobService: the one door to jobs, in the process that owns the data directory. See `ports.Jobs` for its promises."""
+"""JobService: the one entrance to jobs, in the process that owns the data directory. See `ports.Jobs` for its promises.
+
+An order becomes a job that it already is, by its key or by what it asks for, or a new one, which a `JobRunner` runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
 
+from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import (
-    endings,
+    adapters,
+    early_end,
     job_records,
     orders,
     policies,
     publishing,
+    routing,
     shard_notes,
     submissions,
     views,
-    waits,
 )
-from batchmill.jobs.adapters import NoAdapters
-from batchmill.jobs.at_work import models_at_work, standstill_of, view_at_work
+from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audit import AuditOrder
-from batchmill.jobs.caretaker import Caretaker
 from batchmill.jobs.commits import Books
-from batchmill.jobs.deadlines import Deadlines
 from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.drive import Drive, Tools
-from batchmill.jobs.endings import EarlyEnd
-from batchmill.jobs.entrance import Entrance
+from batchmill.jobs.early_end import EarlyEnd
 from batchmill.jobs.job_files import JobFiles, clear_unsealed, read_spec, sweep_orphans
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
+from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
+from batchmill.jobs.part_file import full_disk_named
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.retention import Retention, refuse_compacted
-from batchmill.jobs.roster import Roster
-from batchmill.jobs.waiting_jobs import WaitingJobs
+from batchmill.jobs.runner import JobRunner, RunnerTools
+from batchmill.jobs.ways import with_code
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
 from batchmill.states import ENDED, JobState, PauseReason
@@ -94,18 +96,18 @@ class JobService:
         )  # fmt: skip
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
-        self.adapters: Adapters = NoAdapters()  # who fetches those that rows name; set before `recover`
+        self.adapters: Adapters = adapters.NoAdapters()  # who fetches those that rows name; set before `recover`
         self.room = room or DiskRoom(ledger.database, data_dir, ProjectQuotas())
-        tools = Tools(
+        self._tools = RunnerTools(
             data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
             lambda: self.adapters, lambda: self.room,
         )  # fmt: skip
-        self._roster = Roster(tools)
-        self.retention = Retention(data_dir, ledger.database, self._roster, clock)
-        self._entrance = Entrance(tools, self._roster)
-        self._deadlines = Deadlines(clock, self._upcoming, self._expire)
-        self._waiting = WaitingJobs(data_dir, ledger.database, self._roster, lambda: self.room)
-        self._caretaker = Caretaker(clock, self._ballast, self._waiting.look, self._resume_or_note, self._tidy)
+        self._active = ActiveJobs(self._tools)
+        self._submitting: set[asyncio.Task[Submitted]] = set()
+        self.retention = Retention(data_dir, ledger.database, self._active, clock)
+        self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
+        self._stalled = StalledJobs(data_dir, ledger.database, self._active, lambda: self.room)
+        self._maintenance = Maintenance(clock, self._ballast, self._stalled.poll, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
 
     @property
@@ -131,14 +133,14 @@ class JobService:
         """
         await self._dispatcher.quarantine.load()
         await self.retention.finish()
-        ending: list[Drive] = []
+        ending: list[JobRunner] = []
         doors: list[str] = []
         unfinished = await self._read(job_records.unfinished)
         await asyncio.to_thread(clear_unsealed, self._data_dir, [record["id"] for record in unfinished])
         for record in unfinished:
             state, spec = JobState(record["state"]), read_spec(record["spec"])
             if state is JobState.CANCELLING:
-                ending.append(self._roster.start(spec))
+                ending.append(self._active.start(self._active.runner(spec)))
             elif state is JobState.PAUSED:
                 doors += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
             elif await self._set_down(spec.id) or resume_doors:
@@ -148,10 +150,10 @@ class JobService:
         self._ballast.reserve()
         self._deadlines.start()
         if resume_doors:
-            self._caretaker.start()
+            self._maintenance.start()
             self._resuming = asyncio.create_task(self._resume_all(doors))
         elif ending:
-            await asyncio.wait({drive.task for drive in ending if drive.task is not None}, timeout=ENDING_S)
+            await asyncio.wait({each.task for each in ending if each.task is not None}, timeout=ENDING_S)
 
     async def _set_down(self, job_id: str) -> bool:
         """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
@@ -159,7 +161,7 @@ class JobService:
             if (await self._record(job_id))["state"] != JobState.PAUSED:
                 await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
         except StorageFull:
-            self._waiting.stranded.add(job_id)
+            self._stalled.stranded.add(job_id)
             return False
         return True
 
@@ -169,15 +171,15 @@ class JobService:
 
     async def _resume_or_note(self, job_id: str) -> None:
         """Let a paused job go on; one that cannot says why."""
-        is_stranded = job_id in self._waiting.stranded
-        self._waiting.stranded.discard(job_id)
+        is_stranded = job_id in self._stalled.stranded
+        self._stalled.stranded.discard(job_id)
         try:
             if not is_stranded or await self._set_down(job_id):
                 await self.resume(job_id)
         except InvalidTransition:
             return  # somebody else was faster
         except StorageFull:
-            self._waiting.stranded.add(job_id)  # the caretaker tries again
+            self._stalled.stranded.add(job_id)  # maintenance tries again
         except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)
 
@@ -199,10 +201,125 @@ class JobService:
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     async def submit(self, order: JobOrder) -> Submitted:
-        submitted = await self._entrance.submit(order)
+        """As `ports.Jobs.submit`. A submission that has begun is finished, though its caller may have gone."""
+        assert order.origin is None or order.output is None, "a server keeps results with their job"
+        task = asyncio.create_task(self._submit(order))
+        self._submitting.add(task)
+        task.add_done_callback(self._submitted)
+        return await asyncio.shield(task)
+
+    def _submitted(self, task: asyncio.Task[Submitted]) -> None:
+        self._submitting.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has it, if it is still there
+
+    async def _submit(self, order: JobOrder) -> Submitted:
+        once = order.once
+        if once is None:
+            submitted = await self._match_or_enter(order)
+        else:
+            async with self._active.alone(once.key):
+                known = await self.ordered(once)
+                submitted = await self._match_or_enter(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.changed()
         return submitted
+
+    async def _match_or_enter(self, order: JobOrder) -> Submitted:
+        if order.origin is not None:  # over a server's API: always another job
+            return await self._enter(await self._described(order), order.once)
+        async with self._active.outputs:
+            return await self._match(order, await self._described(order))
+
+    async def _described(self, order: JobOrder) -> JobSpec:
+        return await asyncio.to_thread(orders.describe, order, self._clock.now())
+
+    async def _enter(self, spec: JobSpec, once: Once | None) -> Submitted:
+        """A new job. Its folder is there before the ledger knows of it; of one that cannot be stored nothing stays."""
+        if (room := self._tools.room_of(spec)) is not None:
+            await room.check(spec.project)
+        files = JobFiles(self._data_dir, spec.id)
+        try:
+            with full_disk_named(files.home):
+                await asyncio.to_thread(files.write_spec, spec)
+            faults.point("after_describe")
+            await self._ledger.database.write(submissions.enter, spec, once, self._tools.quota_of(spec))
+        except BaseException:
+            await asyncio.to_thread(files.remove)
+            raise
+        faults.point("after_create")
+        self._active.start(self._active.runner(spec))
+        return Submitted(spec.id, "started")
+
+    async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
+        """The same command again is the same job, unless it is to be run anew."""
+        known, is_same = await self._known(spec)
+        if known is not None and is_same and not submissions.is_anew(known, order):
+            return await self._continue(known, spec)
+        unfinished = known is not None and known["state"] != JobState.COMPLETED
+        if unfinished and not is_same and not order.restart:
+            raise InvalidInput(
+                f"{', '.join(spec.dataset.paths)} changed since the unfinished job {known['id']} began: "
+                "restore it, or start over with --restart",
+                code="input_changed",
+            )
+        if spec.output is not None:
+            if known is None and not order.overwrite:
+                await asyncio.to_thread(orders.refuse_if_there, spec)
+            records = await self._read(job_records.at_home)
+            others = [record for record in records if known is None or record["id"] != known["id"]]
+            await asyncio.to_thread(orders.refuse_if_taken, spec, others)
+        if unfinished:
+            await self._abandon(known)
+        return await self._enter(spec, order.once)
+
+    async def _known(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
+        """The job that a description is already, and whether its input is the same.
+
+        A job over other input is another job, unless the two would write to one output from the same files.
+        """
+        changed = None
+        for record in await self._books.look(self._ledger.by_identity, spec.identity):
+            if await asyncio.to_thread(orders.same_input, spec, JobFiles(self._data_dir, record["id"])):
+                return record, True
+            if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:
+                changed = changed or record
+        return changed, False
+
+    async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
+        """Go on with a job where it is: finished, running, or to be resumed."""
+        job_id, earlier = record["id"], read_spec(record["spec"])
+        kept = adapters.kept(routing.kept(orders.new_id_form(spec, job_id), earlier), earlier)  # since it was prepared
+        spec = await asyncio.to_thread(with_code, kept)
+        if record["state"] == JobState.COMPLETED:
+            orders.check_code(earlier, spec.code, "run it again with --overwrite")
+            if os.path.exists(record["output"]):
+                return Submitted(job_id, "finished")
+        elif orders.has_run(record):
+            orders.check_code(earlier, spec.code, "finish it with the code it began with, or start over with --restart")
+        async with self._active.alone(job_id):
+            if await self._active.settled(job_id) is not None:
+                return Submitted(job_id, "joined")
+            await self._reenter(spec)
+        return Submitted(job_id, "resumed")
+
+    async def _reenter(self, spec: JobSpec) -> None:
+        """A paused job goes on under this description."""
+        runner = self._active.runner(spec)
+        await runner.resume()
+        self._active.start(runner)
+
+    async def _abandon(self, record: sa.RowMapping) -> None:
+        """End an unfinished job that is started over: it writes no results."""
+        job_id = record["id"]
+        async with self._active.alone(job_id):
+            runner = self._active.get(job_id)
+            if runner is not None:
+                await runner.pause(PauseReason.ASKED, "about to be started over")
+            text = "started over by another job with --restart; its results were not written"
+            now = self._clock.now()
+            await self._move(job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
+            await self._move(job_id, JobState.CANCELLED, finished=now)
 
     async def ordered(self, once: Once) -> str | None:
         return await submissions.known(self._ledger.database, once, self._clock.now())
@@ -223,88 +340,65 @@ class JobService:
 
     def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
-        drive = self._roster.get(record["id"])
-        return view if drive is None else view_at_work(view, drive, self._dispatcher)
+        runner = self._active.get(record["id"])
+        return view if runner is None else views.view_at_work(view, runner, self._dispatcher)
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         while True:
             view = await self.show(job_id)
-            drive = self._roster.active(view.id)
-            if drive is None:
-                async with self._roster.alone(view.id):  # somebody may be about to let it go on
-                    drive = self._roster.active(view.id)
-                view = await self.show(view.id)  # as whoever had it meanwhile left it
-            if drive is None or drive.task is None:
+            runner = self._active.running(view.id)
+            if runner is None:
+                async with self._active.alone(view.id):  # somebody may be about to resume it
+                    runner = self._active.running(view.id)
+                view = await self.show(view.id)  # it may have changed meanwhile
+            if runner is None or runner.task is None:
                 yield await self.show(view.id)
                 return
             yield view
-            await asyncio.wait({drive.task}, timeout=interval_s)
+            await asyncio.wait({runner.task}, timeout=interval_s)
 
     async def explain(self, job_id: str) -> Wait:
         view = await self.show(job_id)
-        drive = self._roster.active(view.id)
-        if drive is None:
-            return Wait(
-                view.id, view.state, [*waits.unattended(view, view.id in self._waiting.stranded), *view.routing], 0
-            )
-        now = self._clock.monotonic()
-        ahead = self._dispatcher.ahead_of(view.id)
-        first = [drive.waits_for] if drive.waits_for else []
-        found = waits.reasons(
-            view, list(models_at_work(drive, self._dispatcher, now)), ahead, standstill_of(drive, now)
-        )  # fmt: skip
-        return Wait(view.id, view.state, [*first, *found, *view.routing], ahead)
+        runner = self._active.running(view.id)
+        if runner is None:
+            return views.unattended(view, is_stranded=view.id in self._stalled.stranded)
+        return views.attended(view, runner, self._dispatcher, self._clock.monotonic())
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
         files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
         committed = await self._call(self._ledger.committed, spec.id)
-        path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
-        if not publishing.has_plan(files):  # no row has run
-            await asyncio.to_thread(path.touch, 0o600)
-            return str(path)
-        order = publishing.gather_order(spec, files, committed, path)
-        try:
-            await self._children.offload(
-                "batchmill.jobs.gathering:partial_offloaded",
-                msgspec.json.encode(order),
-                lambda _: None,
-                project=spec.project,
-            )
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        return str(path)
+        return await publishing.write_partial(spec, files, committed, self._children.offload)
 
     # -- steering -----------------------------------------------------------------------------------------------------
 
     async def pause(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        drive = self._roster.get(record["id"])
-        if drive is None or record["state"] == JobState.CANCELLING:
+        runner = self._active.get(record["id"])
+        if runner is None or record["state"] == JobState.CANCELLING:
             raise InvalidTransition(f"the job {record['id']} is {record['state']}: only a running job can be paused")
-        await drive.pause(PauseReason.ASKED, f"paused; `batchmill resume {record['id']}` goes on")
+        await runner.pause(PauseReason.ASKED, f"paused; `batchmill resume {record['id']}` goes on")
         return await self.show(record["id"])
 
     async def fail_rows(self, job_id: str) -> JobView:
         record = await self._record(job_id)
         policies.check_rows_may_wait(read_spec(record["spec"]), record["state"])
         await self.resume(record["id"])
-        if (drive := self._roster.active(record["id"])) is not None:
-            drive.fail_rows()
+        if (runner := self._active.running(record["id"])) is not None:
+            runner.fail_rows()
         return await self.show(record["id"])
 
     async def resume(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        async with self._roster.steering(record):
-            if await self._roster.let_rest(record["id"]) is None:
+        async with self._active.steering(record):
+            if await self._active.settled(record["id"]) is None:
                 record = await self._record(record["id"])
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(
                         f"the job {record['id']} is {record['state']}: only a paused job is resumed"
                     )
-                await self._roster.reopen(await self._checked(record))
+                await self._reenter(await self._checked(record))
         self._deadlines.changed()
         return await self.show(record["id"])
 
@@ -330,40 +424,40 @@ class JobService:
 
     async def cancel(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        drive = await self._end_early(record["id"], endings.CANCELLED)
-        if record["door"] is None:  # somebody sits before it and waits for the results
-            await drive.rest()
+        runner = await self._end_early(record["id"], early_end.CANCELLED)
+        if record["door"] is None:  # a command waits for the results
+            await runner.rest()
         return await self.show(record["id"])
 
-    async def _end_early(self, job_id: str, early: EarlyEnd) -> Drive:
+    async def _end_early(self, job_id: str, early: EarlyEnd) -> JobRunner:
         """End a job without the rows that have not run. Returns once that is written down, or too late.
 
         Raises: InvalidTransition.
         """
         while True:
-            drive = self._roster.active(job_id)
-            if drive is not None:
-                await drive.end_early(early)
+            runner = self._active.running(job_id)
+            if runner is not None:
+                await runner.end_early(early)
                 if (await self._record(job_id))["state"] != JobState.PAUSED:
-                    return drive
-            async with self._roster.alone(job_id):
-                if await self._roster.let_rest(job_id) is not None:
-                    continue  # somebody has let it go on meanwhile
+                    return runner
+            async with self._active.alone(job_id):
+                if await self._active.settled(job_id) is not None:
+                    continue  # somebody has resumed it meanwhile
                 record = await self._record(job_id)
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
-                cancelling = endings.begins_at(early, record["deadline"], self._clock.now())
+                cancelling = early_end.begins_at(early, record["deadline"], self._clock.now())
                 await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
-                drive = self._roster.start(read_spec(record["spec"]))
-                drive.leaves_remote = record["cancelling"] is not None  # it could not collect, and is asked once more
-                return drive
+                runner = self._active.runner(read_spec(record["spec"]))
+                runner.leaves_remote = record["cancelling"] is not None  # it could not collect, and is asked once more
+                return self._active.start(runner)
 
     async def retry(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        async with self._roster.steering(record):
-            drive = await self._roster.let_rest(record["id"])
+        async with self._active.steering(record):
+            runner = await self._active.settled(record["id"])
             record = await self._record(record["id"])
-            if drive is not None or record["state"] not in ENDED - {JobState.FAILED}:
+            if runner is not None or record["state"] not in ENDED - {JobState.FAILED}:
                 raise InvalidTransition(
                     f"the job {record['id']} is {record['state']}: only rows of an ended job are retried"
                 )
@@ -371,19 +465,21 @@ class JobService:
             spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
             await self._refuse_if_taken(spec, record)
             # Code that was mended is what a retry is for.
-            spec = msgspec.structs.replace(spec, code=await self._code_now(spec))
-            await self._roster.open_retry(spec)
+            runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))
+            await runner.retry()
+            self._active.start(runner)
         self._deadlines.changed()
         return await self.show(record["id"])
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         record = await self._record(job_id)
-        async with self._roster.alone(record["id"]):
+        async with self._active.alone(record["id"]):
             record = await self._record(record["id"])
             if record["state"] in ENDED or record["cancelling"] is not None:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
             spec = read_spec(record["spec"])
-            await self._roster.amend(spec, policies.amended(spec, change, self._clock.now()))
+            runner = self._active.running(spec.id) or self._active.runner(spec)
+            await runner.amend(policies.amended(spec, change, self._clock.now()))
         self._deadlines.changed()
         return await self.show(record["id"])
 
@@ -394,10 +490,10 @@ class JobService:
 
     async def _expire(self, job_id: str) -> None:
         try:
-            await self._end_early(job_id, endings.PAST_DEADLINE)
+            await self._end_early(job_id, early_end.PAST_DEADLINE)
         except StorageFull:
             self._ballast.release()  # so that at least this can be written down
-            await self._end_early(job_id, endings.PAST_DEADLINE)
+            await self._end_early(job_id, early_end.PAST_DEADLINE)
 
     async def _tidy(self) -> None:
         await self._ledger.database.write(submissions.forget_old, self._clock.now())
@@ -412,9 +508,9 @@ class JobService:
         record = await self._record(job_id)
         if remote_id is not None and not 0 < len(remote_id) <= REMOTE_ID_CHARS_MAX:
             raise InvalidInput("a job at a provider has an id", code="invalid_remote_id")
-        async with self._roster.alone(record["id"]):
-            drive, record = await self._roster.let_rest(record["id"]), await self._record(record["id"])
-            if drive is not None or record["state"] != JobState.PAUSED:
+        async with self._active.alone(record["id"]):
+            runner, record = await self._active.settled(record["id"]), await self._record(record["id"])
+            if runner is not None or record["state"] != JobState.PAUSED:
                 raise InvalidTransition(
                     f"the job {record['id']} is {record['state']}: say what became of a submission while it is paused"
                 )
@@ -453,7 +549,7 @@ class JobService:
             "batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None
         )
         rebuilt = msgspec.json.decode(await work, type=Rebuilt)
-        async with self._roster.alone(spec.id):
+        async with self._active.alone(spec.id):
             self._refuse_running(spec.id)
             await self._call(self._ledger.replace, spec, order.before, rebuilt)
         report = await self.verify(spec.id)
@@ -462,7 +558,7 @@ class JobService:
         )
 
     def _refuse_running(self, job_id: str) -> None:
-        if self._roster.active(job_id) is not None:
+        if self._active.running(job_id) is not None:
             raise InvalidTransition(f"the job {job_id} is running: pause it before its ledger is rebuilt")
 
     async def _spec_or_file(self, job_id: str) -> JobSpec:
@@ -480,10 +576,11 @@ class JobService:
         if self._resuming is not None:
             self._resuming.cancel()
             await asyncio.wait({self._resuming})
-        await self._entrance.close()
-        await self._caretaker.close()
+        if self._submitting:
+            await asyncio.wait(self._submitting)
+        await self._maintenance.close()
         await self._deadlines.close()
-        await self._roster.close(at_once=at_once)
+        await self._active.close(at_once=at_once)
         if not at_once:
             await self._dispatcher.close()
         await self._children.close()

@@ -8,10 +8,11 @@ import sqlalchemy as sa
 
 from batchmill.errors import Conflict, UnknownName
 from batchmill.jobs import job_records, ledger_snapshot
+from batchmill.states import JobState
 from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.tables import submissions
-from batchmill.types import Once
+from batchmill.types import JobOrder, Once
 from batchmill.wire.job_spec import JobSpec
 
 BLIND_S = 3600.0  # an order without a key of the caller's stands for its job so long, if its reply never went out
@@ -49,6 +50,13 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
             code="idempotency_key_reused",
         )
     return found.job
+
+
+def is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
+    """Whether an order that is a known job runs it from its beginning again."""
+    if record["compacted"] is not None and not os.path.exists(record["output"]):
+        return True  # its results are gone, and what they could be written from
+    return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
 
 
 def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:

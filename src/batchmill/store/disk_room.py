@@ -5,12 +5,17 @@ Everybody who writes for a project asks the one DiskRoom of the process that own
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import sqlalchemy as sa
+from msgspec import Struct
 
 from batchmill.errors import OverQuota
 from batchmill.store.database import Database
@@ -32,6 +37,7 @@ USED = sa.select(_of(files) + _of(upload_parts) + _of(adapters, adapters.c.state
 RECENT_S = 1.0  # for so long a project with a tenth of its quota left is not looked at again
 ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free, or so small a part of its quota, before a job goes on
 WAY_OUT = "delete files, uploads or adapters"
+T = TypeVar("T")
 
 
 def used(db: sa.Connection, project: str) -> int:
@@ -126,3 +132,60 @@ class Writing:
         if not self._has_ended:
             self._has_ended = True
             self._room.end(self._project, self._size, is_kept)
+
+
+class Preparing(Struct):
+    """A dataset that is being unpacked, or checked. `bytes_left` None: only the disk bounds it."""
+
+    folder: Path
+    writing: Writing | None = None
+    bytes_left: int | None = None
+    no_room: str = ""
+    over: OverQuota | None = None  # its project has no room any more
+    work: asyncio.Future[object] | None = None
+
+    def look(self) -> None:
+        """Count what is written now; stop the work where it is too much."""
+        if self.writing is None or self.over is not None:
+            return
+        try:
+            self.writing.grew_to(bytes_in(self.folder))
+        except OverQuota as error:
+            self.over = error
+            if self.work is not None:
+                self.work.cancel()
+
+    async def stoppable(self, work: Awaitable[T]) -> T:
+        """The result of work that writes to the folder. Raises: OverQuota where `look` has stopped it."""
+        future = self.work = asyncio.ensure_future(work)
+        try:
+            result = await future
+        except asyncio.CancelledError:
+            if self.over is None:
+                raise
+        if self.over is not None:
+            raise self.over
+        return result
+
+
+@asynccontextmanager
+async def preparing(room: DiskRoom | None, project: str, folder: Path) -> AsyncIterator[Preparing]:
+    """Room for a dataset that is written to `folder`; None: a command's, without a quota. Raises: OverQuota."""
+    if room is None:
+        yield Preparing(folder)
+        return
+    writing = await room.begin(project)
+    try:
+        yield Preparing(folder, writing, writing.left, writing.refusal.message)
+    finally:
+        writing.end()
+
+
+def bytes_in(folder: Path) -> int:
+    """What the files of a folder take. Some may go meanwhile."""
+    total = 0
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+    return total

@@ -28,7 +28,6 @@ from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Refused, UnknownName
 from batchmill.jobs import preview
-from batchmill.jobs.drive_room import preparing
 from batchmill.ports import Clock
 from batchmill.services.datasets import checking, records
 from batchmill.services.datasets.checking import Checked, CheckOrder
@@ -39,6 +38,7 @@ from batchmill.services.files import FileService, checked_filename
 from batchmill.services.incoming import to_its_end
 from batchmill.services.links import LinkService
 from batchmill.store.database import Database
+from batchmill.store.disk_room import preparing
 from batchmill.types import DatasetSpec
 
 log = logging.getLogger("batchmill.server")

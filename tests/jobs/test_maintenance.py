@@ -1,4 +1,4 @@
-"""The caretaker: jobs go on when a disk that was full has room again."""
+"""Maintenance: jobs go on when a disk that was full has room again."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from fakes.held_clock import HeldClock
 
-from batchmill.jobs.caretaker import AGAIN_MAX_S, LOOK_S, Caretaker, Waiting
+from batchmill.jobs.maintenance import POLL_S, RETRY_MAX_S, Maintenance, Stalled
 from batchmill.store.ballast import BALLAST_BYTES, Ballast
 
 
-class Keeper:
+class Owner:
     def __init__(self, folder: Path) -> None:
         self.clock, self.folder = HeldClock(), folder
-        self.jobs: list[Waiting] = []
+        self.jobs: list[Stalled] = []
         self.resumed: list[tuple[str, float]] = []
-        self.caretaker = Caretaker(self.clock, Ballast(folder / "ballast"), self.waiting, self.resume, self.tidy)
+        self.maintenance = Maintenance(self.clock, Ballast(folder / "ballast"), self.stalled, self.resume, self.tidy)
 
-    async def waiting(self) -> list[Waiting]:
+    async def stalled(self) -> list[Stalled]:
         return self.jobs
 
     async def tidy(self) -> None:
@@ -29,30 +29,30 @@ class Keeper:
 
 async def test_a_job_goes_on_when_there_is_room(tmp_path):
     """A job whose folders have room is resumed, after the ballast is in its place again."""
-    keeper = Keeper(tmp_path)
-    await keeper.caretaker.look()
-    assert keeper.resumed == [] and not (tmp_path / "ballast").exists()
-    keeper.jobs = [Waiting("job_1", [tmp_path])]
-    await keeper.caretaker.look()
-    assert [job for job, _ in keeper.resumed] == ["job_1"]
+    owner = Owner(tmp_path)
+    await owner.maintenance.poll()
+    assert owner.resumed == [] and not (tmp_path / "ballast").exists()
+    owner.jobs = [Stalled("job_1", [tmp_path])]
+    await owner.maintenance.poll()
+    assert [job for job, _ in owner.resumed] == ["job_1"]
     assert (tmp_path / "ballast").stat().st_size == BALLAST_BYTES
 
 
 async def test_without_room_nothing_is_tried(tmp_path):
     """A folder on a file system that has no room keeps its job waiting."""
-    keeper = Keeper(tmp_path)
-    keeper.jobs = [Waiting("job_1", [tmp_path, Path("/proc")])]  # procfs has 0 bytes free
-    await keeper.caretaker.look()
-    assert keeper.resumed == []
+    owner = Owner(tmp_path)
+    owner.jobs = [Stalled("job_1", [tmp_path, Path("/proc")])]  # procfs has 0 bytes free
+    await owner.maintenance.poll()
+    assert owner.resumed == []
 
 
 async def test_a_job_that_fills_the_disk_each_time(tmp_path):
     """A job that comes back at once is tried less and less often, but never given up."""
-    keeper = Keeper(tmp_path)
-    keeper.jobs = [Waiting("job_1", [tmp_path])]
+    owner = Owner(tmp_path)
+    owner.jobs = [Stalled("job_1", [tmp_path])]
     for _ in range(400):
-        await keeper.caretaker.look()
-        keeper.clock.at += LOOK_S
-    times = [at for _, at in keeper.resumed]
+        await owner.maintenance.poll()
+        owner.clock.at += POLL_S
+    times = [at for _, at in owner.resumed]
     pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
-    assert pauses[:3] == [5.0, 10.0, 20.0] and max(pauses) == AGAIN_MAX_S == pauses[-1]
+    assert pauses[:3] == [5.0, 10.0, 20.0] and max(pauses) == RETRY_MAX_S == pauses[-1]

@@ -1,0 +1,98 @@
+"""ActiveJobs: the runners of the jobs that this process works on, and the locks under which a job's fate is decided."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import sqlalchemy as sa
+
+from batchmill.jobs.runner import JobRunner, RunnerTools
+from batchmill.wire.job_spec import JobSpec
+
+CLOSE_S = 5.0  # runners that are to end at once have so long to write down that they paused
+
+
+class ActiveJobs:
+    def __init__(self, tools: RunnerTools) -> None:
+        self._tools = tools
+        self._runners: dict[str, JobRunner] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: defaultdict[str, int] = defaultdict(int)  # lock -> those that hold it or wait for it
+        self.outputs = asyncio.Lock()  # held, before any other, while a job is matched with the file it writes to
+
+    @asynccontextmanager
+    async def alone(self, name: str) -> AsyncIterator[None]:
+        """One at a time for each job, or whatever else `name` stands for."""
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        self._users[name] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._locks[name]
+
+    @asynccontextmanager
+    async def steering(self, record: sa.RowMapping) -> AsyncIterator[None]:
+        """Decide, alone, what becomes of a job; and of its output, where its caller named one."""
+        async with AsyncExitStack() as held:
+            if record["door"] is None:
+                await held.enter_async_context(self.outputs)
+            await held.enter_async_context(self.alone(record["id"]))
+            yield
+
+    def get(self, job_id: str) -> JobRunner | None:
+        """The runner of a job, which may be resting already."""
+        return self._runners.get(job_id)
+
+    def running(self, job_id: str) -> JobRunner | None:
+        """The runner of a job that has neither paused nor ended."""
+        runner = self._runners.get(job_id)
+        return None if runner is None or runner.is_resting else runner
+
+    def all_running(self) -> list[JobRunner]:
+        return [runner for runner in self._runners.values() if not runner.is_resting]
+
+    def runner(self, spec: JobSpec) -> JobRunner:
+        """A runner that is yet to be started."""
+        return JobRunner(spec, self._tools)
+
+    def start(self, runner: JobRunner) -> JobRunner:
+        """Let a job go on from the state that is written down."""
+        runner.task = asyncio.create_task(runner.run())
+        self._runners[runner.spec.id] = runner
+        runner.task.add_done_callback(lambda _: self._forget(runner))
+        return runner
+
+    def _forget(self, runner: JobRunner) -> None:
+        if self._runners.get(runner.spec.id) is runner:
+            del self._runners[runner.spec.id]
+
+    async def settled(self, job_id: str) -> JobRunner | None:
+        """The runner of a job that goes on, once one that has paused or ended its job has let its workers go."""
+        runner = self._runners.get(job_id)
+        if runner is not None and runner.is_resting:
+            await runner.rest()
+            self._forget(runner)
+        return self._runners.get(job_id)
+
+    async def close(self, *, at_once: bool) -> None:
+        """Interrupt every job; `at_once`: without waiting for rows in flight longer than it takes to say so."""
+        runners = list(self._runners.values())
+        for runner in runners:
+            runner.at_once = at_once
+            runner.interrupt()
+        if at_once:
+            await self._tools.dispatcher.close(at_once=True)
+        tasks = [runner.task for runner in runners if runner.task is not None]
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=CLOSE_S if at_once else None)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)

@@ -1,0 +1,94 @@
+"""How a job ends before all of its rows have run: cancelled, or because its deadline has passed.
+
+What providers still run of it is cancelled there. Its shards go to workers once more, to collect and to begin nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import JobPaused
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.shard_notes import AT_REST, INTENT, SUBMITTED, UNKNOWN
+from batchmill.states import EXPIRED, JobState, PauseReason
+from batchmill.types import RemoteJob, RowError
+
+REMOTE_CANCELLATION_S = 3600.0  # for all of a job's shards together; an engine gives up one of them earlier
+WAYS_OUT = "resume it to ask them again, or cancel it again to end it without what they have"
+REQUESTED = frozenset({PauseReason.INTERRUPTED, PauseReason.ASKED})  # the caller knows why the job paused
+
+
+class EarlyEnd(Struct, frozen=True):
+    """What becomes of the job, and what its error file says of the rows that never ran."""
+
+    state: JobState
+    reason: str | None  # while it is CANCELLING
+    unrun: RowError
+
+
+# Source: OpenAI's Batch API, "the request output object".
+CANCELLED = EarlyEnd(
+    JobState.CANCELLED,
+    None,
+    RowError("batch_cancelled", "This request was not executed because the batch was cancelled."),
+)
+PAST_DEADLINE = EarlyEnd(
+    JobState.EXPIRED,
+    EXPIRED,
+    RowError("batch_expired", "This request could not be executed before the completion window expired."),
+)
+
+
+def early_end_of(record: sa.RowMapping) -> EarlyEnd:
+    """How a job that is CANCELLING ends: a cancellation after the deadline is its expiry."""
+    cancelling, deadline = record["cancelling"], record["deadline"]
+    is_late = cancelling is not None and deadline is not None and cancelling >= deadline
+    return PAST_DEADLINE if is_late else CANCELLED
+
+
+def begins_at(early: EarlyEnd, deadline: float | None, now: float) -> float:
+    """When a job begins to end: never before its deadline where that is the reason, whatever the clock says."""
+    return max(now, deadline) if early is PAST_DEADLINE and deadline is not None else now
+
+
+async def cancel_remote(run: JobRun, dispatcher: Dispatcher, *, is_at_once: bool) -> None:
+    """Cancel the remote jobs of a run that is over, and count the outcomes that providers already have.
+
+    Raises: JobPaused where what providers have cannot be collected now.
+    """
+    dispatcher.add(run)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REMOTE_CANCELLATION_S):
+                await asyncio.shield(run.ended)
+    except JobPaused as error:
+        if error.reason in REQUESTED:
+            raise
+        text = f"{error.message}; providers may still have rows of this job, which ends: mend it and {WAYS_OUT}"
+        raise JobPaused(text, reason=error.reason) from None
+    finally:
+        await dispatcher.remove(run, at_once=is_at_once)
+
+
+def refuse_uncancelled(remotes: Sequence[RemoteJob]) -> None:
+    """Raises: JobPaused where a provider runs, and bills, what could not be cancelled."""
+    if running := [each for each in remotes if each.state in (INTENT, SUBMITTED)]:
+        text = "the job is to end, but its providers did not answer: " + "; ".join(leftovers(running))
+        raise JobPaused(f"{text}; {WAYS_OUT}", reason=PauseReason.ROUTE_FAILED)
+
+
+def leftovers(remotes: Sequence[RemoteJob]) -> list[str]:
+    """What may still be at a provider, and should be looked after there by somebody."""
+    return [
+        f"nobody knows what became of the submission {each.tag} to {each.provider}: look for it there"
+        if each.state == UNKNOWN
+        else f"the job {each.id or each.tag} of {each.provider} may still be there ({each.remote_state or each.state})"
+        for each in remotes
+        if each.state not in AT_REST
+    ]

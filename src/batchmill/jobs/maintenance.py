@@ -1,0 +1,214 @@
+"""What goes on by itself in an owner: stalled jobs are tried again, jobs end at their deadlines, old records go.
+
+A job that paused for want of disk space is resumed when there is room again. A job that is to end while a provider does
+not answer is tried again in the same way, less often each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError
+from batchmill.jobs import job_records
+from batchmill.jobs.active_jobs import ActiveJobs
+from batchmill.jobs.job_files import read_spec
+from batchmill.ports import Clock
+from batchmill.states import PauseReason
+from batchmill.store.ballast import Ballast
+from batchmill.store.database import Database
+from batchmill.store.disk_room import DiskRoom
+
+log = logging.getLogger("batchmill.jobs")
+
+POLL_S = 5.0
+FREE_BYTES = 16 * 1024 * 1024  # that must be free, the disk reserve apart, before a job is tried again
+TIDY_S = 3600.0
+RETRY_MAX_S = 300.0  # between two tries of a job that stops each time
+DEADLINE_SLEEP_MAX_S = 60.0  # the clock on the wall may be set, and a machine may be suspended
+DEADLINE_RETRY_S = 5.0  # before a job is tried again that could not be ended
+DEADLINES_MAX = 100  # jobs that are ended at once
+
+
+class Stalled(Struct, frozen=True):
+    """A job that is paused until it can go on, and the folders it writes to."""
+
+    job: str
+    folders: list[Path]
+
+
+class Maintenance:
+    """Args:
+    stalled: the jobs that are to be tried again where there is room.
+    resume: resume one of them.
+    tidy: drop records that are out of date.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        ballast: Ballast,
+        stalled: Callable[[], Awaitable[Sequence[Stalled]]],
+        resume: Callable[[str], Awaitable[None]],
+        tidy: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._clock, self._ballast, self._stalled, self._resume = clock, ballast, stalled, resume
+        self._tidy, self._tidied = tidy, -math.inf
+        self._tries: dict[str, tuple[float, float]] = {}  # job -> (not before, and after that not for so long)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(POLL_S)
+            try:
+                await self.poll()
+                if self._clock.monotonic() - self._tidied >= TIDY_S:
+                    await self._tidy()
+                    self._tidied = self._clock.monotonic()
+            except (BatchmillError, OSError):
+                continue  # the disk or the database still fails: whoever needs them says so
+
+    async def poll(self) -> None:
+        """Resume every stalled job whose folders have room."""
+        stalled = await self._stalled()
+        now = self._clock.monotonic()
+        self._tries = {job: tried for job, tried in self._tries.items() if tried[0] + 2 * RETRY_MAX_S > now}
+        for each in stalled:
+            not_before, pause_s = self._tries.get(each.job, (now, POLL_S))
+            if now < not_before or not await asyncio.to_thread(_has_room, each.folders):
+                continue
+            self._tries[each.job] = now + pause_s, min(2 * pause_s, RETRY_MAX_S)
+            await asyncio.to_thread(self._ballast.reserve)
+            await self._resume(each.job)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+
+def _has_room(folders: Sequence[Path]) -> bool:
+    return all(shutil.disk_usage(folder).free >= FREE_BYTES for folder in folders)
+
+
+class StalledJobs:
+    """Jobs that a server resumes by itself: without disk space, or to be ended while a provider does not answer."""
+
+    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: Callable[[], DiskRoom]) -> None:
+        """Args: room: where the bytes of projects are counted."""
+        self._data_dir, self._database, self._active, self._room = data_dir, database, active, room
+        self.stranded: set[str] = set()  # a server's jobs that are written down as running, for want of disk space
+
+    async def poll(self) -> Sequence[Stalled]:
+        """The jobs to try again. Jobs that run for projects without disk quota left are paused."""
+        await self._pause_over_quota()
+        read, room = self._database.read, self._room()
+        stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
+        found = [record for reason in stuck for record in await read(job_records.paused_for, reason)]
+        kept_out = await read(job_records.paused_for, PauseReason.DISK_QUOTA)
+        has_room = {project: await room.has_room(project) for project in {each["project"] for each in kept_out}}
+        found += [record for record in kept_out if has_room[record["project"]]]
+        stopped = await read(job_records.paused_for, PauseReason.ROUTE_FAILED)
+        found += [record for record in stopped if record["cancelling"] is not None]
+        paused = {record["id"] for record in found}
+        found += [await read(job_records.find, job_id) for job_id in self.stranded - paused]
+        specs = [read_spec(record["spec"]) for record in found]
+        return [
+            Stalled(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
+            for spec in specs
+        ]
+
+    async def _pause_over_quota(self) -> None:
+        room = self._room()
+        running = [runner for runner in self._active.all_running() if runner.spec.origin is not None]
+        for project in {runner.spec.project for runner in running}:
+            has, most = await room.look(project)
+            if has > most:
+                for runner in running:
+                    if runner.spec.project == project:
+                        runner.refuse_more(room.refusal(project))
+
+
+class JobDeadlines:
+    """One task that ends the jobs whose deadline has passed; it sleeps until the next one.
+
+    Args:
+    upcoming: so many (job, deadline) as asked for, the next one first, of those that have not ended.
+    expire: end a job early; it returns once that is written down, or too late.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        upcoming: Callable[[int], Awaitable[Sequence[tuple[str, float]]]],
+        expire: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._clock, self._upcoming, self._expire = clock, upcoming, expire
+        self._changed = asyncio.Event()
+        self._ending: dict[str, asyncio.Task[None]] = {}  # jobs on their way to their end
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    def changed(self) -> None:
+        """A job came, or a deadline moved: look again."""
+        self._changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                next_s = await self._end_due()
+            except BatchmillError as error:
+                log.warning("deadlines could not be read: %s", error.message)
+                next_s = DEADLINE_RETRY_S
+            if next_s is None:
+                await self._changed.wait()
+                continue
+            sleep = asyncio.create_task(self._clock.sleep(min(next_s, DEADLINE_SLEEP_MAX_S)))
+            news = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait({sleep, news}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                sleep.cancel()
+                news.cancel()
+
+    async def _end_due(self) -> float | None:
+        """Begin to end what is due; seconds until there is more to do, None when there is no deadline."""
+        known = await self._upcoming(DEADLINES_MAX + len(self._ending))
+        now = self._clock.now()
+        for job_id, deadline in known:
+            if job_id in self._ending:
+                continue
+            if deadline > now:
+                return deadline - now
+            task = asyncio.create_task(self._end(job_id))
+            self._ending[job_id] = task
+        return None
+
+    async def _end(self, job_id: str) -> None:
+        try:
+            await self._expire(job_id)
+        except Exception as error:  # a full disk, a change of its state, or a bug of ours: told, and looked at again
+            log.warning("the job %s could not be ended at its deadline: %s: %s", job_id, type(error).__name__, error)
+            await self._clock.sleep(DEADLINE_RETRY_S)
+        finally:
+            del self._ending[job_id]
+            self._changed.set()
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._task, *self._ending.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -1,0 +1,599 @@
+"""JobRunner: takes one job from state to state. Each state is written to the ledger first, then its step runs.
+
+    VALIDATING ─► QUEUED ─► RUNNING ─► FINALIZING ─► COMPLETED
+                    ▲          │
+                    └──────────┤ another route to the model
+                               └─► CANCELLING ─► CANCELLED or EXPIRED
+
+A step that raises leaves the job PAUSED, or FAILED where none of its rows ran. A process that is killed anywhere leaves
+the state that was written last: the next owner pauses the job (`JobService.recover`), and `resume` enters it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill import faults
+from batchmill.children.offload import Offload
+from batchmill.datasets import soundness
+from batchmill.errors import (
+    BatchmillError,
+    DatasetDamaged,
+    InputChanged,
+    InvalidInput,
+    InvalidTransition,
+    JobPaused,
+    OverQuota,
+    StorageFailed,
+    StorageFull,
+    SubmitUnknown,
+    of_system,
+)
+from batchmill.jobs import adapters, early_end, recovery, routing, shard_notes
+from batchmill.jobs.adapters import AdapterWork
+from batchmill.jobs.commits import Books
+from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.early_end import EarlyEnd, early_end_of
+from batchmill.jobs.job_files import JobFiles
+from batchmill.jobs.job_records import columns_of
+from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.orders import has_run
+from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.preparation import Prepared, PrepareOrder, listed
+from batchmill.jobs.preview import seal_and_plan
+from batchmill.jobs.publishing import Publishing
+from batchmill.jobs.results import Manifest
+from batchmill.jobs.retry import RetryOrder, plan_retry
+from batchmill.jobs.ways import Ways, with_code
+from batchmill.models import redaction
+from batchmill.ports import Adapters, Clock
+from batchmill.states import ENDED, NEXT, JobState, PauseReason
+from batchmill.store.ballast import Ballast
+from batchmill.store.disk_room import DiskRoom, bytes_in
+from batchmill.types import ModelSpec, Policy, RemoteJob
+from batchmill.wire.job_spec import JobSpec
+
+T = TypeVar("T")
+
+
+class RunnerTools(Struct, frozen=True):
+    """What every runner of a data directory works with."""
+
+    data_dir: Path
+    books: Books
+    dispatcher: Dispatcher
+    clock: Clock
+    ballast: Ballast
+    offload: Offload  # in children that are kept for what comes next
+    adapters: Callable[[], Adapters]
+    room: Callable[[], DiskRoom]  # where the bytes and jobs of projects are counted
+
+    def room_of(self, spec: JobSpec) -> DiskRoom | None:
+        """Where the bytes of a server's job count; None for a command's."""
+        return None if spec.origin is None else self.room()
+
+    def quota_of(self, spec: JobSpec) -> int | None:
+        """How many unfinished jobs the project of a server's job may have; None for a command's."""
+        return None if spec.origin is None else self.room().quotas.of(spec.project).unfinished_jobs
+
+
+class _EndsEarly(Exception):
+    """A job is to end before its rows were planned."""
+
+
+class JobRunner:
+    def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
+        self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
+        self._tools, self._books, self._ledger = tools, tools.books, tools.books.ledger
+        self._dispatcher, self._clock = tools.dispatcher, tools.clock
+        self._offload = partial(tools.offload, project=spec.project)
+        self._adapters = AdapterWork(tools.adapters, self._offload)
+        self._routes = Ways(self._ledger.database, tools.clock)
+        self.task: asyncio.Task[None] | None = None
+        self.at_once = False  # end without waiting for rows in flight
+        self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
+        self.fails_rows = False  # rows that fail are not to wait for their service
+        self.leaves_remote = False  # end without what providers still have
+        self.progress: float | None = None  # of the child process that works for it
+        self._state: JobState | None = None  # as this runner read or wrote it last
+        self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
+        self._publishing: Publishing | None = None  # the results of that pass
+        self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
+        self._child: asyncio.Task[Any] | None = None  # long work that a pause interrupts
+        self._stop: BatchmillError | None = None  # asked to pause
+        self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
+        self._is_cancelling = asyncio.Event()  # and that is written down
+        self._writing_end = asyncio.Lock()  # held while it is being written down
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Pause because the owner ends."""
+        self._halt(JobPaused("interrupted; run the same command again, or resume it", reason=PauseReason.INTERRUPTED))
+
+    async def pause(self, reason: PauseReason, message: str) -> None:
+        self._halt(JobPaused(message, reason=reason))
+        await self.rest()
+
+    def refuse_more(self, error: OverQuota) -> None:
+        """Pause while rows run: there is no room for further results. Preparation and the end are left alone."""
+        if self._is_running_rows:
+            self._halt(JobPaused(error.message, reason=PauseReason.DISK_QUOTA))
+
+    def _halt(self, error: BatchmillError) -> None:
+        self._stop = self._stop or error
+        if self.rows_run is not None:
+            self.rows_run.pause(error)
+        elif self._child is not None:
+            self._child.cancel()
+
+    async def end_early(self, early: EarlyEnd) -> None:
+        """End without the rows that have not run. Returns once that is written down, or too late: see its state."""
+        if self._state is JobState.FINALIZING:
+            return
+        if self._early is None:
+            self._early = early
+            if (run := self.rows_run) is not None:
+                await self._write_cancelling()
+                if run is self._run:
+                    run.cancel()
+            elif self._state is JobState.VALIDATING and self._child is not None:
+                self._child.cancel()
+        if self.task is not None:
+            written = asyncio.create_task(self._is_cancelling.wait())
+            await asyncio.wait({self.task, written}, return_when=asyncio.FIRST_COMPLETED)
+            written.cancel()
+
+    async def rest(self) -> None:
+        """Wait until nothing of the job is done any more."""
+        if self.task is not None:
+            await asyncio.wait({self.task})
+
+    def fail_rows(self) -> None:
+        """Rows that failed and wait are given up."""
+        self.fails_rows = True
+        if self._run is not None and self._is_running_rows:
+            self._dispatcher.fail_rows(self._run)
+
+    async def amend(self, policy: Policy) -> None:
+        """Go on under another policy, now or when the job is resumed."""
+        before = self.spec.policy
+        self._set_policy(policy)
+        try:
+            await asyncio.to_thread(self.files.write_spec, self.spec)
+            await self._books.call(self._ledger.note, self.spec.id, **columns_of(self.spec))
+        except BatchmillError:
+            self._set_policy(before)
+            raise
+
+    def _set_policy(self, policy: Policy) -> None:
+        self.spec = replace(self.spec, policy=policy)
+        if self._run is not None:
+            self._run.spec = self.spec
+            if self._is_running_rows:
+                self._dispatcher.bound(self._run)
+
+    @property
+    def _is_running_rows(self) -> bool:
+        """Workers run its rows, rather than collect what providers have of a job that ends."""
+        return self._run is not None and self.rows_run is self._run
+
+    @property
+    def waits_for(self) -> str:
+        """What must be there before its rows can run; empty: nothing."""
+        return self._adapters.told
+
+    @property
+    def models(self) -> list[ModelSpec]:
+        """The models that have rows left to run, as far as that is known."""
+        if (run := self.rows_run) is not None:
+            return [self.spec.models[number] for number in run.models_left]
+        return self.spec.models if len(self.spec.models) == 1 else []
+
+    # -- entering a state from rest -----------------------------------------------------------------------------------
+
+    async def resume(self) -> None:
+        """PAUSED becomes the state in which the job goes on, under this description."""
+        await asyncio.to_thread(self.files.write_spec, self.spec)
+        record = await self._record()
+        if record["cancelling"] is not None:
+            state, reason = JobState.CANCELLING, early_end_of(record).reason
+        else:
+            state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
+        await self._move(state, reason=reason, message="", **columns_of(self.spec))
+
+    async def retry(self) -> None:
+        """An ended job becomes QUEUED with another generation, over the rows that failed.
+
+        Raises: InvalidTransition when none may be run again.
+        """
+        job_id, record = self.spec.id, await self._record()
+        if not self._is_planned(record):
+            raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
+        self.spec = await self._adapters.check_again(self.spec)
+        generation = record["generation"] + 1
+        blocks = await self._books.call(self._ledger.committed, job_id)
+        opened = await plan_retry(RetryOrder(self.spec, str(self.files.data_dir), blocks, generation), self._offload)
+        await asyncio.to_thread(self.files.write_spec, self.spec)
+        most = self._tools.quota_of(self.spec)
+        await self._books.call(
+            self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
+            None if most is None else (self.spec.project, most), **columns_of(self.spec),
+        )  # fmt: skip
+
+    def _is_planned(self, record: sa.RowMapping) -> bool:
+        """Its rows have been counted and ordered."""
+        return bool(record["rows"]) and (self.files.plan(0) / "plan.json").exists()
+
+    # -- from state to state ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take the job as far as it goes, and write down why it stops."""
+        try:
+            await self._advance()
+        except JobPaused as error:
+            gives_up = error.reason is PauseReason.ENGINE_FAILED and self.spec.policy.on_engine_failure == "fail"
+            if gives_up and await self._may_fail(unrun=True):
+                await self._fail(error.reason, error.message)
+            else:
+                await self._pause(error.reason, error.message)
+        except asyncio.CancelledError:
+            self.at_once = True
+            raise
+        except (InvalidInput, OverQuota) as error:
+            if await self._may_fail(unrun=False):
+                await self._fail(error.code, error.message)
+            else:  # once rows have run it is a pause: nothing of them is given up
+                await self._pause(PauseReason.ENGINE_FAILED, error.message)
+        except BatchmillError as error:
+            await self._pause(PauseReason.ENGINE_FAILED, error.message)
+        except OSError as error:
+            known = of_system(error) or StorageFailed(f"a file of the job cannot be used: {error}")
+            await self._pause(known.reason, known.message)
+        except Exception as error:  # our own bug: the job must say so, not look as if it ran
+            redaction.print_exception(error)
+            await self._pause(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
+        finally:
+            self.is_resting = True
+            await self._dispatcher.unreserve(self.spec.id, at_once=self.at_once)
+
+    async def _advance(self) -> None:
+        """Run the step of each state that is written down, until the job has ended."""
+        self._state = JobState((await self._record())["state"])
+        try:
+            while self._state not in ENDED:
+                entered = self._state
+                await STEPS[entered](self)
+                assert self._state is not entered, f"the step of {entered} wrote no other state down"
+        finally:
+            await self._close_run()
+
+    async def _validating(self) -> None:
+        """Seal the dataset and plan its rows; a refused dataset fails the job."""
+        self._raise_if_stopped()
+        self._reserve()
+        models = self.spec.models
+        try:
+            prepared = await self._prepared()
+        except _EndsEarly:
+            assert self._early is not None, "somebody asked for it"
+            await asyncio.to_thread(self.files.clear_refused)
+            await self._end(self._early.state, cancelling=self._clock.now())
+            return
+        finally:  # its child may have been killed
+            await asyncio.to_thread(self.files.clear_unsealed)
+        if self.spec.models != models:  # it goes by other routes, or to other adapters, than it was ordered with
+            await asyncio.to_thread(self.files.write_spec, self.spec)
+        report, plan = prepared.report, prepared.plan
+        problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
+        if plan is None:
+            text = f"{report.problems_total} of {report.seal.rows} rows were refused; no row was run"
+            await self._fail("invalid_dataset", text, rows=report.seal.rows, **problems)
+            await asyncio.to_thread(self.files.clear_refused)
+            return
+        size_bytes = await asyncio.to_thread(lambda: bytes_in(self.files.dataset) + bytes_in(self.files.plan(0)))
+        columns = columns_of(self.spec)
+        await self._move(
+            JobState.QUEUED, via=JobState.PLANNING, errors=prepared.rejected,
+            rows=plan.rows, rows_rejected=plan.rejected, rows_failed=plan.rejected, rows_folded=plan.followers,
+            bytes=2 * len(columns["spec"]) + size_bytes, **columns, **problems,
+        )  # fmt: skip
+
+    async def _queued(self) -> None:
+        """Load the shards whose rows have no outcome yet, and begin to copy results where they can be copied."""
+        self._raise_if_stopped()
+        await self._close_run()
+        await self._routes.measure(self.spec.models)
+        await asyncio.to_thread(soundness.check, self.files.dataset)
+        record = await self._record()
+        generation = record["generation"]
+        run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)
+        run.cost = (record["cost"] or 0.0) + await self._adopt(run.plan, generation)
+        done = await self._books.call(self._ledger.progress, self.spec.id, generation)
+        run.load(done)
+        begun = {"started": self._clock.now()} if record["started"] is None else {}
+        await self._move(JobState.RUNNING, **begun)
+        self._publishing = Publishing(self.spec, self.files, self._offload)
+        if not done and generation == 0 and run.rows_left:
+            self._publishing.follow(run)
+
+    async def _running(self) -> None:
+        """Have workers run the rows. A model whose route failed gets its next one; then the job is QUEUED again."""
+        assert self._run is not None, "a job is RUNNING once it was QUEUED"
+        run = self._run
+        failure = await self._run_rows(run)
+        if await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
+            return
+        if (spec := self._routes.next(run, failure)) is not None:
+            await self._change_route(run, spec)
+        elif failure is not None:
+            raise failure
+        else:
+            await self._move(JobState.FINALIZING, finalizing=self._clock.now())
+
+    async def _finalizing(self) -> None:
+        """Every row has its outcome: publish the results."""
+        assert self._publishing is not None, "a job is FINALIZING once it was RUNNING"
+        manifest = await self._publish(self._publishing)
+        await self._end(JobState.COMPLETED, manifest)
+
+    async def _cancelling(self) -> None:
+        """Cancel what providers run; finished rows become results, the rest errors."""
+        await self._close_run()
+        self._raise_if_stopped()
+        record = await self._record()
+        early = early_end_of(record)
+        if not self._is_planned(record):
+            await self._end(early.state)
+            return
+        generation = record["generation"]
+        with closing(PlanReader(self.files.plan(generation))) as plan:
+            await self._cancel_remote(plan, generation)
+            if not self.leaves_remote:
+                early_end.refuse_uncancelled(await self._remotes(generation))
+            await self._books.call(self._ledger.fence, self.spec.id, generation)
+            await self._adopt(plan, generation)
+        try:
+            manifest = await self._publish(Publishing(self.spec, self.files, self._offload), early)
+        except DatasetDamaged:
+            raise  # it can be mended
+        except InputChanged as error:
+            await self._end(early.state, message=f"its results were not written: {error.message}")
+            return
+        left = early_end.leftovers(await self._remotes(generation))
+        await self._end(early.state, manifest, message="; ".join(left))
+
+    # -- VALIDATING ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """Let the workers that it will need get ready while its rows are read."""
+        if len(self.spec.models) == 1 and self.spec.models[0].engine != routing.ROUTES:
+            self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
+
+    async def _prepared(self) -> Prepared:
+        """Seal and plan, and have the adapters at hand that rows name. Raises: OverQuota, JobPaused, _EndsEarly."""
+        while True:
+            await self._routes.measure(self.spec.models)
+            folders = str(self.files.dataset), str(self.files.plan(0))
+            order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
+            room = self._tools.room_of(self.spec)
+            prepared = await self._interruptible(seal_and_plan(order, room, self._offload, self._show_progress))
+            faults.point("after_prepare")
+            if not prepared.wanted:
+                break
+            await self._set_adapters(await self._interruptible(self._adapters.fetch(self.spec, prepared.wanted)))
+        if prepared.plan is None:
+            return prepared
+        spec = adapters.with_used(self.spec, prepared.plan)
+        if prepared.choices:
+            spec = await asyncio.to_thread(with_code, routing.with_choices(spec, prepared.choices))
+        used = adapters.used_by(spec.models, prepared.plan)
+        spec = adapters.only_used(spec, used)
+        await self._set_adapters(await self._interruptible(self._adapters.check(spec, used)) if used else spec)
+        return prepared
+
+    async def _set_adapters(self, spec: JobSpec) -> None:
+        """Go on with this description. An engine that has room for the ranks of its adapters may be another."""
+        ranks = [[model.adapter_rank for model in each.models] for each in (self.spec, spec)]
+        self.spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
+        if ranks[0] != ranks[1]:
+            await self._dispatcher.unreserve(spec.id)
+            self._reserve()
+
+    async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of long work. Raises: what pauses the job meanwhile; _EndsEarly while it is validated."""
+        is_validating = self._state is JobState.VALIDATING
+        child = self._child = asyncio.create_task(work)
+        if is_validating and (self._stop is not None or self._early is not None):
+            child.cancel()
+        try:
+            return await child
+        except asyncio.CancelledError:
+            self._raise_if_stopped()
+            if is_validating and self._early is not None:
+                raise _EndsEarly from None
+            raise
+        finally:
+            self._child = None
+            self.progress = None
+
+    # -- RUNNING ------------------------------------------------------------------------------------------------------
+
+    def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
+        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
+
+    async def _close_run(self) -> None:
+        """Drop the pass over its rows that was under way, and results that were not finished."""
+        if self._publishing is not None:
+            await self._publishing.abandon()
+        if self._run is not None:
+            self._run.plan.close()
+        self._run = self._publishing = None
+
+    async def _run_rows(self, run: JobRun) -> BatchmillError | None:
+        """Let workers run the rows; what stopped them before the last one, unless they were to stop."""
+        self.rows_run = run
+        run.fails_rows, self.fails_rows = self.fails_rows, False
+        if self._early is not None:
+            run.cancel()
+        run.check_budget()
+        self._dispatcher.add(run)
+        watching = asyncio.create_task(self._routes.watch(run)) if self._routes.may_change(self.spec) else None
+        failure = None
+        try:
+            await asyncio.shield(run.ended)
+        except BatchmillError as error:
+            failure = error
+        finally:
+            if watching is not None:
+                watching.cancel()
+            is_over = self._routes.next(run, failure) is not None  # what goes another way is not left where it is
+            await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
+            await self._books.call(self._ledger.spent, self.spec.id, run.elapsed_s)
+            self.rows_run = None
+        return failure
+
+    async def _adopt(self, plan: PlanReader, generation: int) -> float:
+        """Count outcomes that reached a segment and no commit; what they cost."""
+        adopted = await self._books.call(recovery.adopt, self._ledger, self.spec, generation, plan, self.files)
+        return sum(cost or 0.0 for _, cost in adopted)
+
+    async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
+        """QUEUED again under a description whose models have other routes, once nothing is left at the route before.
+
+        Raises: SubmitUnknown where a provider may run rows that nobody can end.
+        """
+        await self._cancel_remote(run.plan, run.generation)
+        self._raise_if_stopped()
+        if await self._ends_early(is_cut_off=True):
+            return
+        remotes = await self._remotes(run.generation)
+        doubtful = [each for each in remotes if each.state == shard_notes.UNKNOWN]
+        if doubtful:
+            raise SubmitUnknown("; ".join(early_end.leftovers(doubtful)))
+        spec = routing.warned(spec, run.failing, early_end.leftovers(remotes))
+        await self._books.call(self._ledger.fence, self.spec.id, run.generation)
+        await self._adopt(run.plan, run.generation)
+        spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
+        await asyncio.to_thread(self.files.write_spec, spec)
+        self.spec = spec
+        await self._move(JobState.QUEUED, **columns_of(spec))
+        await self._dispatcher.unreserve(spec.id)
+
+    async def _cancel_remote(self, plan: PlanReader, generation: int) -> None:
+        """Cancel the remote jobs of a generation, and count what providers have. Raises: JobPaused."""
+        only = shard_notes.uncollected_shards(await self._remotes(generation))
+        if not only or self.leaves_remote:
+            return
+        self._raise_if_stopped()
+        run = self.rows_run = self._new_run(plan, generation, is_over=True)
+        try:
+            run.load(await self._books.call(self._ledger.progress, self.spec.id, generation), only)
+            await early_end.cancel_remote(run, self._dispatcher, is_at_once=self.at_once)
+        finally:
+            self.rows_run = None
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    async def _ends_early(self, *, is_cut_off: bool) -> bool:
+        """Whether the job is CANCELLING: that may be being written down while its last rows are counted."""
+        async with self._writing_end:
+            is_cancelling = self._is_cancelling.is_set()
+        return is_cancelling or (is_cut_off and self._early is not None and await self._write_cancelling())
+
+    async def _write_cancelling(self) -> bool:
+        """Write down that the job is to end early. False when every row has its outcome already."""
+        async with self._writing_end:
+            if self._is_cancelling.is_set() or self._early is None:
+                return self._is_cancelling.is_set()
+            now = early_end.begins_at(self._early, self.spec.policy.deadline, self._clock.now())
+            try:
+                await self._move(JobState.CANCELLING, reason=self._early.reason, message="", cancelling=now)
+            except InvalidTransition:
+                self._early = None
+                return False
+            except BatchmillError:
+                self._early = None  # it could not be written down, so it was not taken: the caller is told
+                raise
+            self._is_cancelling.set()
+            return True
+
+    async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
+        blocks = await self._books.call(self._ledger.committed, self.spec.id)
+        faults.point("before_publish")
+        unrun = None if early is None else early.unrun
+        manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
+        faults.point("after_publish")
+        return manifest
+
+    def _show_progress(self, share: float) -> None:
+        self.progress = share
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+    # -- its record ---------------------------------------------------------------------------------------------------
+
+    async def _record(self) -> sa.RowMapping:
+        return await self._books.look(self._ledger.job, self.spec.id)
+
+    async def _remotes(self, generation: int) -> list[RemoteJob]:
+        """The jobs at providers that hold rows of it."""
+        return await self._ledger.database.read(shard_notes.remote_jobs, self.spec.id, generation)
+
+    async def _move(self, state: JobState, **fields: object) -> None:
+        """Write the next state down, and enter it. Raises: InvalidTransition."""
+        try:
+            await self._books.call(self._ledger.move, self.spec.id, state, **fields)
+        except StorageFull:
+            if state not in (JobState.PAUSED, JobState.FAILED):
+                raise
+            self._tools.ballast.release()  # the disk reserve: at least the reason can be written down
+            await self._books.call(self._ledger.move, self.spec.id, state, **fields)
+        self._state = state
+
+    async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
+        """The job has ended, with results where there is a manifest of them."""
+        if manifest is not None:
+            errors_output = None if manifest.errors is None else manifest.errors.path
+            fields = {"message": "", **fields} | {
+                "errors": manifest.causes, "rows_ok": manifest.ok, "rows_failed": manifest.failed,
+                "output": manifest.output.path, "errors_output": errors_output,
+            }  # fmt: skip
+        await self._move(state, reason=None, finished=self._clock.now(), **fields)
+
+    async def _pause(self, reason: PauseReason, message: str) -> None:
+        """PAUSED. That the job is to end early stays written down: the next owner goes on with it."""
+        is_cancelling = (await self._record())["state"] == JobState.CANCELLING
+        if not (is_cancelling and reason is PauseReason.INTERRUPTED):
+            await self._move(JobState.PAUSED, reason=reason, message=message)
+
+    async def _fail(self, reason: str, message: str, **fields: Any) -> None:
+        """FAILED: no row of the job ran, and none will."""
+        await self._move(JobState.FAILED, reason=reason, message=message, finished=self._clock.now(), **fields)
+
+    async def _may_fail(self, *, unrun: bool) -> bool:
+        """Whether the job's state allows it to fail; `unrun`: and no outcome of it came from a model."""
+        record = await self._record()
+        is_begun = record["generation"] > 0 or has_run(record)
+        return JobState.FAILED in NEXT[JobState(record["state"])] and not (unrun and is_begun)
+
+
+# The step of each state that is not at rest. PLANNING is written only together with QUEUED.
+STEPS: dict[JobState, Callable[[JobRunner], Awaitable[None]]] = {
+    JobState.VALIDATING: JobRunner._validating,
+    JobState.QUEUED: JobRunner._queued,
+    JobState.RUNNING: JobRunner._running,
+    JobState.FINALIZING: JobRunner._finalizing,
+    JobState.CANCELLING: JobRunner._cancelling,
+}
