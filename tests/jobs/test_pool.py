@@ -39,14 +39,8 @@ class Owner:
         self.failure: asyncio.Future[Failed] = asyncio.get_running_loop().create_future()
         self.deaths = 0
 
-    def wanted(self, pool: Pool) -> None:
-        """Nothing is given out here."""
-
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
-        """Nothing is counted here."""
-
-    def released(self, worker: PoolWorker, job_id: str) -> None:
-        """No job is taken back here."""
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """No rows are given out here, and none are counted."""
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failure.set_result(failure)
@@ -54,7 +48,7 @@ class Owner:
     def load(self, key: str) -> Load:
         return Load()
 
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         self.deaths += 1
         return self.death
 

@@ -15,7 +15,7 @@ from batchmill.jobs.pool import Death, Pool
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.replicas import Load
-from batchmill.types import Commit, ModelSpec, Provision
+from batchmill.types import ModelSpec, Provision
 from batchmill.wire.messages import Failed, Provide
 
 MODEL = ModelSpec("m", "http", "remote", api_key="secret:service", workers=2)
@@ -37,20 +37,14 @@ class Secrets:
         return self.now
 
 
-class Listener:
+class Dispatcher:
     """Hears that the model has failed."""
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[Failed] = asyncio.get_running_loop().create_future()
 
-    def wanted(self, pool: Pool) -> None:
-        """Nothing is given out here."""
-
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
-        """Nothing is counted here."""
-
-    def released(self, worker: PoolWorker, job_id: str) -> None:
-        """No job is taken back here."""
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """No rows are given out here, and none are counted."""
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failure.set_result(failure)
@@ -58,15 +52,15 @@ class Listener:
     def load(self, key: str) -> Load:
         return Load()
 
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()
 
 
 class Stage:
     def __init__(self, folder: Path) -> None:
-        self.executor, self.listener, self.secrets = ScriptedExecutor(), Listener(), Secrets()
+        self.executor, self.dispatcher, self.secrets = ScriptedExecutor(), Dispatcher(), Secrets()
         self.pools = Pools(
-            folder, self.executor, SystemClock(), listener=self.listener, linger_s=0.0, provisions=self.secrets
+            folder, self.executor, SystemClock(), dispatcher=self.dispatcher, linger_s=0.0, provisions=self.secrets
         )
 
 
@@ -119,7 +113,7 @@ async def test_without_its_secret_a_model_fails(stage: Stage) -> None:
     """A model whose secret is missing starts no worker, and says which it is."""
     stage.secrets.now = None
     stage.pools.use("job", MODEL, "key")
-    failure = await stage.listener.failure
+    failure = await stage.dispatcher.failure
     assert failure.code == "missing_secret" and "'service'" in failure.message
     assert not stage.pools.get("key").workers
 
@@ -131,7 +125,7 @@ async def test_a_secret_that_is_removed_fails_what_needs_it(stage: Stage) -> Non
         await stage.executor.next()
     stage.secrets.now = None
     stage.pools.provide()
-    assert (await stage.listener.failure).code == "missing_secret"
+    assert (await stage.dispatcher.failure).code == "missing_secret"
     stage.secrets.now = SECOND
     again = stage.pools.use("job", MODEL, "key")
     assert again.failure is None

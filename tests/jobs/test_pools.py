@@ -14,7 +14,7 @@ from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.replicas import Load
 from batchmill.states import PauseReason
-from batchmill.types import Commit, FunctionSpec, ModelSpec
+from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Ready
 
 
@@ -44,7 +44,7 @@ class Stage:
     def __init__(self, folder: Path, linger_s: float = LINGER_S) -> None:
         self.executor, self.clock = ScriptedExecutor(), StoppedClock()
         self.failures: list[Failed] = []
-        self.pools = Pools(folder, self.executor, self.clock, listener=self, linger_s=linger_s)
+        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s)
 
     def use(self, user: str, model: ModelSpec) -> Pool:
         return self.pools.use(user, model, self.pools.key_of(model))
@@ -52,14 +52,8 @@ class Stage:
     def names(self) -> list[str]:
         return [pool.model.name for _, pool in self.pools.items()]
 
-    def wanted(self, pool: Pool) -> None:
-        """Nothing is given out here."""
-
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
-        """Nothing is counted here."""
-
-    def released(self, worker: PoolWorker, job_id: str) -> None:
-        """No job is taken back here."""
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """No rows are given out here, and none are counted."""
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         if not self.pools.try_with_more_room(pool):
@@ -68,7 +62,7 @@ class Stage:
     def load(self, key: str) -> Load:
         return Load()
 
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()
 
 

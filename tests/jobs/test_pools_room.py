@@ -17,7 +17,7 @@ from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.replicas import Load
 from batchmill.states import PauseReason
-from batchmill.types import Commit, EngineState, ModelSpec, Needs, Scaling
+from batchmill.types import EngineState, ModelSpec, Needs, Scaling
 from batchmill.wire.messages import Drain, Failed, Ready
 
 GIB = 2**30
@@ -32,7 +32,7 @@ class Stage:
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
         self.failures: list[Failed] = []
         self.loads: dict[str, Load] = {}  # by model name
-        self.pools = Pools(folder, self.executor, self.clock, listener=self, linger_s=linger_s)
+        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s)
         self.pools.share(machine or Machine(24 * GIB, ["0", "1", "2"]))
 
     def use(self, user: str, model: ModelSpec) -> Pool:
@@ -44,14 +44,8 @@ class Stage:
     def kinds(self, model: ModelSpec) -> list[str]:
         return [event.kind for event in self.pools.view(model).events]
 
-    def wanted(self, pool: Pool) -> None:
-        """Nothing is given out here."""
-
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
-        """Nothing is counted here."""
-
-    def released(self, worker: PoolWorker, job_id: str) -> None:
-        """No job is taken back here."""
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """No rows are given out here, and none are counted."""
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         self.failures.append(failure)
@@ -60,7 +54,7 @@ class Stage:
         pool = self.pools.get(key)
         return self.loads.get(pool.model.name, Load()) if pool is not None else Load()
 
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()
 
 

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
-from batchmill.jobs import opening, scheduler
-from batchmill.jobs.burials import bury
+from batchmill.jobs import recovery, scheduler
 from batchmill.jobs.claims import Claim, Claims
 from batchmill.jobs.commits import Books
 from batchmill.jobs.job_run import JobRun
@@ -29,8 +28,23 @@ from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, ModelSpec, Shard
-from batchmill.wire.messages import Ack, Failed, Left, Note, Noted, Revoke, Spending, Weigh
+from batchmill.types import Commit, Lease, ModelSpec, Shard
+from batchmill.wire.messages import (
+    Ack,
+    Failed,
+    FailRows,
+    Left,
+    Note,
+    Noted,
+    Open,
+    Ready,
+    Record,
+    Released,
+    Revoke,
+    Spending,
+    Want,
+    Weigh,
+)
 
 RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
 WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
@@ -77,7 +91,7 @@ class Dispatcher:
         self._books, self._clock, self._weights = books, clock, weights or {}
         self.tallies = Tallies()
         pools = Pools(
-            data_dir, executor, clock, listener=self, linger_s=linger_s, provisions=provisions, quarantine=quarantine
+            data_dir, executor, clock, dispatcher=self, linger_s=linger_s, provisions=provisions, quarantine=quarantine
         )
         self._pools, self.provide, self.share = pools, pools.provide, pools.share
         self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
@@ -92,7 +106,7 @@ class Dispatcher:
         self._returned: list[tuple[JobRun, PoolWorker]] = []  # what a resumed run gets back of what was left
         self._work = asyncio.Event()
         self._released = asyncio.Event()
-        self._burying = asyncio.Lock()
+        self._recovering = asyncio.Lock()
         self._dispatching = asyncio.create_task(self._dispatch())
         self._dispatching.add_done_callback(self._stopped)
 
@@ -143,12 +157,21 @@ class Dispatcher:
         self._work.set()
 
     def fail_rows(self, run: JobRun) -> None:
-        """Rows of it that failed and wait are given up."""
-        opening.fail_rows(run, self._pools.workers())
+        """Rows of it that failed and wait are given up, by workers that have some now and those that get some."""
+        run.fails_rows = True
+        for worker in self._workers_with(run):
+            worker.handle.send(FailRows(run.spec.id))
 
     def bound(self, run: JobRun) -> None:
-        """Its budget has changed."""
-        opening.bound(run, self._pools.workers())
+        """Its budget has changed, or it has one now."""
+        is_new = run.purse is None
+        run.check_budget()
+        if is_new and run.purse is not None:
+            for worker in self._workers_with(run):
+                run.purse.open(worker.name, worker.handle.send)
+
+    def _workers_with(self, run: JobRun) -> list[PoolWorker]:
+        return [worker for worker in self._pools.workers() if run.spec.id in worker.opened]
 
     async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
         """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
@@ -162,16 +185,15 @@ class Dispatcher:
         job_id, is_over = run.spec.id, is_over or run.is_over or run.is_cancelled
         self._leaving.add(job_id)
         try:
-            for worker in self._pools.workers():
-                if job_id in worker.opened:
-                    worker.close(job_id)
-                    worker.revoked.add(job_id)
-                    worker.handle.send(Revoke(job_id, is_over))
+            for worker in self._workers_with(run):
+                worker.close(job_id)
+                worker.revoked.add(job_id)
+                worker.handle.send(Revoke(job_id, is_over))
             if not at_once:
                 await self._wait_released(job_id, RELEASE_S)
                 await self._wait_released(job_id, WIND_UP_S if is_over else 0.0, handed_over=True)
             await self._end_late(job_id, at_once=at_once)
-            async with self._burying:
+            async with self._recovering:
                 await self._books.settle()
                 await self._leave(run, is_over=is_over)
         finally:
@@ -185,7 +207,7 @@ class Dispatcher:
             self._work.set()  # others may have its place
 
     async def _end_late(self, job_id: str, *, at_once: bool) -> None:
-        """Kill the workers that still run rows of a job and that nobody else needs, and wait until they are buried."""
+        """Kill the workers that still run rows of a job and that nobody else needs; count what they had finished."""
         late: set[asyncio.Task[None]] = set()
         for key in self._keys.get(job_id, ()):
             pool = self._pools.get(key)
@@ -297,7 +319,7 @@ class Dispatcher:
                 if not run.has_ready(claim.model):
                     break
                 worker.wants.discard(job_id)
-                opening.open_job(run, worker, claim.model)
+                _open_job(run, worker, claim.model)
                 matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
 
@@ -366,14 +388,31 @@ class Dispatcher:
 
     # -- what workers say ---------------------------------------------------------------------------------------------
 
-    def wanted(self, pool: Pool) -> None:
-        self._work.set()
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        match message:
+            case Ready():
+                self._work.set()
+            case Want(job):
+                worker.wants.add(job)
+                self._work.set()
+            case Record(commit):
+                await self._record(pool, worker, commit)
+            case Note():
+                await self._note(worker, message)
+            case Left(lease):
+                self._left_shard(lease)
+            case Spending():
+                self._spending(worker, message)
+            case Released(job):
+                self._released_job(worker, job)
+            case Failed():
+                self.failed(pool, message)
 
     def load(self, key: str) -> Load:
         left = [(run.rows_left_of(model), run.shards_left_of(model)) for run, model in self._runs_of(key)]
         return Load(rows=sum(rows for rows, _ in left), shards=sum(shards for _, shards in left))
 
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
+    async def _record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
         price = pool.model.price
         cost = None if price is None else price.cost(commit.usage)
 
@@ -412,7 +451,7 @@ class Dispatcher:
         if not any(run.rows_left_of(number) for number, each in enumerate(self._keys[job_id]) if each == key):
             self._pools.leave(key, job_id)
 
-    def released(self, worker: PoolWorker, job_id: str) -> None:
+    def _released_job(self, worker: PoolWorker, job_id: str) -> None:
         self._leave_less(worker.name, [job_id])
         run = self._runs.get(job_id)
         if run is None or job_id in self._leaving:
@@ -422,7 +461,7 @@ class Dispatcher:
             self._returned.append((run, worker))
             self._work.set()
 
-    async def note(self, worker: PoolWorker, note: Note) -> None:
+    async def _note(self, worker: PoolWorker, note: Note) -> None:
         def told(kept: bool | BatchmillError) -> None:
             if isinstance(kept, BatchmillError):
                 reason = PauseReason.STORAGE_FULL if isinstance(kept, StorageFull) else PauseReason.ENGINE_FAILED
@@ -432,13 +471,12 @@ class Dispatcher:
 
         await self._books.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), told)
 
-    def left(self, worker: PoolWorker, message: Left | Spending) -> None:
-        if isinstance(message, Spending):
-            if (run := self._runs.get(message.job)) is not None and run.purse is not None:
-                run.purse.hear(worker.name, message)
-                run.check_budget()
-            return
-        lease = message.lease
+    def _spending(self, worker: PoolWorker, message: Spending) -> None:
+        if (run := self._runs.get(message.job)) is not None and run.purse is not None:
+            run.purse.hear(worker.name, message)
+            run.check_budget()
+
+    def _left_shard(self, lease: Lease) -> None:
         run = self._runs.get(lease.job)
         if run is not None and run.generation == lease.generation:
             run.left(lease)
@@ -467,13 +505,8 @@ class Dispatcher:
             if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
                 run.pause(error)
 
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
-        """What a dead worker finished is adopted; the rest of its shards goes to others."""
-
-        def told(commit: Commit, cost: float | None) -> None:
-            self._told(pool, commit, cost, Verdict.COUNTED, worker)
-
-        async with self._burying:
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+        async with self._recovering:
             worker.opened.clear()
             worker.revoked.clear()
             worker.wants.clear()
@@ -485,12 +518,30 @@ class Dispatcher:
             for run in [run for run in self._runs.values() if run.is_held_by(worker.name)]:
                 suspects = run.suspects
                 died = code != 0 and not (worker.is_ended or worker.storage_error)
-                adopted += await bury(self._books, worker, run, died=died, told=told)
+                adopted += await self._adopt(pool, worker, run, died=died)
                 by_row = by_row or run.suspects > suspects
             for run in self._runs.values():
                 run.lost(worker.name)
             self._work.set()
             return Death(adopted, by_row)
+
+    async def _adopt(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
+        """Count what a worker had finished of one job. Where it `died`, its shards were at fault perhaps."""
+        shards = run.held_by(worker.name)
+        if died:
+            run.note_suspect(worker.home / f"{worker.name}.suspect")
+        try:
+            found = await self._books.call(
+                recovery.adopt, self._books.ledger, run.spec, run.generation, run.plan, run.files, worker.name
+            )
+        except BatchmillError as error:
+            run.pause(error)
+            return []
+        for commit, cost in found:
+            self._told(pool, commit, cost, Verdict.COUNTED, worker)
+        for shard in shards:
+            run.put_back(shard, died=died)
+        return [commit for commit, _ in found]
 
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; returns when they have gone."""
@@ -498,3 +549,18 @@ class Dispatcher:
         await self._pools.close(at_once=at_once)
         await self.live.close()
         await self.quarantine.close()
+
+
+def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
+    """Tell a worker of the job before it gets rows of it, unless it knows it."""
+    spec = run.spec
+    if spec.id in worker.opened:
+        return
+    worker.opened[spec.id] = spec.project
+    folders = str(run.files.dataset), str(run.files.segments)
+    adapters = spec.models[model].adapter_set()
+    worker.handle.send(Open(spec.id, spec.identity, spec.form, *folders, adapters, spec.project))
+    if run.fails_rows:
+        worker.handle.send(FailRows(spec.id))
+    if run.purse is not None:
+        run.purse.open(worker.name, worker.handle.send)

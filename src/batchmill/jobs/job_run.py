@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -268,6 +269,16 @@ class JobRun:
         self._shards_left[shard.model] -= 1
         del self._shards[shard.number], self._done[shard.number]
         self._end_if_complete()
+
+    def note_suspect(self, path: Path) -> None:
+        """Remember the row that ran alone when an isolated worker died, as the worker noted it."""
+        try:
+            job, generation, _, position = path.read_text().split()
+        except (FileNotFoundError, ValueError):
+            return
+        if job == self.spec.id and int(generation) == self.generation:
+            self.suspect(int(position))
+            path.unlink()
 
     def suspect(self, position: int) -> None:
         """A worker died while this row ran alone."""

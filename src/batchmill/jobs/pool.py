@@ -37,16 +37,11 @@ from batchmill.wire.messages import (
     Failed,
     Head,
     Heartbeat,
-    Left,
-    Note,
     Ready,
     Record,
-    Released,
-    Spending,
     Start,
     StorageBroken,
     Suspected,
-    Want,
 )
 
 FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
@@ -63,24 +58,31 @@ class Death(Struct, frozen=True):
     by_row: bool = False  # it ran one row alone, which is to blame
 
 
-class PoolListener(Protocol):
-    """Who is told what the workers of a pool say."""
+class RowDispatcher(Protocol):
+    """Gives rows to the workers of pools, and takes what they say of rows."""
 
-    def wanted(self, pool: Pool) -> None: ...
-    async def record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None: ...
-    async def note(self, worker: PoolWorker, note: Note) -> None: ...
-    def left(self, worker: PoolWorker, message: Left | Spending) -> None: ...
-    def released(self, worker: PoolWorker, job_id: str) -> None: ...
-    def failed(self, pool: Pool, failure: Failed) -> None: ...
-    def load(self, key: str) -> Load: ...
-    async def died(self, pool: Pool, worker: PoolWorker, code: int) -> Death: ...
+    def load(self, key: str) -> Load:
+        """The rows that wait for the workers of this pool key."""
+        ...
+
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """A message of a worker about itself being ready, or about rows. It waits while the ledger is behind."""
+        ...
+
+    def failed(self, pool: Pool, failure: Failed) -> None:
+        """The pool has failed, or one job at it."""
+        ...
+
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+        """A worker's process has ended: count what it had finished, and give the rest of its shards to others."""
+        ...
 
 
 class PoolTools(Struct, frozen=True):
     """What every pool of a data directory works with."""
 
     executor: Executor
-    listener: PoolListener
+    dispatcher: RowDispatcher
     clock: Clock
     rooms: Rooms
     log: EngineLog
@@ -114,7 +116,7 @@ class Pool:
         """Start the workers; once `after` is done, where one is given."""
         self._provided: Provision | None = None  # since secrets have changed
         self.key, self.model, self._home = key, model, home
-        self._tools, self._listener, self._clock, self._after = tools, tools.listener, tools.clock, after
+        self._tools, self._dispatcher, self._clock, self._after = tools, tools.dispatcher, tools.clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
         self._deaths = Deaths()
@@ -250,7 +252,7 @@ class Pool:
             code = await handle.wait()
             replica.worker = None
             del self.workers[name]
-            death = await self._listener.died(self, worker, code)
+            death = await self._dispatcher.recover_worker(self, worker, code)
             if self._stopping or replica.is_leaving:
                 log.add(self.key, "stopped", replica=replica.number)
                 return
@@ -284,7 +286,7 @@ class Pool:
         failed = False
         async for message in worker.handle.messages():
             worker.heard = self._clock.monotonic()
-            failed = await self._hear(worker, message) or failed
+            failed = await self._receive(worker, message) or failed
         return failed
 
     def _lost(self) -> BatchmillError:
@@ -339,8 +341,8 @@ class Pool:
             text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
             self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
 
-    async def _hear(self, worker: PoolWorker, message: object) -> bool:
-        """Pass on what a worker said; True when it said that it has failed."""
+    async def _receive(self, worker: PoolWorker, message: object) -> bool:
+        """Handle a worker's message, or pass on what is about rows; True when it said that it has failed."""
         match message:
             case Answers(answers, stats):
                 worker.answer(answers)
@@ -352,37 +354,28 @@ class Pool:
                 worker.hear(message)
                 if isinstance(message, Answered):
                     self._deaths.answered()
-            case Ready() if not worker.is_leaving:
-                worker.is_ready = self.was_ready = True
-                self._tools.log.add(self.key, "ready", replica=worker.replica)
-                self._change()
-                self._listener.wanted(self)
-            case Want(job):
-                worker.wants.add(job)
-                self._listener.wanted(self)
-            case Record(commit):
-                self._got_through(worker, commit)
-                await self._listener.record(self, worker, commit)
+            case Ready():
+                if not worker.is_leaving:
+                    worker.is_ready = self.was_ready = True
+                    self._tools.log.add(self.key, "ready", replica=worker.replica)
+                    self._change()
+                    await self._dispatcher.receive(self, worker, message)
             case Heartbeat(stats):
                 self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
                 worker.stats = stats
-            case Note():
-                await self._listener.note(worker, message)
             case EngineDied(_, how, in_flight):
                 self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
             case Suspected() | Charged():
                 self._tools.quarantine.hear(self.model.source, message)
-            case Left() | Spending():
-                self._listener.left(worker, message)
-            case Released(job):
-                self._listener.released(worker, job)
             case StorageBroken(told):
                 worker.storage_error = told
             case Failed(job=None):
                 self._give_up(worker, message)
                 return True
-            case Failed():
-                self._listener.failed(self, message)
+            case _:
+                if isinstance(message, Record):
+                    self._got_through(worker, message.commit)
+                await self._dispatcher.receive(self, worker, message)
         return False
 
     def _fail(self, failure: Failed) -> None:
@@ -392,7 +385,7 @@ class Pool:
             for replica in self._replicas.values():
                 if replica.is_waiting and replica.task is not None:
                     replica.task.cancel()
-            self._listener.failed(self, failure)
+            self._dispatcher.failed(self, failure)
             self._change()
 
     async def _watch(self) -> None:

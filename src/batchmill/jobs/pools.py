@@ -18,7 +18,7 @@ from batchmill.jobs.adapter_sums import AdapterSums
 from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.machine import Leaver, Machine
-from batchmill.jobs.pool import Pool, PoolListener, PoolTools, rest_s
+from batchmill.jobs.pool import Pool, PoolTools, RowDispatcher, rest_s
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import COOLDOWN_DEFAULT_S, follow, needed
@@ -72,17 +72,17 @@ class Pools:
         executor: Executor,
         clock: Clock,
         *,
-        listener: PoolListener,
+        dispatcher: RowDispatcher,
         linger_s: float,
         provisions: Provisions = NothingProvided(),
         quarantine: Quarantine | None = None,
     ) -> None:
         quarantine = quarantine or Quarantine(clock)
         quarantine.changed = self._learn
-        self._data_dir, self._clock, self._listener, self._linger_s = data_dir, clock, listener, linger_s
+        self._data_dir, self._clock, self._dispatcher, self._linger_s = data_dir, clock, dispatcher, linger_s
         self._rooms, self._log = Rooms(Machine()), EngineLog(clock)
         self._rooms.make_room, self._rooms.use_of = self._make_room, self._use_of
-        self._tools = PoolTools(executor, listener, clock, self._rooms, self._log, quarantine, provisions)
+        self._tools = PoolTools(executor, dispatcher, clock, self._rooms, self._log, quarantine, provisions)
         self._scaling: asyncio.Task[None] | None = None
         self._rests: dict[
             str, tuple[Pool, int, float]
@@ -264,7 +264,7 @@ class Pools:
         scaling = None if pool is None else pool.model.scaling
         if pool is None or scaling is None:
             return
-        load = self._listener.load(key)
+        load = self._dispatcher.load(key)
         load = msgspec.structs.replace(load, requests=load.requests + pool.requests)
         need, before = needed(scaling, load), pool.standing.wanted
         pool.scale(follow(pool.standing, need, now=self._clock.monotonic(), cooldown_s=self._cooldown_of(pool)))

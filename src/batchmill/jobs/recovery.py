@@ -11,7 +11,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.ledger import Ledger, Standing, Verdict, mask_of
 from batchmill.jobs.outcome_map import block_fault
 from batchmill.jobs.plan import PlanReader
@@ -146,17 +145,6 @@ def _commit_of(block: Block, done: bytes, standing: Standing, seq: int) -> Commi
         rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
         errors=block.meta.errors, samples=block.meta.samples,
     )  # fmt: skip
-
-
-def note_suspect(run: JobRun, path: Path) -> None:
-    """Remember the row that ran alone when a careful worker died."""
-    try:
-        job, generation, _, position = path.read_text().split()
-    except (FileNotFoundError, ValueError):
-        return
-    if job == run.spec.id and int(generation) == run.generation:
-        run.suspect(int(position))
-        path.unlink()
 
 
 def _sync(path: Path) -> None:
