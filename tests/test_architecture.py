@@ -24,11 +24,11 @@ ROWS = {
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console", "control"),
-    8: ("app", "connection", "doors", "serving", "cli", "__main__"),
+    8: ("app", "connection", "serving", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
-CLIENT_USERS = {"cli", "connection", "control", "doors"}  # commands ask an owner, and a server, with the SDK
+CLIENT_USERS = {"cli", "connection", "control"}  # commands ask an owner, and a server, with the SDK
 
 # Besides the rows: package -> what it never imports.
 NEVER = {

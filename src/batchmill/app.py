@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable
 
 from batchmill.config import Config
+from batchmill.control.admin import ConnectorHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
-from batchmill.control.doors import DoorHandlers
 from batchmill.control.jobs import JobHandlers
 from batchmill.control.listener import ControlListener
+from batchmill.control.models import AdapterHandlers, FunctionHandlers, LlmHandlers, ModelHandlers
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import preview
@@ -21,36 +22,22 @@ from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.worker_environment import of_worker
 from batchmill.services import salvage
-from batchmill.services.adapters.door import AdapterDoor
 from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.backups import Backups, keep_backups
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.data_dirs import (
-    ADAPTERS_DOOR,
-    CONNECTORS_DOOR,
-    KEYS_DOOR,
-    LLMS_DOOR,
-    MODELS_DOOR,
-    QUOTAS_DOOR,
-    SECRETS_DOOR,
     SOCKET,
     open_provisions,
     open_vault,
     open_versions,
 )
-from batchmill.services.functions.door import ModelDoor
 from batchmill.services.functions.versions import ModelVersions
-from batchmill.services.key_door import KeyDoor
 from batchmill.services.keys import KeyService
-from batchmill.services.llms.door import LlmDoor
 from batchmill.services.llms.opening import look_around, make_llms
 from batchmill.services.llms.service import LlmService
-from batchmill.services.remote.connector_door import ConnectorDoor
 from batchmill.services.remote.opening import RemoteServices, make_remote
-from batchmill.services.secrets.door import SecretDoor
 from batchmill.services.secrets.vault import Vault
-from batchmill.services.usage import QuotaDoor
 from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom
@@ -120,7 +107,7 @@ class Owner:
         gpus = devices.shared(self._told.machine.gpus, os.environ)
         self.jobs.dispatcher.share(Machine(self._told.machine.memory_bytes, gpus))
         self.vault.on_change.append(lambda _: self.jobs.dispatcher.provide())
-        self.versions = open_versions(self._data_dir, self.database, provisions, self._told, serves=config is not None)
+        self.versions = open_versions(self._data_dir, self.database, provisions, self._told)
         await self.versions.load()
         self.remote = make_remote(self._told, self.database, self.vault, SystemClock())
         await self.remote.load()
@@ -129,18 +116,28 @@ class Owner:
         if config is None:  # a server has its rounds
             await self.jobs.retention.sweep()
         self.keys = KeyService(self.database, SystemClock(), self._told.project_quotas)
-        doors = {
-            KEYS_DOOR: KeyDoor(self.keys).answer,
-            MODELS_DOOR: ModelDoor(self.versions).answer,
-            SECRETS_DOOR: SecretDoor(self.vault).answer,
-            CONNECTORS_DOOR: ConnectorDoor(self.remote).answer,
-            ADAPTERS_DOOR: AdapterDoor(self.adapters).answer,
-            LLMS_DOOR: LlmDoor(self.llms).answer,
-            QUOTAS_DOOR: QuotaDoor(self.room, SystemClock()).answer,
-        }
-        self.control = ControlApp([*JobHandlers(self.jobs).handlers(), *DoorHandlers(doors).handlers()])
+        self.control = self._control(self.jobs, self.versions, self.remote, self.llms, self.adapters)
         self._listener = ControlListener(self.control, self._data_dir / SOCKET)
         await self._listener.open()
+
+    def _control(
+        self, jobs: JobService, versions: ModelVersions, remote: RemoteServices, llms: LlmService,
+        adapters: AdapterService,
+    ) -> ControlApp:  # fmt: skip
+        """What the machine's user may ask."""
+        assert self.keys is not None and self.vault is not None and self.room is not None, "they come first"
+        server = self._told.server
+        groups = (
+            JobHandlers(jobs),
+            KeyHandlers(self.keys, self.room, SystemClock()),
+            SecretHandlers(self.vault),
+            ConnectorHandlers(remote),
+            ModelHandlers(versions, llms, adapters, remote.models),
+            FunctionHandlers(versions, f"http://{server.host}:{server.port}"),
+            LlmHandlers(llms),
+            AdapterHandlers(adapters),
+        )
+        return ControlApp(each for group in groups for each in group.handlers())
 
     def _worker_environ(self, model: ModelSpec) -> dict[str, str]:
         return of_worker(model, os.environ, self._told.server.worker_environment)

@@ -6,10 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from batchmill.cli import deploy as command
+from batchmill.cli.clients import MachineClient
 from batchmill.cli.session import Session
+from batchmill.control import operations as own
+from batchmill.control.app import ControlApp
 from batchmill.errors import InvalidInput
 from batchmill.types import Interface, Tensor
 from batchmill.wire import bundles
+from batchmill.wire import operations as table
 from batchmill.wire.native import (
     AliasInfo,
     BackendInfo,
@@ -22,44 +26,47 @@ READY = VersionInfo("f", "main", 3, "ready", 1_700_000_000.0, source="app.py:f")
 
 
 class MemoryModels:
-    """`session.Models` that keeps what it was asked."""
+    """An owner's functions; keeps what it was asked."""
 
     def __init__(self, folder):
         self.folder, self.asked, self.is_new = folder, [], True
+        self.app = ControlApp(
+            [
+                (own.DEPLOY_ARCHIVE, self.deploy),
+                (table.SHOW_MODEL, self.show),
+                (table.ROLLBACK_MODEL, self.rollback),
+                (table.SET_ALIAS, self.set_alias),
+            ]
+        )
 
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        return None
-
-    async def deploy(self, bundle):
+    async def deploy(self, call):
         place = self.folder / f"unpacked{len(self.asked)}"
         place.mkdir()
-        self.asked.append(bundles.read(bundle, place))
+        with open(call.body.path, "rb") as bundle:
+            self.asked.append(bundles.read(bundle, place))
         return DeployReply(READY, self.is_new)
 
-    async def show(self, name):
+    async def show(self, call):
         alias = AliasInfo("prod", [BackendInfo(3, weight=90), BackendInfo(2, weight=10)], [BackendInfo(1)])
         failed = VersionInfo(
             "f", "main", 4, "failed", 1.7e9, source="app.py:f", error="Traceback …\nValueError: \x1b[31mno"
         )
         return FunctionDetail("f", {"main": 3}, [alias], [READY, failed], None, {"modelbit": "curl …"})
 
-    async def rollback(self, name, asked):
-        self.asked.append((name, asked.branch, asked.number))
+    async def rollback(self, call):
+        self.asked.append((call.name, call.body.branch, call.body.number))
         return READY
 
-    async def set_alias(self, name, alias, asked):
-        self.asked.append((name, alias, asked))
-        return AliasInfo(alias, asked.backends, asked.mirrors)
+    async def set_alias(self, call):
+        self.asked.append((call.names["name"], call.names["alias"], call.body))
+        return AliasInfo(call.names["alias"], call.body.backends, call.body.mirrors)
 
 
 @pytest.fixture
 def models(app, place):
-    app.models_of_test = MemoryModels(place)
-    app.open_models = lambda config: app.models_of_test
-    return app.models_of_test
+    made = MemoryModels(place)
+    app.open = lambda config, project=None: MachineClient(made.app, project)
+    return made
 
 
 def test_options_become_an_order(call, models, place):

@@ -14,7 +14,6 @@ from remote_room import KEY, THEM, US, RemoteRoom, at, connector_fields
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.models.addresses import Private
 from batchmill.services.remote import connector_records, connectors
-from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
 from batchmill.services.remote.connector_urls import Endpoints
 from batchmill.services.remote.ids import new_id
 from batchmill.store.tables import jobs
@@ -312,33 +311,6 @@ async def test_limits(room: RemoteRoom, monkeypatch: pytest.MonkeyPatch) -> None
     await room.remote.connectors.update(US, made.id, {"description": "x"})
     with pytest.raises(InvalidInput, match="and may have"):
         await room.remote.connectors.update(US, made.id, {"description": "xx"})
-
-
-async def test_the_door_is_for_commands(room: RemoteRoom) -> None:
-    """Another process of this user makes trusted connectors, sees those of all projects, and makes models of them."""
-    client = ConnectorClient(ConnectorDoor(room.remote).answer)
-    made = await client.create("other", at("http://127.0.0.1:8000", credential={"openAI_key": "env:KEY"}))
-    assert made.connector.is_trusted
-    assert room.remote.connectors.get(THEM, made.id) == made
-    assert [each.id for each in await client.list(None)] == [made.id]
-    assert await client.list("default") == []
-    assert (await client.update(made.id, {"description": "x"})).revision == 2
-    model = await client.register(made.id, "embeddings")
-    assert await client.models() == [model]
-    spec = await client.find("embeddings")
-    assert spec is not None
-    assert spec.allowed == [model.id, "embeddings"]
-    assert await client.find("nobody") is None
-    with pytest.raises(UnknownName):
-        await client.show("nobody")
-    with pytest.raises(InvalidInput, match="undeploy the models first"):
-        await client.update(made.id, {"description": "y"})
-    assert (await client.update(made.id, {"description": "y"}, redeploy=True)).connector.description == "y"
-    assert room.remote.models.get(THEM, model.id).is_deployed
-    with pytest.raises(Conflict):
-        await client.delete(made.id)
-    assert (await client.delete(made.id, with_models=True)).id == made.id
-    assert await client.models() == []
 
 
 def test_ids_are_no_flags() -> None:

@@ -7,7 +7,6 @@ import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import Forbidden, InvalidInput, OverQuota, Unauthenticated, UnknownName
-from batchmill.services.key_door import KeyClient, KeyDoor
 from batchmill.services.keys import ANYBODY, KeyService
 from batchmill.store.database import Database
 from batchmill.types import Caller, ProjectQuotas, Quotas, Scope
@@ -182,17 +181,6 @@ async def test_uses_are_written_down(keys, clock):
     await keys.authenticate(made.key)
     await keys.write_uses()
     assert (await keys.list("one"))[0].last_used == clock.now()
-
-
-async def test_another_process_asks_the_owner(keys):
-    """Through the control socket's messages keys are made, listed and revoked as in the process itself."""
-    client = KeyClient(KeyDoor(keys).answer)
-    made = await client.create(name="n", project="one", scope=Scope.READ, models=frozenset({"m"}))
-    assert (await keys.authenticate(made.key)).models == frozenset({"m"})
-    assert await client.list(None) == await keys.list(None)
-    await client.revoke(made.record.id, None)
-    with pytest.raises(Unauthenticated):
-        await keys.authenticate(made.key)
 
 
 async def test_a_key_that_is_revoked_while_it_is_looked_up(keys, database):

@@ -9,10 +9,14 @@ from fakes.provider_fake import HANG, LOST_REPLY, RESET, Wrong
 from fakes.remote_service import RemoteService
 from task_room import ANN, BOB, TaskRoom
 
+from batchmill.cli.clients import MachineClient
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
+from batchmill.control.admin import ConnectorHandlers
+from batchmill.control.app import ControlApp
 from batchmill.errors import Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote import tasks as remote_tasks
-from batchmill.services.remote.connector_door import ConnectorClient, ConnectorDoor
 from batchmill.services.remote.task_records import BATCH_PREDICTION, CREATED, TaskRecord
 from batchmill.services.remote.tasks import FAILURES_MAX, MODEL_LOOKS_MAX, RemoteRefused
 from batchmill.services.repeats import once_for
@@ -442,16 +446,16 @@ async def test_a_restart_goes_on(room, service, model):
 
 async def test_a_forced_end_cancels_first(room, service, model):
     """A connector that is deleted with its models has the provider cancel what runs; where it does not, all stays."""
-    door = ConnectorClient(ConnectorDoor(room.remote).answer)
+    client = MachineClient(ControlApp(ConnectorHandlers(room.remote).handlers()))
     connector = room.models.get(ANN, model).connector
     task = await room.tasks.predict(ANN, model, GIVEN, order())
     with pytest.raises(Conflict, match=task.id):
         await room.models.undeploy(ANN, model)
     service.fail("POST", "/cancel", Wrong(500, b"no"))
     with pytest.raises(Conflict, match=task.id):
-        await door.delete(connector, with_models=True)
+        await client.call(ask(own.DELETE_CONNECTOR, connector, with_models=True))
     assert room.models.get(ANN, model).is_deployed
-    await door.delete(connector, with_models=True)
+    await client.call(ask(own.DELETE_CONNECTOR, connector, with_models=True))
     assert service.jobs["batch_1"].state == "cancelling"
     assert (await room.tasks.get(ANN, task.id)).state == "CANCELLED"
     with pytest.raises(UnknownName):

@@ -19,7 +19,6 @@ from batchmill.config import KEY_FILE, Config
 from batchmill.errors import Conflict, InvalidConfig, InvalidInput, ModelFailed, UnknownName
 from batchmill.services.secrets import vault as vaults
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.secrets.door import SecretClient, SecretDoor
 from batchmill.services.secrets.provisions import OwnerProvisions, references
 from batchmill.services.secrets.vault import PAGE, Vault
 from batchmill.services.webhooks import WebhookService
@@ -344,23 +343,3 @@ async def test_an_unreadable_secret_fails_its_model(room: Room, tmp_path: Path) 
     (tmp_path / KEY_FILE).unlink()
     with pytest.raises(ModelFailed, match="not there"):
         await OwnerProvisions(room.again(), []).of(ModelSpec("m", "http", "remote", api_key="secret:openai"))
-
-
-async def test_through_the_door(room: Room) -> None:
-    """Another process puts, lists, rotates and removes secrets through the owner; none comes back."""
-    said: list[bytes] = []
-    door = SecretDoor(room.vault)
-
-    async def tell(message: bytes) -> bytes:
-        said.append(await door.answer(message))
-        return said[-1]
-
-    client = SecretClient(tell)
-    await client.put("openai", LONG)
-    assert [each.name for each in await client.list()] == ["openai"]
-    assert (await client.rotate()).rewrapped == 1
-    assert await room.vault.reveal("openai") == LONG
-    await client.remove("openai")
-    with pytest.raises(UnknownName):
-        await client.remove("openai")
-    assert not any(LONG.encode() in each for each in said)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
-from batchmill.cli.session import Adapters, Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
 from batchmill.services.adapters.names import read_reference
-from batchmill.wire.native_adapters import AdapterInfo
+from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
 
 SHOWN_CHARS = 60
 
@@ -45,8 +54,8 @@ def add(session: Session, name: str, source: str, *, base: str, token: str | Non
     known gets its next version.
     """
 
-    async def make(opened: Adapters) -> None:
-        found = await opened.add(name, source, base=base, token=token)
+    async def make(opened: AsyncClient) -> None:
+        found = await _added(session, opened, NewAdapter(name, base, source, token))
         if session.as_json:
             session.emit("adapter", adapter=found)
             return
@@ -54,6 +63,19 @@ def add(session: Session, name: str, source: str, *, base: str, token: str | Non
         session.say(f"{clean(found.own_name)} is ready for {clean(found.base)}: rank {found.rank}")
 
     return _with(session, project, make)
+
+
+async def _added(session: Session, opened: AsyncClient, asked: NewAdapter) -> AdapterInfo:
+    """A server is sent a folder of this machine; the owner of a data directory reads it where it lies."""
+    if session.server_url is not None:
+        return await opened.add_adapter(
+            asked.name, os.path.expanduser(asked.source), base=asked.base, token=asked.token
+        )
+    source = asked.source
+    if Path(source).expanduser().is_dir() or source.startswith((".", "~")):
+        source = os.path.abspath(Path(source).expanduser())
+    token = asked.token and session.absolute(asked.token)
+    return await opened.call(ask(own.ADD_ADAPTER, body=replace(asked, source=source, token=token)))
 
 
 @adapters.command("list")
@@ -64,8 +86,8 @@ def add(session: Session, name: str, source: str, *, base: str, token: str | Non
 def list_adapters(session: Session, base: str | None, project: str | None) -> int:
     """List the adapters that were registered, all versions."""
 
-    async def show_all(opened: Adapters) -> None:
-        found = await opened.list(base)
+    async def show_all(opened: AsyncClient) -> None:
+        found = await opened.adapters(base)
         if session.as_json:
             for each in found:
                 session.emit("adapter", adapter=each)
@@ -103,8 +125,8 @@ def show(session: Session, name: str, project: str | None) -> int:
     """Show an adapter: of a name without a version the newest that is ready."""
     wanted, version = read_reference(name)
 
-    async def tell(opened: Adapters) -> None:
-        info = await opened.show(wanted, version)
+    async def tell(opened: AsyncClient) -> None:
+        info = await opened.adapter(wanted, version)
         if session.as_json:
             session.emit("adapter", adapter=info)
             return
@@ -129,8 +151,8 @@ def remove(session: Session, name: str, project: str | None) -> int:
     """Remove a version, or all versions of a name. Jobs that were given one keep it until they end."""
     wanted, version = read_reference(name)
 
-    async def end(opened: Adapters) -> None:
-        gone = await opened.remove(wanted, version)
+    async def end(opened: AsyncClient) -> None:
+        gone = await opened.remove_adapter(wanted, version)
         if session.as_json:
             session.emit("adapters_removed", names=[each.own_name for each in gone])
         else:
@@ -139,9 +161,9 @@ def remove(session: Session, name: str, project: str | None) -> int:
     return _with(session, project, end)
 
 
-def _with(session: Session, project: str | None, work: Callable[[Adapters], Awaitable[None]]) -> int:
+def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
     async def run() -> None:
-        async with session.app.open_adapters(session.config(), project) as opened:
+        async with session.open(project) as opened:
             await work(opened)
 
     return session.run(run())

@@ -11,6 +11,8 @@ import msgspec
 
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors.reading import FILE_BYTES_MAX, refuse_unknown
 from batchmill.services.remote.connector_records import ConnectorRecord
@@ -45,8 +47,10 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
     fields = _read(session, "create", file)
 
     async def make(opened: Any) -> None:
-        made: ConnectorRecord = await opened.create(project, fields)
-        model: RemoteModel | None = None if name is None else await opened.register(made.id, name)
+        made: ConnectorRecord = await opened.call(ask(own.CREATE_CONNECTOR, body=own.ConnectorFields(fields)))
+        model: RemoteModel | None = None
+        if name is not None:
+            model = await opened.call(ask(own.REGISTER_MODEL, made.id, body=own.NewRemoteModel(name)))
         if session.as_json:
             session.emit("connector", connector=made, model=model)
             return
@@ -54,7 +58,7 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
         told = "" if model is None else f"; the model {clean(model.name)} goes through it"
         session.say(f"connector {made.id}: {clean(made.connector.name)}{told}")
 
-    return _with(session, make)
+    return _with(session, make, project)
 
 
 @connectors.command("list")
@@ -66,8 +70,8 @@ def list_connectors(session: Session, project: str | None) -> int:
     session.local_only("connectors list", LOCAL)
 
     async def show(opened: Any) -> None:
-        found: list[ConnectorRecord] = await opened.list(project)
-        models: list[RemoteModel] = await opened.models()
+        listed = await opened.call(ask(own.LIST_CONNECTORS))
+        found, models = listed.connectors, listed.models
         if session.as_json:
             for each in found:
                 session.emit("connector", connector=each)
@@ -78,7 +82,7 @@ def list_connectors(session: Session, project: str | None) -> int:
             for line in table([head, *(_columns(each, models) for each in found)]):
                 session.print(line)
 
-    return _with(session, show)
+    return _with(session, show, project)
 
 
 def _columns(record: ConnectorRecord, models: list[RemoteModel]) -> list[str]:
@@ -97,7 +101,7 @@ def show(session: Session, connector_id: str) -> int:
     session.local_only("connectors show", LOCAL)
 
     async def tell(opened: Any) -> None:
-        record: ConnectorRecord = await opened.show(connector_id)
+        record: ConnectorRecord = await opened.call(ask(own.SHOW_CONNECTOR, connector_id))
         if session.as_json:
             session.emit("connector", connector=record)
             return
@@ -127,7 +131,9 @@ def update(session: Session, connector_id: str, file: str, redeploy: bool) -> in
     fields = _read(session, "update", file)
 
     async def change(opened: Any) -> None:
-        record: ConnectorRecord = await opened.update(connector_id, fields, redeploy=redeploy)
+        record: ConnectorRecord = await opened.call(
+            ask(own.CHANGE_CONNECTOR, connector_id, body=own.ConnectorFields(fields), redeploy=redeploy)
+        )
         if session.as_json:
             session.emit("connector", connector=record)
         else:
@@ -151,7 +157,7 @@ def delete(session: Session, connector_id: str, with_models: bool) -> int:
     session.local_only("connectors delete", LOCAL)
 
     async def end(opened: Any) -> None:
-        record: ConnectorRecord = await opened.delete(connector_id, with_models=with_models)
+        record: ConnectorRecord = await opened.call(ask(own.DELETE_CONNECTOR, connector_id, with_models=with_models))
         if session.as_json:
             session.emit("connector_deleted", id=record.id)
         else:
@@ -179,9 +185,9 @@ def _read(session: Session, verb: str, file: str) -> dict[str, Any]:
     return fields
 
 
-def _with(session: Session, work: Callable[[Any], Awaitable[None]]) -> int:
+def _with(session: Session, work: Callable[[Any], Awaitable[None]], project: str | None = None) -> int:
     async def run() -> None:
-        async with session.app.open_connectors(session.config()) as opened:
+        async with session.open(project) as opened:
             await work(opened)
 
     return session.run(run())

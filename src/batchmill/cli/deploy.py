@@ -112,8 +112,8 @@ async def _deploy(session: Session, source: str, options: dict[str, Any]) -> int
     with bundled(source, settings, include=include, samples=chosen, cwd=session.cwd) as (order, bundle):
         if not session.as_json:
             session.say(f"deploying {clean(order.source)} as {clean(order.name)} …")
-        async with session.app.open_models(config) as models:
-            reply = await models.deploy(bundle)
+        async with session.open() as opened:
+            reply = await session.app.deploy(opened, config, bundle)
     show_deployed(session, reply)
     return EXIT_OK
 

@@ -9,8 +9,8 @@ import click
 from batchmill.cli.flag_values import SECONDS, SPAN
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
-from batchmill.services.keys import KeyRecord
 from batchmill.types import Scope
+from batchmill.wire.native import KeyInfo, NewKey
 
 
 class Span(click.ParamType):
@@ -54,15 +54,9 @@ def create(
     """Make a key. It is shown this once: only a digest of it is kept."""
 
     async def make() -> None:
-        async with session.app.open_keys(session.config()) as opened:
-            made = await opened.create(
-                name=name,
-                project=project or ("default" if session.server_url is None else None),
-                scope=Scope(scope),
-                models=frozenset(models) or None,
-                requests_per_minute=rpm,
-                expires=None if expires is None else time.time() + expires,
-            )
+        async with session.open() as opened:
+            until = None if expires is None else time.time() + expires
+            made = await opened.create_key(NewKey(name, Scope(scope), project, list(models) or None, rpm, until))
         if session.as_json:
             session.emit("key", key=made.key, record=made.record)
         else:
@@ -80,8 +74,8 @@ def list_keys(session: Session, project: str | None) -> int:
     """List the keys, the newest first; revoked ones too."""
 
     async def show() -> None:
-        async with session.app.open_keys(session.config()) as opened:
-            records = await opened.list(project)
+        async with session.open() as opened:
+            records = [each for each in await opened.keys() if project in (None, each.project)]
         if session.as_json:
             for record in records:
                 session.emit("key", record=record)
@@ -95,7 +89,7 @@ def list_keys(session: Session, project: str | None) -> int:
     return session.run(show())
 
 
-def _columns(record: KeyRecord) -> list[str]:
+def _columns(record: KeyInfo) -> list[str]:
     models = "all" if record.models is None else ", ".join(record.models)
     return [
         record.id, clean(record.name, 40), clean(record.project), record.scope.value, clean(models, 40),
@@ -104,7 +98,7 @@ def _columns(record: KeyRecord) -> list[str]:
     ]  # fmt: skip
 
 
-def _state(record: KeyRecord) -> str:
+def _state(record: KeyInfo) -> str:
     if record.revoked is not None:
         return "revoked"
     if record.expires is None:
@@ -121,11 +115,11 @@ def revoke(session: Session, key_id: str, with_minted: bool) -> int:
     """End a key, at once and for good."""
 
     async def end() -> None:
-        async with session.app.open_keys(session.config()) as opened:
-            done = await opened.revoke(key_id, None, with_minted=with_minted)
-        record, minted = done.record, ", ".join(done.minted)
+        async with session.open() as opened:
+            record = await opened.revoke_key(key_id, with_minted=with_minted)
+        minted = ", ".join(record.minted)
         if session.as_json:
-            session.emit("key", record=record, minted=done.minted)
+            session.emit("key", record=record, minted=record.minted)
         elif not minted or with_minted:
             session.print(f"key {record.id} ({clean(record.name)}) is revoked{minted and f', and {minted}'}")
         else:

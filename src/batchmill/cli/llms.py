@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from msgspec.structs import replace
 
 from batchmill.cli.flag_values import pairs, scalar
 from batchmill.cli.keys import Span
-from batchmill.cli.session import Llms, Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
+from batchmill.client import llm_calls
 from batchmill.errors import InvalidInput
+from batchmill.models import secrets
 from batchmill.types.machines import size_of
 from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
+
+T = TypeVar("T", NewLlm, LlmChange)
 
 SHOWN_CHARS, MESSAGE_CHARS = 60, 4_000
 
@@ -71,6 +79,27 @@ def _told(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
+def _with_token(session: Session, asked: T) -> T:
+    """A server is given the token itself, which is read here and kept there; the owner of a data directory a reference,
+    a file's with its absolute path. Raises: InvalidInput for a plain token, which everybody on the machine could see.
+    """
+    token = asked.hf_token
+    if not isinstance(token, str):
+        return asked
+    if not token.startswith(secrets.KINDS):
+        raise InvalidInput(
+            '--hf-token is "env:NAME", "file:PATH" or "secret:NAME", never the token itself', code="invalid_secret"
+        )
+    if session.server_url is None:
+        return replace(asked, hf_token=session.absolute(token))
+    if token.startswith("secret:"):
+        raise InvalidInput(
+            'a server\'s secrets are not for its callers: --hf-token is "env:NAME" or "file:PATH" of this machine',
+            code="invalid_secret",
+        )
+    return replace(asked, hf_token=secrets.resolve(token).reveal())
+
+
 @click.group()
 def llms() -> None:
     """Language models that batchmill serves itself, each with an engine that starts when it is called."""
@@ -86,7 +115,9 @@ def llms() -> None:
 def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
     """Deploy BASE under NAME: a model of the configuration, or an id of a model hub that it allows."""
     asked = NewLlm(name, base_model, **_told(flags))
-    return _changed(session, project, lambda opened: opened.create(asked), "is deployed")
+    return _changed(
+        session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, asked))), "is deployed"
+    )
 
 
 @llms.command("list")
@@ -96,8 +127,8 @@ def create(session: Session, name: str, base_model: str, project: str | None, **
 def list_llms(session: Session, project: str | None) -> int:
     """List the language models, and how their engines are."""
 
-    async def show_all(opened: Llms) -> None:
-        found: LlmList = await opened.list()
+    async def show_all(opened: AsyncClient) -> None:
+        found: LlmList = await opened.call(llm_calls.llms())
         if session.as_json:
             for each in found.llms:
                 session.emit("llm", llm=each)
@@ -133,8 +164,8 @@ def _state(info: LlmInfo) -> str:
 def show(session: Session, name: str, project: str | None) -> int:
     """Show a language model: its settings, its adapters, and how its engine is."""
 
-    async def tell(opened: Llms) -> None:
-        info = await opened.show(name)
+    async def tell(opened: AsyncClient) -> None:
+        info = await opened.llm(name)
         if session.as_json:
             session.emit("llm", llm=info)
         else:
@@ -175,7 +206,8 @@ def update(session: Session, name: str, base_model: str | None, project: str | N
     told = _told(flags) | ({} if base_model is None else {"base_model": base_model})
     if not told:
         raise InvalidInput("say what is to be changed: `batchmill llms update --help` lists it")
-    return _changed(session, project, lambda opened: opened.update(name, LlmChange(**told)), "is changed")
+    asked = _with_token(session, LlmChange(**told))
+    return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, asked)), "is changed")
 
 
 @llms.command()
@@ -185,7 +217,7 @@ def update(session: Session, name: str, base_model: str | None, project: str | N
 @click.pass_obj
 def delete(session: Session, name: str, project: str | None) -> int:
     """Remove a deployment: it answers no more. Jobs that have begun go on."""
-    return _changed(session, project, lambda opened: opened.delete(name), "is deleted")
+    return _changed(session, project, lambda opened: opened.remove_llm(name), "is deleted")
 
 
 @llms.command()
@@ -195,7 +227,7 @@ def delete(session: Session, name: str, project: str | None) -> int:
 @click.pass_obj
 def start(session: Session, name: str, project: str | None) -> int:
     """Have an engine ready now."""
-    return _changed(session, project, lambda opened: opened.start(name), "starts")
+    return _changed(session, project, lambda opened: opened.start_llm(name), "starts")
 
 
 @llms.command()
@@ -205,7 +237,7 @@ def start(session: Session, name: str, project: str | None) -> int:
 @click.pass_obj
 def stop(session: Session, name: str, project: str | None) -> int:
     """Let it answer nothing until it is started; its engine ends when nobody uses it."""
-    return _changed(session, project, lambda opened: opened.stop(name), "is stopped")
+    return _changed(session, project, lambda opened: opened.stop_llm(name), "is stopped")
 
 
 @llms.command()
@@ -216,8 +248,8 @@ def stop(session: Session, name: str, project: str | None) -> int:
 def events(session: Session, name: str, project: str | None) -> int:
     """Print what became of it lately: starts, failures with the engine's last lines, adapters loaded ahead."""
 
-    async def tell(opened: Llms) -> None:
-        for each in await opened.events(name):
+    async def tell(opened: AsyncClient) -> None:
+        for each in await opened.llm_events(name):
             if session.as_json:
                 session.emit("event", event=each)
                 continue
@@ -230,10 +262,10 @@ def events(session: Session, name: str, project: str | None) -> int:
     return _with(session, project, tell)
 
 
-def _changed(session: Session, project: str | None, do: Callable[[Llms], Awaitable[LlmInfo]], told: str) -> int:
+def _changed(session: Session, project: str | None, do: Callable[[AsyncClient], Awaitable[LlmInfo]], told: str) -> int:
     """Do something to a deployment and say what became of it."""
 
-    async def work(opened: Llms) -> None:
+    async def work(opened: AsyncClient) -> None:
         info = await do(opened)
         if session.as_json:
             session.emit("llm", llm=info)
@@ -244,9 +276,9 @@ def _changed(session: Session, project: str | None, do: Callable[[Llms], Awaitab
     return _with(session, project, work)
 
 
-def _with(session: Session, project: str | None, work: Callable[[Llms], Awaitable[None]]) -> int:
+def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
     async def run() -> None:
-        async with session.app.open_llms(session.config(), project) as opened:
+        async with session.open(project) as opened:
             await work(opened)
 
     return session.run(run())

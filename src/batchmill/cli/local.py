@@ -1,44 +1,44 @@
-"""Commands that work on this machine: `batchmill.app` as an `App`."""
+"""Commands that work on this machine: the connection to the owner of a data directory as an `App`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import BinaryIO
 
-from msgspec.structs import replace
-
-from batchmill import connection as root
-from batchmill import doors
-from batchmill.cli.local_adapters import PROJECT, LocalAdapters
-from batchmill.cli.local_llms import LocalLlms
-from batchmill.cli.local_models import LocalModels
+from batchmill import connection
+from batchmill.cli.clients import MachineClient
 from batchmill.cli.session import App, ResultFile, Session
+from batchmill.client.asynchronous import AsyncClient
+from batchmill.client.calls import ask
 from batchmill.config import Config
+from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
 from batchmill.services import data_dirs
-from batchmill.services.adapters import merging
-from batchmill.services.adapters.records import READY
 from batchmill.services.catalogue import Catalogue
+from batchmill.services.functions.deploying import SENT
 from batchmill.types import JobView, ModelSpec
-from batchmill.wire.native import ModelInfo, QuotaInfo
+from batchmill.wire.native import DeployReply, ModelInfo, ModelList
 
 PIECE_BYTES = 1024 * 1024
-FUNCTION = "function_process"  # the engine of what is deployed
-CONNECTOR, LLM = "connector", "llm"  # and of what was registered; of a language model that was
 
 
 class LocalApp:
-    open_jobs = staticmethod(root.open_jobs)
-    open_keys = staticmethod(doors.open_keys)
-    open_secrets = staticmethod(doors.open_secrets)
-    open_connectors = staticmethod(doors.open_connectors)
-    preview_validate = staticmethod(root.preview_validate)
-    preview_plan = staticmethod(root.preview_plan)
-    preview_estimate = staticmethod(root.preview_estimate)
-    partial_results = staticmethod(root.partial_results)
+    open_jobs = staticmethod(connection.open_jobs)
+    preview_validate = staticmethod(connection.preview_validate)
+    preview_plan = staticmethod(connection.preview_plan)
+    preview_estimate = staticmethod(connection.preview_estimate)
+    partial_results = staticmethod(connection.partial_results)
     salvage = staticmethod(data_dirs.salvage)
+
+    @contextlib.asynccontextmanager
+    async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
+        async with connection.connect(config) as owner:
+            yield MachineClient(owner, project)
 
     @contextlib.asynccontextmanager
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:
@@ -54,68 +54,33 @@ class LocalApp:
     async def models(self, config: Config) -> list[ModelInfo]:
         catalogue = await asyncio.to_thread(Catalogue, config, config.base)
         found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
-        if not doors.has_models(config):
+        if not data_dirs.has_models(config):
             return found
-        async with doors.open_models(config) as models:
-            found += [ModelInfo(name, FUNCTION, []) for name in await models.names()]
-        found = await self._with_adapters(config, found)
-        async with doors.open_llms(config) as llms:
-            own = [each for each in (await llms.list(PROJECT)).llms if not each.is_configured]
-        found += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in own]
-        async with doors.open_connectors(config) as connectors:
-            for each in await connectors.models():
-                spec = await connectors.find(each.name)  # a name of several groups means none of them
-                names = [each.id] if spec is None or spec.name != each.id else [each.id, each.name]
-                found += [ModelInfo(name, CONNECTOR, []) for name in names]
-        return found
+        async with self.open(config) as opened:
+            return (await opened.call(ask(own.LIST_ALL_MODELS, body=ModelList(found)))).models
 
-    async def _with_adapters(self, config: Config, models: list[ModelInfo]) -> list[ModelInfo]:
-        """Models with the names of what was registered for them."""
-        async with doors.open_adapters(config) as adapters:
-            records = [each for each in await adapters.list(PROJECT) if each.state == READY]
-        named = {
-            model.name: merging.names_of([each for each in records if each.base == model.name], lambda name: True)
-            for model in models
-        }
-        return [replace(model, adapters=[*model.adapters, *named[model.name]]) for model in models]
-
-    @contextlib.asynccontextmanager
-    async def open_models(self, config: Config) -> AsyncIterator[LocalModels]:
-        async with doors.open_models(config) as models:
-            yield LocalModels(models, config)
+    async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
+        """Whoever owns the data directory reads the archive where it is put here."""
+        data_dirs.prepare_data_dir(config.data_dir)
+        with tempfile.TemporaryDirectory(prefix=SENT, dir=config.data_dir) as folder:
+            path = Path(folder, "bundle.tar.gz")
+            with path.open("wb") as file:
+                await asyncio.to_thread(shutil.copyfileobj, bundle, file)
+            return await opened.call(ask(own.DEPLOY_ARCHIVE, body=own.LocalFile(str(path))))
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
-        if not doors.has_models(config):
+        if not data_dirs.has_models(config):
             return None
-        async with doors.open_models(config) as models:
-            if (found := await models.find(name)) is not None:
-                return found
-        async with doors.open_llms(config) as llms:
-            if (deployed := await llms.find(PROJECT, name)) is not None:
-                return deployed
-        async with doors.open_connectors(config) as connectors:
-            return await connectors.find(name)
-
-    async def usage(self, config: Config, project: str | None) -> list[QuotaInfo]:
-        async with doors.open_quotas(config) as quotas:
-            return await quotas.usage(project or PROJECT)
-
-    @contextlib.asynccontextmanager
-    async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[LocalLlms]:
-        async with doors.open_llms(config) as llms:
-            yield LocalLlms(llms, project)
-
-    @contextlib.asynccontextmanager
-    async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[LocalAdapters]:
-        async with doors.open_adapters(config) as adapters:
-            yield LocalAdapters(adapters, project)
+        async with self.open(config) as opened:
+            return (await opened.call(ask(own.FIND_MODEL, name))).model
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
-        if model.engine != "llm" or model.name not in config.models or not doors.has_models(config):
+        if model.engine != "llm" or model.name not in config.models or not data_dirs.has_models(config):
             return model
-        async with doors.open_adapters(config) as adapters:
-            found = await adapters.ready(PROJECT, model.name)
-        return merging.with_room(merging.with_all(model, found.records, lambda name: True), found.rank)
+        async with self.open(config) as opened:
+            found = (await opened.call(ask(own.ADAPT_MODEL, body=own.FoundModel(model)))).model
+        assert found is not None, "it was asked about"
+        return found
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

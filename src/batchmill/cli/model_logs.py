@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from batchmill.cli.session import Models, Session
+from batchmill.cli.session import Session
 from batchmill.cli.text import clean, moment
+from batchmill.client import calls
 from batchmill.errors import InvalidInput
 from batchmill.wire.native_logs import LogEntry, LogPage, LogQuery
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
 
 POLL_S = 1.0
 BUILD_CHARS_MAX = 1_000_000
@@ -21,9 +26,9 @@ async def show_logs(session: Session, name: str, query: LogQuery, *, follow: boo
     """Print them; with `follow` until interrupted."""
     if is_build and (follow or query.request is not None):
         raise InvalidInput("--build is of the making, which is no call: leave out --follow and --request")
-    async with session.app.open_models(session.config()) as opened:
+    async with session.open() as opened:
         if not follow and query.request is None:
-            _build(session, await opened.log(name, query.branch, query.version or "latest"))
+            _build(session, await opened.model(name).log(branch=query.branch, version=query.version or "latest"))
         if not is_build:
             await _calls(session, opened, name, query, follow=follow)
 
@@ -35,8 +40,8 @@ def _build(session: Session, text: str) -> None:
         session.print(clean(text, BUILD_CHARS_MAX, lines=True))
 
 
-async def _calls(session: Session, opened: Models, name: str, query: LogQuery, *, follow: bool) -> None:
-    page: LogPage | None = await opened.calls(name, query)
+async def _calls(session: Session, opened: AsyncClient, name: str, query: LogQuery, *, follow: bool) -> None:
+    page: LogPage | None = await opened.call(calls.model_calls(name, query))
     while page is not None:
         if page.is_lost:
             session.say("some lines are kept no longer")
@@ -46,7 +51,7 @@ async def _calls(session: Session, opened: Models, name: str, query: LogQuery, *
             return
         if not page.entries:
             await asyncio.sleep(POLL_S)
-        page = await opened.calls(name, replace(query, after=page.next))
+        page = await opened.call(calls.model_calls(name, replace(query, after=page.next)))
 
 
 def _entry(session: Session, entry: LogEntry) -> None:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import click
 
 from batchmill.cli.deploy import signature_of
 from batchmill.cli.model_logs import show_logs
-from batchmill.cli.session import EXIT_OK, Models, Session, global_options, refuse_half_text
+from batchmill.cli.session import EXIT_OK, Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, moment, table
+from batchmill.client import calls
 from batchmill.errors import InvalidInput
 from batchmill.wire.native import (
     AliasInfo,
     BackendInfo,
     FunctionDetail,
-    Merge,
     ModelInfo,
     NewAlias,
-    Restart,
-    Rollback,
     VersionInfo,
 )
 from batchmill.wire.native_logs import LIMIT_DEFAULT, LIMIT_MAX, LogQuery
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
 
 NAME_CHARS_MAX = 80
 LATEST, MAIN = "latest", "main"
@@ -75,8 +77,8 @@ def show(session: Session, name: str) -> int:
     """Show a deployed function: what it takes, its versions, and how it is called."""
 
     async def tell() -> None:
-        async with session.app.open_models(session.config()) as opened:
-            found = await opened.show(name)
+        async with session.open() as opened:
+            found = await opened.model(name).show()
         if session.as_json:
             session.emit("model", model=found)
         else:
@@ -113,8 +115,8 @@ def versions(session: Session, name: str) -> int:
     """List the versions of a deployed function; failed ones too."""
 
     async def tell() -> None:
-        async with session.app.open_models(session.config()) as opened:
-            found = await opened.show(name)
+        async with session.open() as opened:
+            found = await opened.model(name).show()
         if session.as_json:
             for version in found.versions:
                 session.emit("version", version=version)
@@ -177,8 +179,8 @@ def logs(
 def rollback(session: Session, name: str, number: int | None, branch: str | None) -> int:
     """Let an earlier version be the latest: NUMBER, or the one before."""
 
-    async def move(opened: Models) -> str:
-        found = await opened.rollback(name, Rollback(branch or MAIN, number))
+    async def move(opened: AsyncClient) -> str:
+        found = await opened.model(name).rollback(number, branch=branch or MAIN)
         return f"latest of {found.name} is {found.reference} now"
 
     return _change(session, move)
@@ -193,8 +195,8 @@ def rollback(session: Session, name: str, number: int | None, branch: str | None
 def merge(session: Session, name: str, source: str, into: str) -> int:
     """Make the latest of one branch a new version of another."""
 
-    async def move(opened: Models) -> str:
-        found = await opened.merge(name, Merge(source, into))
+    async def move(opened: AsyncClient) -> str:
+        found = await opened.model(name).merge(source, into=into)
         return f"{found.reference} is ready: {found.source}"
 
     return _change(session, move)
@@ -208,8 +210,8 @@ def merge(session: Session, name: str, source: str, into: str) -> int:
 def restart(session: Session, name: str, branch: str | None) -> int:
     """Make the latest again, under a new number: its workers begin afresh, and no call is lost."""
 
-    async def move(opened: Models) -> str:
-        found = await opened.restart(name, Restart(branch or MAIN))
+    async def move(opened: AsyncClient) -> str:
+        found = await opened.model(name).restart(branch=branch or MAIN)
         return f"{found.reference} is ready: {found.source}"
 
     return _change(session, move)
@@ -230,12 +232,12 @@ def alias(
     if is_removal == bool(backends):
         raise InvalidInput("say which versions the alias stands for, or --remove it")
 
-    async def change(opened: Models) -> str:
+    async def change(opened: AsyncClient) -> str:
         if is_removal:
-            await opened.remove_alias(name, label)
+            await opened.model(name).remove_alias(label)
             return f"{name}@{label} is removed"
         asked = NewAlias([_backend(each) for each in backends], [_backend(each) for each in mirrors])
-        return f"{name}@{label}: {_split(await opened.set_alias(name, label, asked))}"
+        return f"{name}@{label}: {_split(await opened.call(calls.set_alias(name, label, asked)))}"
 
     return _change(session, change)
 
@@ -260,8 +262,8 @@ def _backend(text: str) -> BackendInfo:
 def remove(session: Session, name: str, branch: str | None, version: str | None) -> int:
     """Remove a version, a branch, or all of a deployed function."""
 
-    async def end(opened: Models) -> str:
-        gone = await opened.remove(name, branch, version)
+    async def end(opened: AsyncClient) -> str:
+        gone = (await opened.call(calls.remove_model(name, branch=branch, version=version))).versions
         return f"removed: {', '.join(each.reference for each in gone)}"
 
     return _change(session, end)
@@ -271,7 +273,7 @@ def _change(session: Session, change) -> int:
     """Do something to a function and say what became of it."""
 
     async def work() -> None:
-        async with session.app.open_models(session.config()) as opened:
+        async with session.open() as opened:
             told = await change(opened)
         if session.as_json:
             session.emit("changed", message=told)

@@ -7,7 +7,7 @@ import click
 from batchmill.cli.llms import project_option
 from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
-from batchmill.errors import InvalidInput, UnknownName
+from batchmill.errors import InvalidInput
 from batchmill.wire.native_llms import QuarantinedRequest
 
 SHOWN_CHARS = 60
@@ -27,8 +27,8 @@ def list_requests(session: Session, project: str | None) -> int:
     """List them: those of all projects, on this machine."""
 
     async def run() -> None:
-        async with session.app.open_llms(session.config(), project) as opened:
-            found = await opened.quarantined()
+        async with session.open(project) as opened:
+            found = await opened.quarantine()
         if session.as_json:
             for each in found:
                 session.emit("request", request=each)
@@ -62,10 +62,8 @@ def clear(session: Session, digest: str | None, everything: bool, project: str |
         raise InvalidInput("name a request of `batchmill quarantine list`, or give --all")
 
     async def run() -> None:
-        async with session.app.open_llms(session.config(), project) as opened:
-            gone = await opened.quarantined(digest, clear=True)
-        if digest is not None and not gone:
-            raise UnknownName(f"no request {clean(digest, SHOWN_CHARS)!r} is known", code="unknown_request")
+        async with session.open(project) as opened:
+            gone = await opened.clear_quarantine(digest)
         if session.as_json:
             for each in gone:
                 session.emit("request", request=each)

@@ -21,7 +21,8 @@ def quotas(session: Session, project: str | None) -> int:
     """Show what a project has of everything that it has a quota of, and what it may have."""
 
     async def run() -> None:
-        found = await session.app.usage(session.config(), project)
+        async with session.open(project) as opened:
+            found = await opened.quotas()
         if session.as_json:
             for each in found:
                 session.emit("quota", quota=each)

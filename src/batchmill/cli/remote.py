@@ -12,13 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
-from batchmill.cli.remote_adapters import RemoteAdapters
-from batchmill.cli.remote_llms import RemoteLlms
-from batchmill.cli.remote_models import RemoteModels
 from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client import calls, procedures
 from batchmill.client.asynchronous import AsyncClient
@@ -35,11 +31,10 @@ from batchmill.types import (
     LedgerReport,
     ModelSpec,
     RemoteJob,
-    Scope,
     Submitted,
     Wait,
 )
-from batchmill.wire.native import Change, FileInfo, KeyInfo, MadeKey, ModelInfo, NewKey, QuotaInfo
+from batchmill.wire.native import Change, DeployReply, FileInfo, ModelInfo
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
@@ -56,9 +51,11 @@ class RemoteApp:
         return AsyncClient(self._base_url, self._api_key)
 
     @contextlib.asynccontextmanager
-    async def open_keys(self, config: Config) -> AsyncIterator[RemoteKeys]:
+    async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
+        if project is not None:
+            raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
         async with self._client() as client:
-            yield RemoteKeys(client)
+            yield client
 
     @contextlib.asynccontextmanager
     async def open_jobs(self, config: Config) -> AsyncIterator[RemoteJobs]:
@@ -104,28 +101,10 @@ class RemoteApp:
         async with self._client() as client:
             return await client.models()
 
-    @contextlib.asynccontextmanager
-    async def open_models(self, config: Config) -> AsyncIterator[RemoteModels]:
-        async with self._client() as client:
-            yield RemoteModels(client)
-
-    async def usage(self, config: Config, project: str | None) -> list[QuotaInfo]:
-        _refuse_project(project)
-        async with self._client() as client:
-            return await client.quotas()
-
-    @contextlib.asynccontextmanager
-    async def open_llms(self, config: Config, project: str | None) -> AsyncIterator[RemoteLlms]:
-        _refuse_project(project)
-        async with self._client() as client:
-            yield RemoteLlms(client)
-
-    @contextlib.asynccontextmanager
-    async def open_adapters(self, config: Config, project: str | None) -> AsyncIterator[RemoteAdapters]:
-        if project is not None:
-            raise InvalidInput("--project has no meaning at a server: a key belongs to one project, and sees no other")
-        async with self._client() as client:
-            yield RemoteAdapters(client)
+    async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
+        size_bytes = bundle.seek(0, os.SEEK_END)
+        bundle.seek(0)
+        return await opened.run(procedures.send_bundle(bundle, size_bytes))
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
         """The server finds out when the job comes."""
@@ -134,45 +113,6 @@ class RemoteApp:
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         """And adds what it has."""
         return model
-
-
-def _refuse_project(project: str | None) -> None:
-    if project is not None:
-        raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
-
-
-class EndedKey(Struct, frozen=True):
-    """As `services.keys.Revoked`."""
-
-    record: KeyInfo
-    minted: list[str]
-
-
-class RemoteKeys:
-    """The keys of the project that the caller's own key belongs to."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-
-    async def create(
-        self,
-        *,
-        name: str,
-        project: str | None,
-        scope: Scope,
-        models: frozenset[str] | None,
-        requests_per_minute: int | None,
-        expires: float | None,
-    ) -> MadeKey:
-        listed = None if models is None else sorted(models)
-        return await self._client.create_key(NewKey(name, scope, project, listed, requests_per_minute, expires))
-
-    async def list(self, project: str | None) -> list[KeyInfo]:
-        return [each for each in await self._client.keys() if project in (None, each.project)]
-
-    async def revoke(self, key_id: str, project: str | None, *, with_minted: bool = False) -> EndedKey:
-        told = await self._client.revoke_key(key_id, with_minted=with_minted)
-        return EndedKey(told, told.minted)
 
 
 class RemoteJobs:

@@ -8,6 +8,8 @@ import click
 
 from batchmill.cli.session import Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, count, moment, table
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
 from batchmill.models.secrets import SECRET_BYTES_MAX, check_name
 
@@ -34,8 +36,8 @@ def set_secret(session: Session, name: str) -> int:
     value = _read(name)
 
     async def put() -> None:
-        async with session.app.open_secrets(session.config()) as opened:
-            await opened.put(name, value)
+        async with session.open() as opened:
+            await opened.call(ask(own.PUT_SECRET, name, body=own.Secret(value)))
         if session.as_json:
             session.emit("secret", name=name)
         else:
@@ -67,8 +69,8 @@ def list_secrets(session: Session) -> int:
     session.local_only("secrets list", LOCAL)
 
     async def show() -> None:
-        async with session.app.open_secrets(session.config()) as opened:
-            found = await opened.list()
+        async with session.open() as opened:
+            found = (await opened.call(ask(own.LIST_SECRETS))).secrets
         if session.as_json:
             for each in found:
                 session.emit("secret", secret=each)
@@ -91,8 +93,8 @@ def remove(session: Session, name: str) -> int:
     session.local_only("secrets remove", LOCAL)
 
     async def forget() -> None:
-        async with session.app.open_secrets(session.config()) as opened:
-            await opened.remove(name)
+        async with session.open() as opened:
+            await opened.call(ask(own.REMOVE_SECRET, name))
         if session.as_json:
             session.emit("secret_removed", name=name)
         else:
@@ -109,8 +111,8 @@ def rotate(session: Session) -> int:
     session.local_only("secrets rotate", LOCAL)
 
     async def turn() -> None:
-        async with session.app.open_secrets(session.config()) as opened:
-            done = await opened.rotate()
+        async with session.open() as opened:
+            done = await opened.call(ask(own.ROTATE_SECRETS))
         if session.as_json:
             session.emit("rotated", rotated=done)
             return

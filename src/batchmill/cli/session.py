@@ -24,24 +24,14 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
 from batchmill.models import redaction
 from batchmill.ports import Jobs
-from batchmill.types import EngineEvent, JobOrder, JobView, ModelSpec, SalvageReport
+from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import (
-    AliasInfo,
     DeployReply,
-    FunctionDetail,
-    Merge,
     ModelInfo,
-    NewAlias,
-    QuotaInfo,
-    Restart,
-    Rollback,
-    VersionInfo,
 )
-from batchmill.wire.native_adapters import AdapterInfo
-from batchmill.wire.native_llms import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
-from batchmill.wire.native_logs import LogPage, LogQuery
 
 if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
     from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -64,68 +54,6 @@ class ResultFile(Struct, frozen=True):
 
     name: str
     pieces: AsyncIterator[bytes]
-
-
-class Models(Protocol):
-    """Deployed functions, on this machine or at a server. Raises, everywhere: UnknownName."""
-
-    async def deploy(self, bundle: BinaryIO) -> DeployReply:
-        """Raises: InvalidInput; ModelFailed (`deploy_failed`) with the traceback."""
-
-    async def show(self, name: str) -> FunctionDetail: ...
-
-    async def log(self, name: str, branch: str | None, version: str) -> str: ...
-
-    async def calls(self, name: str, query: LogQuery) -> LogPage: ...
-
-    async def rollback(self, name: str, asked: Rollback) -> VersionInfo: ...
-
-    async def merge(self, name: str, asked: Merge) -> VersionInfo: ...
-
-    async def restart(self, name: str, asked: Restart) -> VersionInfo: ...
-
-    async def set_alias(self, name: str, alias: str, asked: NewAlias) -> AliasInfo: ...
-
-    async def remove_alias(self, name: str, alias: str) -> None: ...
-
-    async def remove(self, name: str, branch: str | None, version: str | None) -> list[VersionInfo]: ...
-
-
-class Adapters(Protocol):
-    """Adapters, on this machine or at a server. Raises, everywhere: UnknownName."""
-
-    async def add(self, name: str, source: str, *, base: str, token: str | None) -> AdapterInfo:
-        """Raises: InvalidInput; ModelFailed (`adapter_failed`) where it cannot be had or does not fit."""
-
-    async def list(self, base: str | None) -> list[AdapterInfo]: ...
-
-    async def show(self, name: str, version: int | None) -> AdapterInfo: ...
-
-    async def remove(self, name: str, version: int | None) -> list[AdapterInfo]: ...
-
-
-class Llms(Protocol):
-    """Deployed language models, on this machine or at a server. Raises, everywhere: UnknownName."""
-
-    async def create(self, asked: NewLlm) -> LlmInfo:
-        """Raises: InvalidInput; Conflict for a name that is taken."""
-
-    async def update(self, name: str, asked: LlmChange) -> LlmInfo: ...
-
-    async def list(self) -> LlmList: ...
-
-    async def show(self, name: str) -> LlmInfo: ...
-
-    async def delete(self, name: str) -> LlmInfo: ...
-
-    async def start(self, name: str) -> LlmInfo: ...
-
-    async def stop(self, name: str) -> LlmInfo: ...
-
-    async def events(self, name: str) -> list[EngineEvent]: ...
-
-    async def quarantined(self, digest: str | None = None, *, clear: bool = False) -> list[QuarantinedRequest]:
-        """Requests that engines died of; `clear`: let them go, or the one of this digest."""
 
 
 class App(Protocol):
@@ -155,32 +83,20 @@ class App(Protocol):
 
     def models(self, config: Config) -> Awaitable[list[ModelInfo]]: ...
 
-    def open_models(self, config: Config) -> AbstractAsyncContextManager[Models]:
-        """The deployed functions."""
+    def open(self, config: Config, project: str | None) -> AbstractAsyncContextManager[AsyncClient]:
+        """The SDK, at a server or over the connection to the owner of a data directory.
+
+        Args: project: on whose behalf, on this machine; None: as each operation says.
+        """
+
+    def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> Awaitable[DeployReply]:
+        """Raises: InvalidInput; ModelFailed (`deploy_failed`) with the traceback."""
 
     def deployed(self, config: Config, name: str) -> Awaitable[ModelSpec | None]:
         """The deployed function, or the model of a connector, that a name means here.
 
         None: there is none, or a server is to say.
         """
-
-    def open_keys(self, config: Config) -> AbstractAsyncContextManager[Any]:
-        """Keys, with the verbs of `services.keys.KeyService`."""
-
-    def open_secrets(self, config: Config) -> AbstractAsyncContextManager[Any]:
-        """Secrets, with the verbs of `services.vault.Vault`; on this machine alone."""
-
-    def open_connectors(self, config: Config) -> AbstractAsyncContextManager[Any]:
-        """Connectors, with the verbs of `services.connector_door.ConnectorClient`; on this machine alone."""
-
-    def usage(self, config: Config, project: str | None) -> Awaitable[list[QuotaInfo]]:
-        """What a project has of its quotas. Args: `project`, on this machine; None: "default"."""
-
-    def open_llms(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Llms]:
-        """The deployed language models of a project; at a server, of the key's own."""
-
-    def open_adapters(self, config: Config, project: str | None) -> AbstractAsyncContextManager[Adapters]:
-        """Adapters. Args: `project`, on this machine; None: "default", and all of them in a list."""
 
     def adapted(self, config: Config, model: ModelSpec) -> Awaitable[ModelSpec]:
         """A model with the adapters that were registered for it here."""
@@ -210,6 +126,15 @@ class Session:
     def server_url(self) -> str | None:
         """The server that commands work at; None: they work on this machine."""
         return (os.environ.get(SERVER) if self.server is None else self.server) or None
+
+    def open(self, project: str | None = None) -> AbstractAsyncContextManager[AsyncClient]:
+        """What is asked, wherever that is; see `App.open`."""
+        return self.app.open(self.config(), project)
+
+    def absolute(self, reference: str) -> str:
+        """A reference to a secret, a file's by its absolute path: whoever owns the data directory runs elsewhere."""
+        kind, _, path = reference.partition(":")
+        return f"file:{os.path.abspath(Path(path).expanduser())}" if kind == "file" else reference
 
     def api_key(self) -> str | None:
         """The key for that server. Raises: InvalidInput when the variable that was named is not set."""

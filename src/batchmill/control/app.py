@@ -93,6 +93,8 @@ class ControlApp:
         told = await route.handler(Call(names, query, body, request.headers.get(PROJECT)))
         if isinstance(told, AsyncIterator):
             return Pieces(_events(told))
+        if isinstance(told, bytes):
+            return Pieces(_whole(told), endpoint.media[0].media)
         data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(told)
         return Reply(endpoint.status, {"content-type": JSON}, data)
 
@@ -152,6 +154,10 @@ def _decoded(body: bytes | None, endpoint: Endpoint[Any]) -> Any:
         return msgspec.json.decode(body or b"", type=endpoint.body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidInput(str(error), code="invalid_body") from None
+
+
+async def _whole(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 async def _events(views: AsyncIterator[Any]) -> AsyncIterator[bytes]:

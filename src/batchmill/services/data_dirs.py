@@ -26,6 +26,7 @@ from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.provisions import OwnerProvisions
 from batchmill.services.secrets.vault import Vault
+from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.segments import sync_folder
 from batchmill.types import SalvageReport
@@ -33,8 +34,6 @@ from batchmill.types import SalvageReport
 log = logging.getLogger("batchmill.owner")
 
 LOCK, SOCKET = "owner.lock", "control.sock"
-KEYS_DOOR, MODELS_DOOR, SECRETS_DOOR, CONNECTORS_DOOR = "keys", "models", "secrets", "connectors"
-ADAPTERS_DOOR, LLMS_DOOR, QUOTAS_DOOR = "adapters", "llms", "quotas"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
 
@@ -50,13 +49,17 @@ async def open_provisions(config: Config, vault: Vault, environ: Mapping[str, st
     return OwnerProvisions(vault, config.server.private_hosts, environ, isolation)
 
 
-def open_versions(
-    data_dir: Path, database: Database, provisions: OwnerProvisions, config: Config, *, serves: bool = True
-) -> ModelVersions:
+def open_versions(data_dir: Path, database: Database, provisions: OwnerProvisions, config: Config) -> ModelVersions:
     """The deployed functions of a data directory that this process owns; `load` comes next."""
-    taken = frozenset(config.models) if serves else frozenset()
     workshop = Workshop(data_dir, Trials(provisions), config.functions, provisions.isolation)
-    return ModelVersions(database, SystemClock(), workshop=workshop, taken=taken, quotas=config.project_quotas)
+    return ModelVersions(
+        database, SystemClock(), workshop=workshop, taken=frozenset(config.models), quotas=config.project_quotas
+    )
+
+
+def has_models(config: Config) -> bool:
+    """Something may have been deployed here: there is something to look at."""
+    return (config.data_dir / DATABASE).exists()
 
 
 def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:

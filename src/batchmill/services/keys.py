@@ -23,6 +23,7 @@ from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.service_tables import keys
 from batchmill.types import Caller, ProjectQuotas, Scope
+from batchmill.wire.native import KeyInfo
 
 _KEY = re.compile(r"bm_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 SECRET_BYTES = 32
@@ -50,6 +51,13 @@ class KeyRecord(Struct, frozen=True):
     revoked: float | None
     last_used: float | None
     minted_by: list[tuple[str, int | None]] = []  # ids and rates of the keys that minted it, the first of them first
+
+
+def key_info(record: KeyRecord) -> KeyInfo:
+    """A key as people and clients see it."""
+    told = msgspec.structs.asdict(record)
+    told["minted_by"] = [key for key, _ in record.minted_by]
+    return KeyInfo(**told)
 
 
 class NewKey(Struct, frozen=True):

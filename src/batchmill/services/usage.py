@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
-import msgspec
 import sqlalchemy as sa
 
-from batchmill.ports import Clock
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.functions import records as functions
 from batchmill.services.upload_records import PENDING
@@ -51,28 +47,6 @@ async def usage(room: DiskRoom, project: str, now: float) -> list[QuotaInfo]:
     has, most = await room.look(project)
     told = [QuotaInfo(name, held[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in held]
     return [*told, QuotaInfo("disk", has, most)]
-
-
-class QuotaDoor:
-    """The owner's side of `QuotaClient`: `answer` takes a project and gives its quotas."""
-
-    def __init__(self, room: DiskRoom, clock: Clock) -> None:
-        self._room, self._clock = room, clock
-
-    async def answer(self, message: bytes) -> bytes:
-        project = msgspec.msgpack.decode(message, type=str)
-        return msgspec.msgpack.encode(await usage(self._room, project, self._clock.now()))
-
-
-class QuotaClient:
-    """Quotas asked for by another process of this user, over `tell`, which carries a message to the owner and its
-    reply back."""
-
-    def __init__(self, tell: Callable[[bytes], Awaitable[bytes]]) -> None:
-        self._tell = tell
-
-    async def usage(self, project: str) -> list[QuotaInfo]:
-        return msgspec.msgpack.decode(await self._tell(msgspec.msgpack.encode(project)), type=list[QuotaInfo])
 
 
 def _count(db: sa.Connection, project: str, now: float) -> dict[str, int]:

@@ -8,10 +8,10 @@ import msgspec
 from starlette.responses import Response
 
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.keys import KeyRecord
+from batchmill.services.keys import key_info
 from batchmill.services.services import Services
 from batchmill.services.usage import usage
-from batchmill.wire.native import KeyInfo, KeyList, MadeKey, NewKey, QuotaList, RevokeKey
+from batchmill.wire.native import KeyList, MadeKey, NewKey, QuotaList, RevokeKey
 from batchmill.wire.operations import (
     CREATE_KEY,
     LIST_KEYS,
@@ -45,22 +45,16 @@ class Keys:
             expires=asked.expires,
             by=call.caller,
         )
-        return json_reply(MadeKey(made.key, _info(made.record)), 201)
+        return json_reply(MadeKey(made.key, key_info(made.record)), 201)
 
     async def quotas(self, call: Call) -> Response:
         return json_reply(QuotaList(await usage(self._room, call.caller.project, self._clock.now())))
 
     async def list(self, call: Call) -> Response:
-        return json_reply(KeyList([_info(record) for record in await self._keys.list(call.caller.project)]))
+        return json_reply(KeyList([key_info(record) for record in await self._keys.list(call.caller.project)]))
 
     async def revoke(self, call: Call) -> Response:
         asked: RevokeKey = call.query
         done = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=asked.with_minted)
-        told = msgspec.structs.replace(_info(done.record), minted=done.minted)
+        told = msgspec.structs.replace(key_info(done.record), minted=done.minted)
         return json_reply(told)
-
-
-def _info(record: KeyRecord) -> KeyInfo:
-    told = msgspec.structs.asdict(record)
-    told["minted_by"] = [key for key, _ in record.minted_by]
-    return KeyInfo(**told)

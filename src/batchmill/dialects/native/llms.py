@@ -10,7 +10,6 @@ from starlette.responses import Response
 from batchmill.dialects.native.views import Shown
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.llms import views
-from batchmill.services.llms.door import change
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.services import Services
 from batchmill.types import Caller, EngineEvent, EngineView
@@ -59,7 +58,7 @@ class Llms:
         return self._reply(call.caller, self._llms.get(call.caller, call.path["name"]))
 
     async def change(self, call: Call) -> Response:
-        return self._reply(call.caller, await change(self._llms, call.caller, call.path["name"], call.body))
+        return self._reply(call.caller, await views.change(self._llms, call.caller, call.path["name"], call.body))
 
     async def remove(self, call: Call) -> Response:
         gone = await self._llms.delete(call.caller, call.path["name"])

@@ -9,7 +9,8 @@ from msgspec.structs import asdict, replace
 
 from batchmill.services.llms.bases import MEDIA_FLAG
 from batchmill.services.llms.records import LlmDeployment
-from batchmill.types import EngineView, LlmSettings, Needs, Scaling
+from batchmill.services.llms.service import LlmService
+from batchmill.types import Caller, EngineView, LlmSettings, Needs, Scaling
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm
 
 SCALING = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests")
@@ -78,4 +79,15 @@ def info(deployment: LlmDeployment, view: EngineView) -> LlmInfo:
         is_updating=deployment.is_updating,
         created=deployment.created,
         changed=deployment.changed,
+    )
+
+
+async def change(
+    llms: LlmService, caller: Caller, name: str, asked: LlmChange, *, is_trusted: bool = False
+) -> LlmDeployment:
+    """Change what `asked` says, and keep the rest."""
+    settings = changed(llms.get(caller, name).settings, asked)
+    told = asked.description
+    return await llms.update(
+        caller, name, settings, description=UNSET if told is UNSET else told, is_trusted=is_trusted
     )
