@@ -231,7 +231,6 @@ class _Server:
             connectors=remote.connectors,
             groups=remote.groups,
             remote_models=remote.models,
-            remote_calls=remote.calls,
             programs=remote.programs,
             remote_tasks=tasks,
             adapters=adapters,

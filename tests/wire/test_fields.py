@@ -1,12 +1,12 @@
 """Which body fields an engine server knows."""
 
 from batchmill.wire.fields import KNOWN_FIELDS, NO_EFFECT, fields_of_openapi, refusal, unknown_fields
-from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, LIVE_URLS, RERANK, RESPONSES, SCORE
+from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS
 
 
 def test_every_url_has_its_fields():
     """No URL that a row may name is without a list, and every list has what its calls cannot do without."""
-    assert set(KNOWN_FIELDS) == set(LIVE_URLS)
+    assert set(KNOWN_FIELDS) == {*URLS, CLASSIFY}
     needed = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input", RESPONSES: "input", RERANK: "query"}
     assert all(name in KNOWN_FIELDS[url] for url, name in {**needed, SCORE: "text_1"}.items())
     assert all("model" in fields and fields >= NO_EFFECT for fields in KNOWN_FIELDS.values())

@@ -175,7 +175,6 @@ def test_one_bad_row_fails_the_request(error: CallError, kind: Any, lines: list[
 def test_errors_of_rows_if_they_are_wanted():
     """With row_errors the other rows are answered, and one that failed has null and its error in its place."""
     asked = read(b"[[1,1],[2,2],[3,3]]", more=b',"row_errors":true')
-    assert not asked.shares_errors
     errors = {1: CallError("ValueError", "no\nway", TRACE), 2: CallError("missing_argument", "needs b")}
     body, _ = ROWS.write(asked, Results(b"[2,null,null]", errors=errors), "m", "1")
     assert json.loads(body) == {

@@ -32,7 +32,6 @@ MODELS_MAX = 1000
 KEYS_MAX = 10_000  # of one server
 ENDED_MAX = 1_000  # of one project, that are still listed; those that ended first are forgotten
 MINTERS_MAX = 8  # a key that a key minted that a key minted …: each of them pays for a request
-USED_S = 60.0  # how exactly the time of the last use is written down
 ANYBODY = Caller("default", Scope.DEPLOY)  # where no key was ever made
 REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
 

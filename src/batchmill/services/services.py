@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from batchmill.services.links import LinkService
     from batchmill.services.live_calls import LiveCalls
     from batchmill.services.llms.service import LlmService
-    from batchmill.services.remote.calls import RemoteCalls
     from batchmill.services.remote.connectors import ConnectorService
     from batchmill.services.remote.groups import ModelGroups
     from batchmill.services.remote.models import RemoteModels
@@ -52,7 +51,6 @@ class Services(Struct, frozen=True):
     connectors: ConnectorService
     groups: ModelGroups
     remote_models: RemoteModels
-    remote_calls: RemoteCalls
     remote_tasks: RemoteTasks
     programs: Programs  # what callers can make long
     adapters: AdapterService

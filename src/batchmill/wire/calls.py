@@ -29,7 +29,6 @@ class Asked(Struct):
     calls: bytes  # JSON
     buffers: list[bytes | memoryview] = []
     timeout_s: float | None = None  # as the body asks for it
-    shares_errors: bool = True  # one row that fails fails the request; otherwise each row has its own error
     told: Any = None  # what the form needs again when it writes
 
 

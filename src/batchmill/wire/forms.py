@@ -22,7 +22,6 @@ RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
 MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # of OpenAI, and of Anthropic: not of every service
 CLASSIFY = "/classify"
-LIVE_URLS = (*URLS, CLASSIFY)  # what engines of language models answer; rows are sent to URLS alone
 TOKENS_MAX = 2**40  # of one row: what a reply claims beyond it is no count, and sums of it would not fit the ledger
 
 

@@ -69,13 +69,13 @@ class RowsForm:
         if not _is_batch(data):
             told = _Told(None, fields.row_errors)
             layout, calls = _single(data, interface)
-            return Asked(1, layout, calls, timeout_s=timeout_s, shares_errors=not fields.row_errors, told=told)
+            return Asked(1, layout, calls, timeout_s=timeout_s, told=told)
         ids = _ids_of(data)
         layout, calls = WITH_IDS, bytes(data)
         if interface.takes != "arguments":
             layout, calls = _objects(data, interface)
         told = _Told(ids, fields.row_errors)
-        return Asked(len(ids), layout, calls, timeout_s=timeout_s, shares_errors=not fields.row_errors, told=told)
+        return Asked(len(ids), layout, calls, timeout_s=timeout_s, told=told)
 
     def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """Raises: ModelFailed, InvalidInput where a row failed and the request did not ask for errors by row."""

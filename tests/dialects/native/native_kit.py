@@ -38,7 +38,7 @@ class Kit:
             keys=KeyService(self.database, self.clock), catalogue=catalogue, live=nothing, webhooks=nothing,
             links=nothing, datasets=nothing, adapters=nothing, llms=nothing,
             functions=nothing, versions=nothing, late=nothing, vault=nothing, connectors=nothing, groups=nothing,
-            remote_models=nothing, remote_calls=nothing, remote_tasks=nothing, programs=nothing,
+            remote_models=nothing, remote_tasks=nothing, programs=nothing,
             config=self.config, clock=self.clock, stopping=asyncio.Event(),
         )  # fmt: skip
 

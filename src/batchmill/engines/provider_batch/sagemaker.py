@@ -33,7 +33,6 @@ from batchmill.wire.json_bytes import encode, shallow
 INPUT, OUTPUT = "input.jsonl", "output"
 JSON, JSON_LINES = "application/json", "application/jsonlines"
 SINGLE = "SingleRecord"
-NAME_MAX = 63
 
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _STATES = {"InProgress": "submitted", "Stopping": "cancelling"} | dict.fromkeys(

@@ -18,7 +18,6 @@ from batchmill.errors import InvalidInput
 from batchmill.models.connectors.rendering import Rendered
 
 CONTENT_SHA256 = "x-amz-content-sha256"
-REQUIRED = "required"  # what blueprints write in its place: sign the body, and say so
 PLAIN_PATHS = frozenset({"s3", "s3-outposts", "s3-object-lambda"})
 
 

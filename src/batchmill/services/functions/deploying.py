@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.config import LIMITS_MAX, WORKERS_MAX
-from batchmill.errors import BatchmillError, Forbidden, InvalidInput, ModelFailed
+from batchmill.errors import Forbidden, InvalidInput, ModelFailed
 from batchmill.function_side.marks import BATCH_ROWS_MAX
 from batchmill.models.environments import FOLDER, Environments
 from batchmill.models.secrets import NAME
@@ -254,8 +254,3 @@ def _check_variables(order: DeployOrder) -> None:
             )
         if name in order.environment:
             raise InvalidInput(f"{name} is a variable and a secret: leave one out", code="invalid_variable")
-
-
-def problem_of(error: BatchmillError) -> str:
-    """The last line of a traceback: what people see first."""
-    return error.message.rstrip().rpartition("\n")[2]

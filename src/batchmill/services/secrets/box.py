@@ -19,7 +19,6 @@ from batchmill.services.secrets.key_ring import KEY_BYTES, KEY_ID_BYTES, Ring
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-_DIRECT = b"\x01"  # sealed by the key of the file itself: what older batchmills wrote
 _ENVELOPE = b"\x02"
 _WRAPPED_BYTES = KEY_BYTES + TAG_BYTES
 
@@ -71,8 +70,6 @@ class SecretBox:
         """What was sealed for `owner`. Raises: InvalidConfig (`secret_unreadable`): the key or the owner is another."""
         ring = self._load()
         try:
-            if sealed[:1] == _DIRECT:
-                return _open_direct(ring, sealed, owner)
             envelope = _Envelope.read(sealed)
             data_key = _unwrap(ring, envelope, owner)
             nonce, text = envelope.rest[:NONCE_BYTES], envelope.rest[NONCE_BYTES:]
@@ -90,9 +87,7 @@ class SecretBox:
 
     def rewrap(self, sealed: bytes, owner: str) -> bytes:
         """The same secret under the current key. The text itself is not encrypted anew. Raises: as `open`."""
-        plain = self.open(sealed, owner)  # also proves that it is his and whole
-        if sealed[:1] == _DIRECT:
-            return self.seal(plain, owner)
+        self.open(sealed, owner)  # proves that the secret is this owner's, and whole
         envelope, ring = _Envelope.read(sealed), self._load()
         return _wrap(ring, _unwrap(ring, envelope, owner), owner, envelope.rest)
 
@@ -138,14 +133,3 @@ def _unwrap(ring: Ring, envelope: _Envelope, owner: str) -> bytes:
     if key is None:
         raise InvalidTag
     return AESGCM(key.key).decrypt(envelope.wrap_nonce, envelope.wrapped, _ENVELOPE + key.id + owner.encode())
-
-
-def _open_direct(ring: Ring, sealed: bytes, owner: str) -> bytes:
-    """What carries no key's id: the oldest key is tried first. Raises: InvalidTag."""
-    nonce, text = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
-    for key in reversed(ring.keys):
-        try:
-            return AESGCM(key.key).decrypt(nonce, text, _DIRECT + owner.encode())
-        except InvalidTag:
-            continue
-    raise InvalidTag

@@ -1,6 +1,6 @@
 """The key file: the keys that wrap secrets, the current one first. For its owner alone, and replaced as a whole.
 
-Form: a line `batchmill keys 1`, then a key a line, in hex. A file of 32 bytes is one key: what older batchmills wrote.
+Form: a line `batchmill keys 1`, then a key a line, in hex.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ def read(path: Path) -> Ring:
 
 
 def _parse(data: bytes) -> Ring | None:
-    if len(data) == KEY_BYTES:
-        return Ring((_key(data),))
     try:
         first, *lines = data.decode("ascii").splitlines()
         keys = tuple(_key(bytes.fromhex(line)) for line in lines)
