@@ -24,7 +24,7 @@ ROWS = {
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console", "control"),
-    8: ("app", "connection", "serving", "cli", "__main__"),
+    8: ("owner", "connection", "serving", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
@@ -39,7 +39,7 @@ NEVER = {
     "server": {"dialects"},
     "dialects": {"console", "store", "datasets", "engines"},
     "console": {"dialects", "store", "datasets", "engines"},
-    "app": {"cli", "__main__", "serving"},
+    "owner": {"connection", "serving", "cli", "__main__"},
     "serving": {"cli", "__main__"},
 }
 # The plug-ins of a package: they never import one another, and the jobs know none of them by name.
@@ -73,7 +73,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.__getattr__": "the public names",
     "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
-    "batchmill.cli.session.app": "batchmill.app, once a command is called",
+    "batchmill.cli.session.app": "batchmill.connection, once a command is called",
     "batchmill.connection.load_guest": "what asks another process, which needs httpx",
     "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",
     "batchmill.dialects.load_dialects": "the dialects",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from msgspec.structs import replace
 
-from batchmill.app import Owner
 from batchmill.client import calls
 from batchmill.client.messages import Ask, Broken, OwnerGone, Reply, Request
 from batchmill.client.replies import value_of
@@ -24,6 +23,7 @@ from batchmill.control import operations as own
 from batchmill.control.app import ControlApp, Pieces
 from batchmill.errors import InvalidConfig, InvalidTransition
 from batchmill.jobs import preview
+from batchmill.owner import open_owner, open_store
 from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, TAKEOVER_TRIES, prepare_data_dir, try_lock
 from batchmill.types import Amendment, JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
 from batchmill.wire.native import PAGE_MAX, Change
@@ -50,35 +50,34 @@ class OwnerConnection:
     back or tried again for any other reason than another owner.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._data_dir = config, config.data_dir
-        self._owner: Owner | None = None
-        self._guest: Guest | None = None
+    def __init__(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
+        """Args: stack: of whoever opens this; what this process comes to own is closed with it."""
+        self._config, self._stack = config, stack
+        self._own: ControlApp | None = None  # once this process is the owner
+        self._guest: Guest | None = None  # once another process was asked
         self._opening = asyncio.Lock()
-        self._is_prepared = False
 
     async def _reached(self) -> ControlApp | Guest:
         """The application of this process, or a way to the owner's."""
         async with self._opening:
-            if not self._is_prepared:
-                prepare_data_dir(self._data_dir)
-                self._is_prepared = True
+            if self._own is not None:
+                return self._own
+            if self._guest is None:
+                prepare_data_dir(self._config.data_dir)
             for _ in range(TAKEOVER_TRIES):
-                if self._owner is not None:
-                    return self._owner.control
-                lock = try_lock(self._data_dir)
-                if lock is not None:
-                    self._owner = Owner(self._config, lock)
-                    await self._owner.open()
-                    continue
+                if (lock := try_lock(self._config.data_dir)) is not None:
+                    self._own = await self._stack.enter_async_context(_own(self._config, lock))
+                    return self._own
                 if self._guest is None:
-                    self._guest = load_guest()(self._data_dir / SOCKET)
+                    self._guest = load_guest()(self._config.data_dir / SOCKET)
+                    self._stack.push_async_callback(self._guest.close)
                 with contextlib.suppress(OwnerGone):
                     await self._guest.check()
                     return self._guest
                 await asyncio.sleep(TAKEOVER_S)
         raise InvalidConfig(
-            f"{self._data_dir} is locked by a process that does not answer on its control socket; end that process"
+            f"{self._config.data_dir} is locked by a process that does not answer on its control socket; end that "
+            "process"
         )
 
     async def send(self, request: Request) -> Reply:
@@ -102,12 +101,11 @@ class OwnerConnection:
         async with (await self._reached()).stream(request) as reply:
             yield reply
 
-    async def close(self, *, at_once: bool) -> None:
-        """Pause what this process runs."""
-        if self._guest is not None:
-            await self._guest.close()
-        if self._owner is not None:
-            await self._owner.close(at_once=at_once)
+
+@contextlib.asynccontextmanager
+async def _own(config: Config, lock: int) -> AsyncIterator[ControlApp]:
+    async with open_store(config, lock) as store, open_owner(store) as owner:
+        yield owner.control
 
 
 @contextlib.asynccontextmanager
@@ -115,15 +113,8 @@ async def connect(config: Config) -> AsyncIterator[OwnerConnection]:
     """A connection for as long as a command takes. Leaving it pauses what this process runs; leaving it by
     cancellation, at once.
     """
-    connection = OwnerConnection(config)
-    at_once = False
-    try:
-        yield connection
-    except asyncio.CancelledError:
-        at_once = True
-        raise
-    finally:
-        await connection.close(at_once=at_once)
+    async with contextlib.AsyncExitStack() as stack:
+        yield OwnerConnection(config, stack)
 
 
 class OpenJobs:

@@ -1,4 +1,4 @@
-"""The composition root of `batchmill serve`: owner of a data directory, and HTTP on the same event loop."""
+"""`batchmill serve`: the owner of a data directory, and HTTP on the same event loop."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import contextlib
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from socket import socket
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from batchmill.app import Owner
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission.admission import Admission
@@ -29,7 +28,6 @@ from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
-from batchmill.services import salvage
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.data_dirs import prepare_data_dir, try_lock
 from batchmill.services.datasets.service import DatasetService
@@ -37,7 +35,6 @@ from batchmill.services.files import FileService
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.late_replies import LateReplies
 from batchmill.services.job_desk import JobDesk
-from batchmill.services.keys import KeyService
 from batchmill.services.links import LinkService
 from batchmill.services.live_calls import LiveCalls
 from batchmill.services.remote.job_tasks import JobTasks
@@ -45,11 +42,6 @@ from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
-from batchmill.store.database import NAME as DATABASE
-from batchmill.store.database import Database
-
-if TYPE_CHECKING:
-    from batchmill.dialects.open_inference.grpc.server import GrpcServer
 
 log = logging.getLogger("batchmill.server")
 
@@ -78,26 +70,16 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
     catalogue = Catalogue(config, config.base)
     prepare_data_dir(config.data_dir)
     _raise_file_limit()
-    sock = bind(config.server.host, config.server.port)
-    try:
-        lock = await _take_lock(config)
-    except BaseException:
-        sock.close()
-        raise
-    server = _Server(config, catalogue, sock, lock, rows_drain_s)
-    try:
-        yield await server.open()
-    except asyncio.CancelledError:
-        await server.close(at_once=True)
-        raise
-    except BaseException:
-        await server.close(at_once=True)
-        raise
-    try:
-        await server.close(at_once=False)
-    except asyncio.CancelledError:  # a second signal
-        await server.close(at_once=True)
-        raise
+    async with contextlib.AsyncExitStack() as stack:
+        sock = bind(config.server.host, config.server.port)
+        stack.callback(sock.close)
+        store = await stack.enter_async_context(open_store(config, await _take_lock(config)))
+        await _refuse_open_door(store)
+        owner = await stack.enter_async_context(open_owner(store, catalogue=catalogue, drain_s=rows_drain_s))
+        stopping = asyncio.Event()
+        services = await _open_services(stack, owner, catalogue, stopping)
+        health = Health(store.database, config.data_dir, store.clock, owner.jobs, stopping)
+        yield await _open_front(stack, owner, services, health, sock)
 
 
 async def _take_lock(config: Config) -> int:
@@ -114,192 +96,128 @@ async def _take_lock(config: Config) -> int:
     return lock
 
 
-class _Server:
-    """What is open of a server; `close` ends whatever there is, in the reverse order."""
-
-    def __init__(self, config: Config, catalogue: Catalogue, sock: socket, lock: int, rows_drain_s: float) -> None:
-        self._config, self._catalogue, self._sock, self._rows_drain_s = config, catalogue, sock, rows_drain_s
-        self._clock: Clock = SystemClock()
-        self._owner = Owner(config, lock, serves=True, catalogue=catalogue)
-        self._stopping = asyncio.Event()
-        self._listener: Listener | None = None
-        self._grpc: GrpcServer | None = None
-        self._root: HttpRoot | None = None
-        self._health: Health | None = None
-        self._observers: Observers | None = None
-        self._functions: FunctionCalls | None = None
-        self._sweeping: asyncio.Task[None] | None = None
-        self._late: LateReplies | None = None
-        self._tasks: RemoteTasks | None = None
-        self._datasets: DatasetService | None = None
-        self._files: FileService | None = None
-
-    async def open(self) -> Running:
-        config, clock = self._config, self._clock
-        if not is_loopback(config.server.host):
-            await _refuse_open_door(config, clock)
-        await self._owner.open()
-        assert self._owner.jobs is not None and self._owner.database is not None and self._owner.backups is not None
-        database = self._owner.database
-        services = await self._services(database)
-        jobs = self._owner.jobs
-        self._health = Health(database, config.data_dir, clock, jobs)
-        observers = self._observers = Observers(
-            services, database=database, jobs=jobs, dispatcher=jobs.dispatcher, environ=os.environ
+async def _open_services(
+    stack: contextlib.AsyncExitStack, owner: Owner, catalogue: Catalogue, stopping: asyncio.Event
+) -> Services:
+    """What dialects work with; what goes on by itself has begun."""
+    store, jobs = owner.store, owner.jobs
+    versions, remote, adapters, llms = (
+        owner.models.versions,
+        owner.models.remote,
+        owner.models.adapters,
+        owner.models.llms,
+    )
+    config, clock, database, quotas = store.config, store.clock, store.database, store.config.project_quotas
+    close_last(stack, lambda _: llms.close())
+    llms.open()
+    functions = FunctionCalls(jobs.live, versions, catalogue, clock)
+    close_last(stack, lambda _: functions.close())
+    files = FileService(database, config.data_dir, clock, config.server, quotas, store.room)
+    stack.callback(files.close)
+    await files.sweep()
+    webhooks = WebhookService(database, clock, config, store.vault.box)
+    stack.callback(webhooks.close)
+    desk = JobDesk(jobs, files, catalogue)
+    links = LinkService(database, clock, store.vault.box, quotas)
+    uploads = UploadService(database, files, clock)
+    datasets = DatasetService(database, files, links, clock, config)
+    close_last(stack, lambda _: datasets.close())
+    await datasets.open()
+    sweeping = asyncio.create_task(
+        _sweep_for_ever(
+            clock,
+            [
+                files.sweep, uploads.sweep, store.keys.write_uses, datasets.sweep, links.sweep, adapters.sweep,
+                llms.sweep, owner.backups.sweep, jobs.retention.sweep,
+            ],
         )
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
-        gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
-        own = Own(self._health, gate, observers.metrics.render, services.catalogue.sees)
-        dialects = load_dialects(services)
-        fallback = next(each for each in dialects if each.name == FALLBACK)
-        self._root = HttpRoot(
-            dialects,
-            fallback=fallback,
-            own=own.operations(),
-            gate=gate,
-            hosts=Hosts(config.server.host, config.server.allowed_hosts),
-            clock=clock,
-            admission=admission,
-            programs=services.programs,
-        )
-        own.document = openapi.document(self._root.routes.all())
-        self._sweeping = asyncio.create_task(
-            _sweep_for_ever(services, clock, self._owner.backups.sweep, jobs.retention.sweep)
-        )
-        self._late = services.late
-        self._late.open()
-        self._tasks = services.remote_tasks
-        await self._tasks.open()
-        self._datasets = services.datasets
-        await self._datasets.open()
-        app = observers.open(self._root)
-        lane = Lane(self._root) if app is self._root else None  # the span of a traced request is made on the normal way
-        self._listener = Listener(app, self._sock, root=self._root, drain_s=REQUESTS_DRAIN_S, lane=lane)
-        await self._listener.open()
-        if config.server.grpc_port is not None:
-            self._grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.served])
-            await self._grpc.open()
-        return Running(url_of(self._sock), services, self._grpc and self._grpc.address)
-
-    async def _services(self, database: Database) -> Services:
-        config, clock, jobs = self._config, self._clock, self._owner.jobs
-        assert jobs is not None
-        assert self._owner.keys is not None
-        vault = self._owner.vault
-        assert vault is not None
-        versions = self._owner.versions
-        assert versions is not None
-        remote = self._owner.remote
-        assert remote is not None
-        adapters = self._owner.adapters
-        assert adapters is not None
-        self._catalogue.attach(versions, remote.models)
-        self._catalogue.attach_adapters(adapters)
-        llms = self._owner.llms
-        assert llms is not None
-        llms.open()
-        functions = self._functions = FunctionCalls(jobs.live, versions, self._catalogue, clock)
-        versions.warm = functions.replace
-        quotas = config.project_quotas
-        files = self._files = FileService(database, config.data_dir, clock, config.server, quotas, self._owner.room)
-        webhooks = WebhookService(database, clock, config, vault.box)
-        await files.sweep()
-        desk = JobDesk(jobs, files, self._catalogue)
-        links = LinkService(database, clock, vault.box, quotas)
-        tasks = RemoteTasks(
-            database,
-            remote.models,
-            remote.calls,
-            JobTasks(database, desk, quotas),
-            clock=clock,
-            entry=config.ml_commons,
-        )
-        return Services(
-            jobs=desk,
-            files=files,
-            uploads=UploadService(database, files, clock),
-            links=links,
-            datasets=DatasetService(database, files, links, clock, config),
-            keys=self._owner.keys,
-            catalogue=self._catalogue,
-            live=LiveCalls(jobs.live, self._catalogue, clock),
-            functions=functions,
-            versions=versions,
-            webhooks=webhooks,
-            vault=vault,
-            connectors=remote.connectors,
-            groups=remote.groups,
-            remote_models=remote.models,
-            programs=remote.programs,
-            remote_tasks=tasks,
-            adapters=adapters,
-            llms=llms,
-            late=LateReplies(database, clock, functions, webhooks.courier, quotas),
-            config=config,
-            clock=clock,
-            stopping=self._stopping,
-            gauges=jobs.dispatcher.gauges,
-        )
-
-    async def _close_http(self, at_once: bool) -> None:
-        if self._listener is not None:
-            await self._listener.close(at_once=at_once)
-        else:
-            self._sock.close()
-
-    async def _close_grpc(self, at_once: bool) -> None:
-        if self._grpc is not None:
-            await self._grpc.close(drain_s=0 if at_once else REQUESTS_DRAIN_S)
-
-    async def close(self, *, at_once: bool) -> None:
-        """Requests under way end first, then rows in flight; neither is waited for without a bound."""
-        self._stopping.set()
-        if self._health is not None:
-            self._health.is_stopping = True
-        await asyncio.gather(self._close_http(at_once), self._close_grpc(at_once))
-        if self._root is not None:
-            await self._root.close()
-        if self._late is not None:
-            await self._late.close(at_once=at_once)
-        if self._tasks is not None:
-            await self._tasks.close()
-        if self._datasets is not None:
-            await self._datasets.close()
-        if self._functions is not None:
-            await self._functions.close()
-        if self._observers is not None:
-            await self._observers.close()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.wait({self._sweeping})
-        await self._owner.close(at_once=at_once, drain_s=self._rows_drain_s)
-        if self._files is not None:
-            self._files.close()
+    )  # fmt: skip
+    close_last(stack, lambda _: _end(sweeping))
+    tasks = RemoteTasks(
+        database, remote.models, remote.calls, JobTasks(database, desk, quotas), clock=clock, entry=config.ml_commons
+    )
+    close_last(stack, lambda _: tasks.close())
+    await tasks.open()
+    late = LateReplies(database, clock, functions, webhooks.courier, quotas)
+    close_last(stack, lambda at_once: late.close(at_once=at_once))
+    return Services(
+        jobs=desk, files=files, uploads=uploads, links=links, datasets=datasets, keys=store.keys,
+        catalogue=catalogue, live=LiveCalls(jobs.live, catalogue, clock), functions=functions, versions=versions,
+        webhooks=webhooks, vault=store.vault, connectors=remote.connectors, groups=remote.groups,
+        remote_models=remote.models, programs=remote.programs, remote_tasks=tasks, adapters=adapters, llms=llms,
+        late=late, config=config, clock=clock, stopping=stopping, gauges=owner.dispatcher.gauges,
+    )  # fmt: skip
 
 
-async def _refuse_open_door(config: Config, clock: Clock) -> None:
+async def _open_front(
+    stack: contextlib.AsyncExitStack, owner: Owner, services: Services, health: Health, sock: socket
+) -> Running:
+    """What answers clients. It stops first: requests under way may end, and nothing waits for them without a bound."""
+    config, clock, jobs = services.config, services.clock, owner.jobs
+    observers = Observers(
+        services, database=owner.store.database, jobs=jobs, dispatcher=owner.dispatcher, environ=os.environ
+    )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
+    gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
+    own = Own(
+        health, gate, observers.metrics.render, services.catalogue.sees,
+        document=lambda: openapi.document(root.routes.all()),
+    )  # fmt: skip
+    dialects = load_dialects(services)
+    root = HttpRoot(
+        dialects,
+        fallback=next(each for each in dialects if each.name == FALLBACK),
+        own=own.operations(),
+        gate=gate,
+        hosts=Hosts(config.server.host, config.server.allowed_hosts),
+        clock=clock,
+        admission=admission,
+        programs=services.programs,
+    )
+    close_last(stack, lambda _: observers.close())
+    app = observers.open(root)
+    services.late.open()  # dialects have said how they write
+    close_last(stack, lambda _: root.close())
+    closing: list[Close] = []
+    close_last(stack, lambda at_once: _close_front(services.stopping, closing, at_once=at_once))
+    lane = Lane(root) if app is root else None  # the span of a traced request is made on the normal way
+    listener = Listener(app, sock, root=root, drain_s=REQUESTS_DRAIN_S, lane=lane)
+    closing.append(lambda at_once: listener.close(at_once=at_once))
+    await listener.open()
+    if config.server.grpc_port is None:
+        return Running(url_of(sock), services)
+    grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.served])
+    closing.append(lambda at_once: grpc.close(drain_s=0 if at_once else REQUESTS_DRAIN_S))
+    await grpc.open()
+    return Running(url_of(sock), services, grpc.address)
+
+
+async def _close_front(stopping: asyncio.Event, closing: Sequence[Close], *, at_once: bool) -> None:
+    """HTTP and gRPC together: each has the whole time that requests may take to end."""
+    stopping.set()
+    await asyncio.gather(*(close(at_once) for close in closing))
+
+
+async def _refuse_open_door(store: Store) -> None:
     """An address that other machines can reach needs a key. Before anything runs."""
-    await asyncio.to_thread(salvage.make_ready, config.data_dir)
-    database = await asyncio.to_thread(Database, config.data_dir / DATABASE)
-    try:
-        if await KeyService(database, clock).any_exist():
-            return
-    finally:
-        database.close()
+    host = store.config.server.host
+    if is_loopback(host) or await store.keys.any_exist():
+        return
     raise InvalidConfig(
-        f"{config.server.host} can be reached from other machines, and no key exists: make one with "
+        f"{host} can be reached from other machines, and no key exists: make one with "
         "`batchmill keys create --name NAME`, or listen on 127.0.0.1",
         code="no_keys",
     )
 
 
-async def _sweep_for_ever(services: Services, clock: Clock, *more: Callable[[], Awaitable[object]]) -> None:
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def _sweep_for_ever(clock: Clock, duties: Sequence[Callable[[], Awaitable[object]]]) -> None:
     """What has had its time goes, and what was only remembered is written down."""
-    duties: list[Callable[[], Awaitable[object]]] = [
-        services.files.sweep, services.uploads.sweep, services.keys.write_uses, services.datasets.sweep,
-        services.links.sweep, services.adapters.sweep, services.llms.sweep, *more,
-    ]  # fmt: skip
     while True:
         await clock.sleep(SWEEP_S)
         for duty in duties:

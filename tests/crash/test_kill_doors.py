@@ -19,6 +19,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
+from fakes.job_service import job_service
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once
 
 async def main(folder: Path) -> None:
@@ -26,7 +27,7 @@ async def main(folder: Path) -> None:
     data.mkdir(exist_ok=True)
     executor = LocalExecutor(data / "workers")
     executor.sweep()
-    service = JobService(data, open_ledger(data / "batchmill.db"), executor, SystemClock())
+    service = job_service(data, open_ledger(data / "batchmill.db"), executor, SystemClock())
     await service.recover(resume_doors=True)
     order = JobOrder(
         DatasetSpec([str(folder / "in.jsonl")], format="openai"),

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.adapters import NoAdapters
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
-from batchmill.ports import Clock
-from batchmill.store.disk_room import DiskRoom
+from batchmill.ports import Adapters, Clock
 from batchmill.types import ProjectQuotas
 
 
@@ -20,15 +21,18 @@ async def opened(folder: Path) -> AsyncIterator[Callable[..., Awaitable[JobServi
     services = []
 
     async def open_service(
-        *, serving: bool = False, clock: Clock = SystemClock(), quotas: ProjectQuotas = ProjectQuotas()
+        *,
+        serving: bool = False,
+        clock: Clock = SystemClock(),
+        quotas: ProjectQuotas = ProjectQuotas(),
+        adapters: Adapters = NoAdapters(),
     ) -> JobService:
         data_dir = folder / "data"
         data_dir.mkdir(exist_ok=True)
         executor = LocalExecutor(data_dir / "workers")
         executor.sweep()
         ledger = open_ledger(data_dir / "batchmill.db")
-        room = DiskRoom(ledger.database, data_dir, quotas)
-        service = JobService(data_dir, ledger, executor, clock, room=room)
+        service = job_service(data_dir, ledger, executor, clock, quotas=quotas, adapters=adapters)
         await service.recover(resume_doors=serving)
         services.append(service)
         return service

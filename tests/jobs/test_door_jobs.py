@@ -13,6 +13,7 @@ import time
 
 import msgspec
 import pytest
+from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import Conflict, InvalidInput, InvalidTransition, OverQuota, StorageFull, UnknownName
@@ -20,7 +21,6 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
-from batchmill.store.disk_room import DiskRoom
 from batchmill.types import (
     Amendment,
     DatasetSpec,
@@ -445,7 +445,7 @@ async def test_a_server_that_starts_on_a_full_disk(folder, opened, state):
     await service._call(service._ledger.note, job_id, reason="interrupted")
     await service.close(at_once=True)
     ledger = open_ledger(folder / "data" / "batchmill.db")
-    service = JobService(folder / "data", ledger, LocalExecutor(folder / "data" / "workers"), HastyClock())
+    service = job_service(folder / "data", ledger, LocalExecutor(folder / "data" / "workers"), HastyClock())
     with no_file_may_grow():
         await service.recover(resume_doors=True)
         while job_id not in service._stalled.stranded:
@@ -519,7 +519,7 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
     orders count nowhere. With nothing left no further job is taken."""
     quotas = ProjectQuotas(Quotas(disk=100_000))
     service = await opened(quotas=quotas)
-    room = service.room
+    room = service._stalled._room
     (folder / "in.csv").write_text("n\n" + "1\n" * 20_000)
     told = msgspec.structs.replace(order(folder, "double"), dataset=DatasetSpec([str(folder / "in.csv")]))
     told = msgspec.structs.replace(told, default_model=True)
@@ -550,14 +550,15 @@ async def test_results_beyond_the_quota_pause_the_job(folder, opened):
     service = await opened(quotas=ProjectQuotas(Quotas(disk=20_000_000)))
     write(folder, "slow")
     job = await midway(service, order(folder, "slow"))
-    enough, service.room = service.room, DiskRoom(service.room.database, folder / "data", ProjectQuotas(Quotas(disk=1)))
+    room = service._stalled._room
+    enough, room.quotas = room.quotas, ProjectQuotas(Quotas(disk=1))
     await service._maintenance.poll()  # as it does every few seconds
     view = await end_of(service, job)
     assert (view.state, view.reason) == ("paused", "disk_quota") and "quotas.disk" in view.message
     assert "goes on by itself when there is room" in (await service.explain(job)).reasons[0]
     await service._maintenance.poll()
     assert (await service.show(job)).state == "paused"
-    service.room = enough
+    room.quotas = enough
     await service._maintenance.poll()
     view = await end_of(service, job)
     assert (view.state, view.rows_ok) == ("completed", ROWS)

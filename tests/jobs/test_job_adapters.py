@@ -93,9 +93,8 @@ def order(folder: Path, *models: str | None, model: ModelSpec, **more) -> JobOrd
     return JobOrder(DatasetSpec([path], format="openai"), [model], origin=DOOR, project="p", **more)
 
 
-async def prepared(service: JobService, hub: Hub, asked: JobOrder) -> tuple[JobView, JobSpec]:
+async def prepared(service: JobService, asked: JobOrder) -> tuple[JobView, JobSpec]:
     """A job that has come as far as its engine, and how it is described then."""
-    service.adapters = hub
     submitted = await service.submit(asked)
     view = [view async for view in service.watch(submitted.id, 0.05)][-1]
     return view, JobFiles(service._data_dir, submitted.id).read_spec()
@@ -107,7 +106,7 @@ async def test_adapters_of_a_model_that_settings_made(folder, opened):
     made = replace(
         base(folder, adapter_patterns=["acme/*"], alias="base", secrets={"HF_TOKEN": "secret:mine"}), name="base~1"
     )
-    await prepared(await opened(), hub, order(folder, "acme/a", model=made, default_model=True))
+    await prepared(await opened(adapters=hub), order(folder, "acme/a", model=made, default_model=True))
     assert (hub.asked, hub.tokens) == ([("p", "base", ["acme/a"])], ["secret:mine"])
 
 
@@ -119,8 +118,8 @@ async def test_adapters_are_fetched_and_pinned(folder, opened):
         folder, None, "acme/a", "acme/gone", "acme/a",
         model=base(folder, adapter_patterns=["acme/*"], allowed=["base"]), default_model=True,
     )  # fmt: skip
-    service = await opened()
-    view, spec = await prepared(service, hub, asked)
+    service = await opened(adapters=hub)
+    view, spec = await prepared(service, asked)
     assert (hub.asked, hub.tokens) == ([("p", "base", ["acme/a", "acme/gone"])], [None])
     assert (view.state, view.reason) == (JobState.PAUSED, "engine_failed"), view.message
     model = spec.models[0]
@@ -138,8 +137,7 @@ async def test_adapters_are_fetched_and_pinned(folder, opened):
 async def test_a_job_says_what_it_waits_for(folder, opened):
     """While adapters are fetched the job's notes and its explanation say which; it can be cancelled."""
     hub = Hub({}, asyncio.Event())
-    service = await opened()
-    service.adapters = hub
+    service = await opened(adapters=hub)
     asked = order(folder, "acme/a", "acme/b", model=base(folder, adapter_patterns=["acme/*"]))
     job = (await service.submit(asked)).id
     async with asyncio.timeout(60):
@@ -155,8 +153,7 @@ async def test_a_job_says_what_it_waits_for(folder, opened):
 async def test_an_interrupted_fetch_begins_anew(folder, opened):
     """A job that is paused while adapters are fetched asks for them again when it goes on."""
     place, hub = write_adapter(folder / "a"), Hub({}, asyncio.Event())
-    service = await opened()
-    service.adapters = hub
+    service = await opened(adapters=hub)
     job = (await service.submit(order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"])))).id
     async with asyncio.timeout(60):
         await hub.called.wait()
@@ -175,7 +172,7 @@ async def test_adapters_that_rows_use_are_looked_at(folder, opened):
     places = {"good/1": good, "high/2": high, "deep": deep, "gone/1": str(folder / "gone"), "unused/1": "/nowhere"}
     model = base(folder, adapters=places, adapter_names={"good": "good/1", "gone": "gone/1"}, adapter_rank=16)
     asked = order(folder, "good", "good/1", "high/2", "deep", "gone", model=model)
-    view, spec = await prepared(await opened(), Hub({}), asked)
+    view, spec = await prepared(await opened(adapters=Hub({})), asked)
     assert view.rows_folded == 1
     assert sorted(spec.models[0].adapters) == ["deep", "gone/1", "good/1", "high/2"], "what no row uses is left out"
     bad = spec.models[0].bad_adapters
@@ -189,7 +186,7 @@ async def test_a_configured_id_of_a_hub_is_fetched(folder, opened):
     place = write_adapter(folder / "a")
     hub = Hub({"acme/a": place})
     model = base(folder, adapters={"tuned": "acme/a", "idle": "acme/b"}, adapter_rank=16)
-    _, spec = await prepared(await opened(), hub, order(folder, "tuned", model=model))
+    _, spec = await prepared(await opened(adapters=hub), order(folder, "tuned", model=model))
     assert hub.asked == [("p", "base", ["acme/a"])]
     assert (spec.models[0].adapters, spec.models[0].bad_adapters) == ({"tuned": place}, {})
 
@@ -198,7 +195,7 @@ async def test_a_refused_dataset_fetches_nothing(folder, opened):
     """With a bad row nothing runs, so nothing is fetched."""
     hub = Hub({})
     asked = order(folder, "acme/a", "elsewhere/a", model=base(folder, adapter_patterns=["acme/*"]))
-    view, _ = await prepared(await opened(), hub, asked)
+    view, _ = await prepared(await opened(adapters=hub), asked)
     assert (view.state, view.problems[0].code, hub.asked) == (JobState.FAILED, "unknown_model", [])
 
 
@@ -206,7 +203,7 @@ async def test_without_a_service_the_job_fails(folder, opened):
     """Where nobody fetches adapters the job says so, naming the adapter."""
     service = await opened()
     asked = order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"]))
-    view, _ = await prepared(service, service.adapters, asked)
+    view, _ = await prepared(service, asked)
     assert (view.state, view.reason) == (JobState.FAILED, "no_adapters")
     assert "'acme/a'" in view.message
 
@@ -215,13 +212,13 @@ async def test_a_known_order_keeps_what_was_fetched(folder, opened):
     """The same command again goes on with the adapters that its job was given."""
     place, hub = write_adapter(folder / "a"), Hub({})
     hub.folders["acme/a"] = place
-    service = await opened()
+    service = await opened(adapters=hub)
     asked = msgspec.structs.replace(
         order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"])),
         origin=None, output=str(folder / "out.jsonl"),
     )  # fmt: skip
-    first, before = await prepared(service, hub, asked)
-    again, after = await prepared(service, hub, asked)
+    first, before = await prepared(service, asked)
+    again, after = await prepared(service, asked)
     assert (again.id, len(hub.asked)) == (first.id, 1)
     assert after.models == before.models
 
@@ -266,7 +263,7 @@ async def test_a_retry_looks_at_bad_adapters_again(folder):
         assert target == adapters.CHECK
         return adapters.check_offloaded(order, progress)
 
-    found = await adapters.AdapterWork(adapters.NoAdapters, offload).check_again(spec)
+    found = await adapters.AdapterWork(adapters.NoAdapters(), offload).check_again(spec)
     assert list(found.models[0].bad_adapters) == ["still"]
 
 
@@ -293,8 +290,8 @@ async def test_a_configured_id_gets_room_for_its_rank(folder, opened, argument, 
     place = write_adapter(folder / "a", rank=64)
     hub = RankedHub({"acme/a": place})
     model = base(folder, adapters={"mine": "acme/a"}, adapter_rank=16, engine_args=argument)
-    service = await opened()
-    _, spec = await prepared(service, hub, order(folder, "mine", model=model, default_model=True))
+    service = await opened(adapters=hub)
+    _, spec = await prepared(service, order(folder, "mine", model=model, default_model=True))
     assert spec.models[0].adapters == {"mine": place}
     assert spec.models[0].adapter_rank == room
     assert bool(spec.models[0].bad_adapters) is is_bad

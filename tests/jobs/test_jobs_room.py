@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.machine import Machine
-from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Needs, Scaling
 
 GIB = 2**30
@@ -25,10 +25,14 @@ class Stage:
         self.folder = folder
         data = folder / "data"
         data.mkdir()
-        self.jobs = JobService(
-            data, open_ledger(data / "batchmill.db"), LocalExecutor(data / "workers"), SystemClock(), linger_s=600.0
+        self.jobs = job_service(
+            data,
+            open_ledger(data / "batchmill.db"),
+            LocalExecutor(data / "workers"),
+            SystemClock(),
+            linger_s=600.0,
+            machine=Machine(24 * GIB, []),
         )
-        self.jobs.dispatcher.share(Machine(24 * GIB, []))
 
     def model(self, name: str, gib: int, body: str = "return n", **more) -> ModelSpec:
         source = self.folder / f"{name}.py"

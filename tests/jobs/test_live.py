@@ -12,7 +12,7 @@ from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
 from batchmill.jobs import live as live_path
 from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.ledger import open_ledger
 from batchmill.jobs.live import LivePath
 from batchmill.jobs.machine import Machine
@@ -37,10 +37,12 @@ ASKED = LiveRequest("/v1/chat/completions", b"{}")
 
 
 class Stage:
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, machine: Machine | None = None) -> None:
         self.executor, self.clock = ScriptedExecutor(), HeldClock()
         self.books = Books(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.books, self.executor, self.clock, linger_s=3600.0)
+        self.dispatcher = Dispatcher(
+            folder, self.books, self.executor, self.clock, linger_s=3600.0, sharing=Sharing(machine=machine)
+        )
         self.asked: list[asyncio.Task[list[LiveHead | bytes]]] = []
 
     def ask(self, request: LiveRequest = ASKED) -> asyncio.Task[list[LiveHead | bytes]]:
@@ -180,9 +182,8 @@ async def test_a_model_that_cannot_start_says_why(stage):
 
 async def test_a_model_without_room_says_why(tmp_path):
     """A request whose model waits for room until its patience is over is told for which."""
-    made = Stage(tmp_path)
+    made = Stage(tmp_path, Machine(24, []))
     made.clock.sleep = lambda _: asyncio.Event().wait()
-    made.dispatcher.share(Machine(24, []))
     made.dispatcher.live = LivePath(made.dispatcher._pools, made.dispatcher.tallies, made.clock, loading_s=0.05)
     made.dispatcher.reserve("job_1", [ModelSpec("other", "http", "o", needs=Needs(20))])
     await made.executor.next()

@@ -6,11 +6,11 @@ import asyncio
 import json
 
 import pytest
+from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, JobView, LiveHead, LiveRequest, ModelSpec, Policy
 
 LARGE_ROWS, SMALL_ROWS = 100_000, 10
@@ -30,7 +30,7 @@ class Shop:
         (folder / "app.py").write_text(CODE)
         data = folder / "data"
         data.mkdir()
-        self.service = JobService(
+        self.service = job_service(
             data, open_ledger(data / "batchmill.db"), LocalExecutor(data / "workers"), SystemClock(), linger_s=600.0
         )
         self.model = ModelSpec("slow", "function", f"{folder / 'app.py'}:slow")

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from fakes.held_clock import HeldClock
+from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
@@ -21,7 +22,6 @@ from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load
 from batchmill.jobs.rooms import Rooms
-from batchmill.jobs.service import JobService
 from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
 from batchmill.wire.messages import Answered, Drain, Failed, Record, StorageBroken
@@ -234,7 +234,7 @@ async def test_adjacent_deadly_rows_end_alone(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "data").mkdir()
     ledger = open_ledger(tmp_path / "data" / "batchmill.db")
-    service = JobService(tmp_path / "data", ledger, LocalExecutor(tmp_path / "data" / "workers"), SystemClock())
+    service = job_service(tmp_path / "data", ledger, LocalExecutor(tmp_path / "data" / "workers"), SystemClock())
     model = ModelSpec("deadly", "function", f"{tmp_path / 'app.py'}:deadly")
     order = JobOrder(DatasetSpec([str(tmp_path / "in.jsonl")]), [model], output=str(tmp_path / "out.jsonl"))
     try:

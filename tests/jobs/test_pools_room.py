@@ -32,8 +32,8 @@ class Stage:
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
         self.failures: list[Failed] = []
         self.loads: dict[str, Load] = {}  # by model name
-        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s)
-        self.pools.share(machine or Machine(24 * GIB, ["0", "1", "2"]))
+        machine = machine or Machine(24 * GIB, ["0", "1", "2"])
+        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s, machine=machine)
 
     def use(self, user: str, model: ModelSpec) -> Pool:
         return self.pools.use(user, model, self.pools.key_of(model))

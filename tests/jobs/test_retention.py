@@ -13,6 +13,7 @@ import sys
 import msgspec
 import pytest
 from fakes.held_clock import HeldClock
+from fakes.job_service import job_service
 from ledgered_job import LedgeredJob
 
 from batchmill.config import BackupsEntry, RetentionEntry
@@ -22,7 +23,6 @@ from batchmill.faults import RETENTION_POINTS
 from batchmill.jobs import submissions
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.retention import BY_AGE
-from batchmill.jobs.service import JobService
 from batchmill.services import salvage
 from batchmill.services.backups import Backups
 from batchmill.states import JobState
@@ -73,9 +73,9 @@ def data_dir(model, tmp_path):
 
 def service_of(data_dir, clock=None, **entry):
     ledger = Ledger(Database(data_dir / "batchmill.db"))
-    service = JobService(data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock())
-    service.retention.entry = RetentionEntry(**entry)
-    return service
+    return job_service(
+        data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock(), retention=RetentionEntry(**entry)
+    )
 
 
 def spec_of(data_dir, job_id):

@@ -8,6 +8,7 @@ from pathlib import Path
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, load
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.llms.opening import make_llms
 from batchmill.services.llms.service import LlmService
@@ -98,7 +99,14 @@ class LlmRoom:
         self.database = Database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
         self.llms = make_llms(
-            self.config, self.database, self.vault, self.clock, engines=self.engines, calls=self.engines, gpus=2
+            self.config,
+            self.database,
+            self.vault,
+            self.clock,
+            engines=self.engines,
+            calls=self.engines,
+            gpus=2,
+            quarantine=Quarantine(self.clock),
         )
         await self.llms.load()
         self.catalogue = Catalogue(self.config, self.config.base)

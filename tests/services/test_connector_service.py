@@ -234,7 +234,7 @@ async def test_credentials_rotate_while_deployed(room: RemoteRoom) -> None:
     made = await room.remote.connectors.create(US, connector_fields())
     model = await room.remote.models.register(US, model_of(made.id), deploy=True)
     heard: list[frozenset[str]] = []
-    room.vault.on_change.append(heard.append)
+    room.vault.listen(heard.append)
     words = rf"1 models are still using this connector, please undeploy the models first: \[{model.id}\]"
     with pytest.raises(InvalidInput, match=words):
         await room.remote.connectors.update(US, made.id, {"description": "x", "credential": {"openAI_key": "n" * 20}})

@@ -232,10 +232,10 @@ async def test_counts_of_each_version(stage):
 async def test_a_new_version_is_up_before_the_old_one_goes(stage):
     """Where the old version has workers the new one gets some first; where it has none, nothing is started."""
     old, new = (each.spec for each in stage.versions[:2])
-    await stage.calls.replace(old, new)
+    await stage.dispatcher.live.replace(old, new)
     assert stage.executor.is_quiet
     await stage.loaded(stage.calls.find(CALLER, "f", None, "1"))
-    replacing = asyncio.create_task(stage.calls.replace(old, new))
+    replacing = asyncio.create_task(stage.dispatcher.live.replace(old, new))
     await stage.executor.next()
     await replacing
     assert stage.calls.ask_now(CALLER, stage.calls.find(CALLER, "f"), "rows", b"", b"", lambda _: None) is not None

@@ -35,15 +35,22 @@ class Place:
         self.entry = FunctionsEntry()
         self.tried = []
         self.trouble = None  # raised by the next trial
+        self.warmed, self.cold = [], None  # versions that were warmed up; raised by the next
 
     def open(self):
         self.database = Database(self.folder / "batchmill.db")
         workshop = Workshop(self.folder, self.try_it, self.entry)
         self.versions = ModelVersions(
             self.database, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
-            chance=random.Random(7),
+            chance=random.Random(7), warm=self.warm,
         )  # fmt: skip
         return self.versions
+
+    async def warm(self, old, new):
+        self.warmed.append((old.function.version, new.function.version))
+        if self.cold is not None:
+            raise self.cold
+        assert self.versions.choose(new.name).version.number == int(old.function.version.partition("/")[2])
 
     async def try_it(self, spec, home, order):
         self.tried.append(spec)
@@ -132,21 +139,10 @@ async def test_versions_outlive_their_owner(place):
 
 async def test_latest_moves_once_the_new_version_is_warm(place):
     """Calls go to the old version until workers of the new one are up; if they do not come up, they stay there."""
-    first = await place.deploy()
-    seen = []
-
-    async def warm(old, new):
-        seen.append((old.function.version, new.function.version))
-        assert place.versions.choose("example_doubler").version == first.version
-
-    place.versions.warm = warm
+    await place.deploy()
     await place.deploy(DOUBLER + "#\n")
-    assert seen == [("main/1", "main/2")]
-
-    async def fail(old, new):
-        raise ModelFailed("no room")
-
-    place.versions.warm = fail
+    assert place.warmed == [("main/1", "main/2")]
+    place.cold = ModelFailed("no room")
     with pytest.raises(ModelFailed, match="no room"):
         await place.deploy(DOUBLER + "##\n")
     assert place.versions.choose("example_doubler").version.number == 2

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 from fakes.held_clock import HeldClock
 from file_room import JOB
-from llm_room import CONFIG
+from llm_room import CONFIG, ScriptedEngines
 from remote_room import connector_fields
 
 from batchmill.config import ServerEntry, load
 from batchmill.errors import InvalidConfig, OverQuota
 from batchmill.jobs import job_records, submissions
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.models.addresses import read_private
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.adapters.records import AdapterRecord
@@ -87,7 +88,10 @@ class Room:
         self.links = LinkService(database, clock, box, self.quotas)
         self.datasets = DatasetService(database, self.files, self.links, clock, config)
         self.webhooks = WebhookService(database, clock, config, box)
-        self.llms = make_llms(config, database, self.vault, clock)
+        engines = ScriptedEngines()
+        self.llms = make_llms(
+            config, database, self.vault, clock, engines=engines, calls=engines, quarantine=Quarantine(clock)
+        )
         catalogue = Catalogue(config, config.base)
         catalogue.attach_llms(self.llms)
         self.folder = folder

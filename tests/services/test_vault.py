@@ -88,7 +88,7 @@ async def test_a_secret_is_changed_and_removed(room: Room) -> None:
 async def test_whoever_listens_hears_what_has_changed(room: Room) -> None:
     """Names are told once they are durable; nothing is told where nothing has changed."""
     heard: list[frozenset[str]] = []
-    room.vault.on_change.append(heard.append)
+    room.vault.listen(heard.append)
     await room.vault.change({"a": "value-of-a", "b": "value-of-b"})
     await room.vault.change({"a": "value-of-a"}, remove=["b", "c"])
     await room.vault.change({}, remove=["b"])

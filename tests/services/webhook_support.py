@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fakes.held_clock import HeldClock
+from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.config import Config, ServerEntry, WebhookEntry
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.service import JobService
 from batchmill.services.files import FileService
 from batchmill.services.outbox import Outbox
 from batchmill.services.secrets.box import SecretBox
@@ -51,7 +51,7 @@ class EndedJobs:
     async def __aenter__(self) -> EndedJobs:
         self.ledger = open_ledger(self.folder / "batchmill.db")
         self.database = self.ledger.database
-        self.jobs = JobService(self.folder, self.ledger, ScriptedExecutor(), self.clock)
+        self.jobs = job_service(self.folder, self.ledger, ScriptedExecutor(), self.clock)
         self.files = FileService(self.database, self.folder, self.clock, self.config.server)
         self.webhooks = WebhookService(self.database, self.clock, self.config, SecretBox(self.config.secrets_key))
         return self

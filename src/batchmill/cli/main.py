@@ -1,5 +1,5 @@
-"""The command line: `batchmill COMMAND`. Parses, calls `batchmill.app` and prints; a command costs its imports only
-once it is called."""
+"""The command line: `batchmill COMMAND`. Parses, calls `batchmill.connection` and prints; a command costs its imports
+only once it is called."""
 
 from __future__ import annotations
 

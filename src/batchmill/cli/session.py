@@ -1,5 +1,5 @@
-"""What every command shares: the global options, the configuration, the way to `batchmill.app`, and the edge at which
-errors become one line and an exit code."""
+"""What every command shares: the global options, the configuration, the way to `batchmill.connection`, and the edge
+at which errors become one line and an exit code."""
 
 from __future__ import annotations
 

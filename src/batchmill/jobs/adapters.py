@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -164,7 +164,7 @@ def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
 class AdapterWork:
     """Fetches and checks for one job. `told`: what is being waited for, empty while nothing is."""
 
-    def __init__(self, source: Callable[[], Adapters], offload: Offload) -> None:
+    def __init__(self, source: Adapters, offload: Offload) -> None:
         self._source, self._offload = source, offload
         self.told = ""
 
@@ -183,7 +183,7 @@ class AdapterWork:
     async def _ensure(self, project: str, model: ModelSpec, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
         """Registered for the base of a model that settings made, so that others of that base have them too; with the
         token that the model brings."""
-        return await self._source().ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
+        return await self._source.ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
 
     async def check(self, spec: JobSpec, used: ByModel) -> JobSpec:
         """The description that says of every adapter in use why it cannot be used, if it cannot."""

@@ -18,6 +18,7 @@ from batchmill.jobs.commits import Books
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.ledger import Standing, Verdict
 from batchmill.jobs.live import LivePath
+from batchmill.jobs.machine import Machine
 from batchmill.jobs.pool import Death, Pool
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
@@ -67,10 +68,16 @@ class _Left(Struct, frozen=True):
     shards: dict[int, str]  # -> the worker that has it
 
 
+class Sharing(Struct, frozen=True):
+    """How projects share workers, and models the machine."""
+
+    weights: Mapping[str, float] = {}  # of each project beside others; 1 for those that are not named
+    machine: Machine | None = None  # what the replicas of all models take from; None: it has no limits
+
+
 class Dispatcher:
     """
     Args:
-        weights: the share of each project beside others; 1 for those that are not named.
         linger_s: workers that nobody needs are kept so long.
         provisions: what workers are given beside their model; `provide` gives it to them anew.
     """
@@ -82,18 +89,25 @@ class Dispatcher:
         executor: Executor,
         clock: Clock,
         *,
-        weights: Mapping[str, float] | None = None,
+        sharing: Sharing = Sharing(),
         linger_s: float = 0.0,
         provisions: Provisions = NothingProvided(),
         quarantine: Quarantine | None = None,
     ) -> None:
         self.quarantine = quarantine = quarantine or Quarantine(clock)
-        self._books, self._clock, self._weights = books, clock, weights or {}
+        self._books, self._clock, self._weights = books, clock, sharing.weights
         self.tallies = Tallies()
         pools = Pools(
-            data_dir, executor, clock, dispatcher=self, linger_s=linger_s, provisions=provisions, quarantine=quarantine
+            data_dir,
+            executor,
+            clock,
+            dispatcher=self,
+            linger_s=linger_s,
+            provisions=provisions,
+            quarantine=quarantine,
+            machine=sharing.machine,
         )
-        self._pools, self.provide, self.share = pools, pools.provide, pools.share
+        self._pools, self.provide = pools, pools.provide
         self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
         self.tallies.adapters = pools.adapters
         self.live = LivePath(self._pools, self.tallies, clock)

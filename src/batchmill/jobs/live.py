@@ -132,6 +132,11 @@ class LivePath:
             self._pools.leave(key, _loader(key))
             raise
 
+    async def replace(self, old: ModelSpec, new: ModelSpec) -> None:
+        """Returns once a worker of `new` is up, if `old` has one. Raises: ModelFailed, and nothing has changed."""
+        if self.is_ready(old):
+            await self.warm(new)
+
     async def warm(self, model: ModelSpec) -> None:
         """Have a worker ready as if the model had just been called. Raises as `ask`."""
         line = self._line(model)

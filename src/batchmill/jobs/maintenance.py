@@ -103,7 +103,7 @@ def _has_room(folders: Sequence[Path]) -> bool:
 class StalledJobs:
     """Jobs that a server resumes by itself: without disk space, or to be ended while a provider does not answer."""
 
-    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: Callable[[], DiskRoom]) -> None:
+    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: DiskRoom) -> None:
         """Args: room: where the bytes of projects are counted."""
         self._data_dir, self._database, self._active, self._room = data_dir, database, active, room
         self.stranded: set[str] = set()  # a server's jobs that are written down as running, for want of disk space
@@ -111,7 +111,7 @@ class StalledJobs:
     async def poll(self) -> Sequence[Stalled]:
         """The jobs to try again. Jobs that run for projects without disk quota left are paused."""
         await self._pause_over_quota()
-        read, room = self._database.read, self._room()
+        read, room = self._database.read, self._room
         stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
         found = [record for reason in stuck for record in await read(job_records.paused_for, reason)]
         kept_out = await read(job_records.paused_for, PauseReason.DISK_QUOTA)
@@ -128,7 +128,7 @@ class StalledJobs:
         ]
 
     async def _pause_over_quota(self) -> None:
-        room = self._room()
+        room = self._room
         running = [runner for runner in self._active.all_running() if runner.spec.origin is not None]
         for project in {runner.spec.project for runner in running}:
             has, most = await room.look(project)

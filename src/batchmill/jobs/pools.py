@@ -64,6 +64,7 @@ class Pools:
         linger_s: a pool that nobody uses is kept so long.
         provisions: what its workers are given beside the model.
         quarantine: what engines died of.
+        machine: what the replicas of all models share; None: it has no limits.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class Pools:
         linger_s: float,
         provisions: Provisions = NothingProvided(),
         quarantine: Quarantine | None = None,
+        machine: Machine | None = None,
     ) -> None:
         quarantine = quarantine or Quarantine(clock)
-        quarantine.changed = self._learn
+        quarantine.listen(self._learn)
         self._data_dir, self._clock, self._dispatcher, self._linger_s = data_dir, clock, dispatcher, linger_s
-        self._rooms, self._log = Rooms(Machine()), EngineLog(clock)
+        self._rooms, self._log = Rooms(machine or Machine()), EngineLog(clock)
         self._rooms.make_room, self._rooms.use_of = self._make_room, self._use_of
         self._tools = PoolTools(executor, dispatcher, clock, self._rooms, self._log, quarantine, provisions)
         self._scaling: asyncio.Task[None] | None = None
@@ -311,11 +313,6 @@ class Pools:
         if waits and not pool.replicas:
             state = EngineState.WAITING
         return EngineView(state, pool.replicas, ready, pool.standing.wanted, waits, events)
-
-    def share(self, machine: Machine) -> None:
-        """Have workers share what this machine has. Before the first is started; until then it has no limits."""
-        assert not self._pools, "nothing has been taken yet"
-        self._rooms.machine = machine
 
     # -- room ---------------------------------------------------------------------------------------------------------
 

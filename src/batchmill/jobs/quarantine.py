@@ -36,7 +36,7 @@ class Quarantine:
         self._suspects: dict[str, Suspect] = {}  # digest -> of any model, the oldest first
         self._charges: dict[str, list[Charge]] = {}  # model -> of the last hour
         self._writing: set[asyncio.Task[None]] = set()
-        self.changed: Callable[[str, Learn], None] = lambda model, told: None  # what engines of a base model are told
+        self._listeners: list[Callable[[str, Learn], None]] = []
 
     async def load(self) -> None:
         """Read what there is."""
@@ -62,8 +62,13 @@ class Quarantine:
             case Charged(charge, is_taken_back):
                 self.charge(model, charge, is_taken_back=is_taken_back)
 
+    def listen(self, listener: Callable[[str, Learn], None]) -> None:
+        """Call `listener` with a base model and what its engines are told, each time that changes."""
+        self._listeners.append(listener)
+
     def _tell(self, model: str) -> None:
-        self.changed(model, Learn(self.poison(model)))
+        for listener in self._listeners:
+            listener(model, Learn(self.poison(model)))
 
     def suspect(self, model: str, suspect: Suspect) -> None:
         """An engine died with a request alone in flight; without deaths: it outlived that request since."""

@@ -49,9 +49,11 @@ LEAVING = ".leaving-"  # before the name of a folder that is being removed
 class Retention:
     """The ended jobs of a data directory that this process owns."""
 
-    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock) -> None:
+    def __init__(
+        self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock, entry: RetentionEntry
+    ) -> None:
         self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
-        self.entry = RetentionEntry()
+        self.entry = entry
 
     async def finish(self) -> None:
         """Remove what was written down as removed and still lies on the disk."""

@@ -74,16 +74,16 @@ class RunnerTools(Struct, frozen=True):
     clock: Clock
     ballast: Ballast
     offload: Offload  # in children that are kept for what comes next
-    adapters: Callable[[], Adapters]
-    room: Callable[[], DiskRoom]  # where the bytes and jobs of projects are counted
+    adapters: Adapters
+    room: DiskRoom  # where the bytes and jobs of projects are counted
 
     def room_of(self, spec: JobSpec) -> DiskRoom | None:
         """Where the bytes of a server's job count; None for a command's."""
-        return None if spec.origin is None else self.room()
+        return None if spec.origin is None else self.room
 
     def quota_of(self, spec: JobSpec) -> int | None:
         """How many unfinished jobs the project of a server's job may have; None for a command's."""
-        return None if spec.origin is None else self.room().quotas.of(spec.project).unfinished_jobs
+        return None if spec.origin is None else self.room.quotas.of(spec.project).unfinished_jobs
 
 
 class _EndsEarly(Exception):

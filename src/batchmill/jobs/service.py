@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.children.offload import Children
+from batchmill.config import RetentionEntry
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
 from batchmill.jobs import (
     adapters,
@@ -38,12 +39,10 @@ from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.ledger_snapshot import Rebuilt
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
 from batchmill.jobs.part_file import full_disk_named
-from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.runner import JobRunner, RunnerTools
 from batchmill.jobs.ways import with_code
-from batchmill.models.provisions import NothingProvided
-from batchmill.ports import Adapters, Clock, Executor, Live, Provisions
+from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.ballast import Ballast
 from batchmill.store.disk_room import DiskRoom
@@ -54,7 +53,6 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     Once,
-    ProjectQuotas,
     RemoteJob,
     Submitted,
     Wait,
@@ -71,42 +69,34 @@ class JobService:
     def __init__(
         self,
         data_dir: Path,
-        ledger: Ledger,
-        executor: Executor,
+        books: Books,
+        dispatcher: Dispatcher,
         clock: Clock,
         *,
-        weights: Mapping[str, float] = {},
-        linger_s: float = 0.0,
-        provisions: Provisions = NothingProvided(),
-        room: DiskRoom | None = None,
+        room: DiskRoom,
+        adapters: Adapters = adapters.NoAdapters(),
+        retention: RetentionEntry = RetentionEntry(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
         Args:
-            weights: project -> its share of the workers beside others; 1 for those that are not named.
-            linger_s: how long workers that no job needs stay, for the next one.
-            provisions: what workers are given beside their model.
-            room: where the bytes of projects are counted; None: nothing bounds them.
+            books, dispatcher: this service closes them.
+            room: counts the bytes of projects.
+            adapters: fetches the adapters that rows name.
         """
         self._data_dir, self._clock = data_dir, clock
-        self._books = Books(ledger)
-        self._dispatcher = Dispatcher(
-            data_dir, self._books, executor, clock, weights=weights, linger_s=linger_s, provisions=provisions,
-            quarantine=Quarantine(clock, ledger.database),
-        )  # fmt: skip
+        self._books, self._dispatcher, database = books, dispatcher, books.ledger.database
         self._ballast = Ballast(data_dir / "ballast")
         self._children = Children()
-        self.adapters: Adapters = adapters.NoAdapters()  # who fetches those that rows name; set before `recover`
-        self.room = room or DiskRoom(ledger.database, data_dir, ProjectQuotas())
         self._tools = RunnerTools(
             data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
-            lambda: self.adapters, lambda: self.room,
+            adapters, room,
         )  # fmt: skip
         self._active = ActiveJobs(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
-        self.retention = Retention(data_dir, ledger.database, self._active, clock)
+        self.retention = Retention(data_dir, database, self._active, clock, retention)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
-        self._stalled = StalledJobs(data_dir, ledger.database, self._active, lambda: self.room)
+        self._stalled = StalledJobs(data_dir, database, self._active, room)
         self._maintenance = Maintenance(clock, self._ballast, self._stalled.poll, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
 

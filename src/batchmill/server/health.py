@@ -44,9 +44,11 @@ class Report(Struct, frozen=True):
 
 
 class Health:
-    def __init__(self, database: Database, data_dir: Path, clock: Clock, jobs: JobService) -> None:
+    def __init__(
+        self, database: Database, data_dir: Path, clock: Clock, jobs: JobService, stopping: asyncio.Event
+    ) -> None:
         self._database, self._data_dir, self._clock, self._jobs = database, data_dir, clock, jobs
-        self.is_stopping = False
+        self._stopping = stopping
         self._looking = asyncio.Lock()
         self._report: tuple[float, Report] | None = None
 
@@ -56,7 +58,7 @@ class Health:
             if self._report is None or now - self._report[0] >= FRESH_S:
                 self._report = (now, await self._look())
         report = self._report[1]
-        return replace(report, status="stopping") if self.is_stopping else report
+        return replace(report, status="stopping") if self._stopping.is_set() else report
 
     async def _look(self) -> Report:
         parts = [await self._see_database(), self._see_disk(), *self._see_jobs()]

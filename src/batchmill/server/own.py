@@ -19,18 +19,21 @@ METRICS = "text/plain"
 
 
 class Own:
-    """`render` makes the text of /metrics; `document` is filled once every operation is known."""
-
     def __init__(
         self,
         health: Health,
         gate: Gate,
         render: Callable[[str | None], Awaitable[bytes]],
         sees: Callable[[Caller, str], bool],
+        document: Callable[[], dict[str, object]],
     ) -> None:
-        """Args: sees: a caller may know that there is a model of a name."""
+        """Args:
+        render: makes the text of /metrics.
+        sees: a caller may know that there is a model of a name.
+        document: makes the OpenAPI document, once every operation is known.
+        """
         self._health, self._gate, self._render, self._sees = health, gate, render, sees
-        self.document: dict[str, object] = {}
+        self._document = document
         self._encoded = b""
 
     def operations(self) -> Sequence[Operation]:
@@ -64,7 +67,7 @@ class Own:
 
     async def openapi(self, call: Call) -> Response:
         if not self._encoded:
-            self._encoded = msgspec.json.encode(self.document)
+            self._encoded = msgspec.json.encode(self._document())
         return Response(self._encoded, media_type="application/json")
 
     async def metrics(self, call: Call) -> Response:

@@ -1,33 +1,20 @@
-"""A data directory as a command finds it: whoever owns it is asked, or it is ours for a moment.
-
-What is asked through the owner's control socket, it knows at once.
-"""
+"""The folder of a data directory and the lock of its owner."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from batchmill.config import Config
-from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig, of_system
-from batchmill.models.isolation import of_config
 from batchmill.services import salvage as salvaging
 from batchmill.services.data_dir_modes import make_private
-from batchmill.services.functions.deploying import Workshop
-from batchmill.services.functions.trial import Trials
-from batchmill.services.functions.versions import ModelVersions
-from batchmill.services.secrets.box import SecretBox
-from batchmill.services.secrets.provisions import OwnerProvisions
-from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import NAME as DATABASE
-from batchmill.store.database import Database
 from batchmill.store.segments import sync_folder
 from batchmill.types import SalvageReport
 
@@ -36,25 +23,6 @@ log = logging.getLogger("batchmill.owner")
 LOCK, SOCKET = "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two tries while one owner ends and another begins
 TAKEOVER_TRIES = 1200
-
-
-def open_vault(config: Config, database: Database) -> Vault:
-    """The secrets of a data directory that this process owns."""
-    return Vault(database, SecretBox(config.secrets_key), SystemClock(), config.project_quotas)
-
-
-async def open_provisions(config: Config, vault: Vault, environ: Mapping[str, str] | None = None) -> OwnerProvisions:
-    """What workers are given. Raises: InvalidConfig for isolation that was asked for and cannot be had."""
-    isolation = await asyncio.to_thread(of_config, config.functions, config.data_dir)
-    return OwnerProvisions(vault, config.server.private_hosts, environ, isolation)
-
-
-def open_versions(data_dir: Path, database: Database, provisions: OwnerProvisions, config: Config) -> ModelVersions:
-    """The deployed functions of a data directory that this process owns; `load` comes next."""
-    workshop = Workshop(data_dir, Trials(provisions), config.functions, provisions.isolation)
-    return ModelVersions(
-        database, SystemClock(), workshop=workshop, taken=frozenset(config.models), quotas=config.project_quotas
-    )
 
 
 def has_models(config: Config) -> bool:

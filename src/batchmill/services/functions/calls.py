@@ -276,11 +276,6 @@ class FunctionCalls:
         self._unloaded.add((target.name, target.branch, target.number))
         self._live.unload(target.model)
 
-    async def replace(self, old: ModelSpec, new: ModelSpec) -> None:
-        """Returns once a worker of `new` is up, if `old` has one. Raises: ModelFailed, and nothing has changed."""
-        if self._live.is_ready(old):
-            await self._live.warm(new)
-
 
 def _is(version: ModelVersion, branch: str, number: str) -> bool:
     return version.branch == branch and str(version.number) == number

@@ -48,21 +48,20 @@ class ModelVersions:
     Args:
         taken: names that the configuration has.
         quotas: how many versions each project may have; whoever runs the machine is not held to them.
-
-    `warm` is called with the version that was `latest` and the one that is to be: it returns once workers of the new
-    one are up, if the old one has some. Raises: ModelFailed, and then the old one stays. Whoever runs workers sets it.
+        warm: called with the version that was `latest` and the one that is to be; it returns once workers of the new
+            one are up, if the old one has some. Raises: ModelFailed, and then the old one stays.
     """
 
     def __init__(
         self, database: Database, clock: Clock, *, workshop: Workshop,
         taken: frozenset[str] = frozenset(), chance: random.Random | None = None,
-        quotas: ProjectQuotas = ProjectQuotas(),
+        quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _stays_cold,
     ) -> None:  # fmt: skip
         self._database, self._clock, self._workshop, self._taken = database, clock, workshop, taken
         self._chance, self._quotas = chance or random.Random(), quotas
         self._book = ModelBook((), (), self._chance)
         self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
-        self.warm: Warm = _stays_cold
+        self._warm = warm
 
     async def load(self) -> None:
         """Read what there is. What an earlier owner left half made goes, and its version has failed."""
@@ -213,7 +212,7 @@ class ModelVersions:
     async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
         """Where the old version has workers, the new one's are up before the first call goes there."""
         if old is not None and old.spec is not None:
-            await self.warm(old.spec, spec)
+            await self._warm(old.spec, spec)
         now = max(self._clock.now(), version.created)
         ready = replace(version, state=READY, finished=now, spec=spec)
         route = Route(version.name, version.branch, [Backend(version.branch, version.number)], [], now)
@@ -302,7 +301,7 @@ class ModelVersions:
     async def _move(self, wanted: ModelVersion, present: ModelVersion, backend: Backend) -> None:
         assert wanted.spec is not None and present.spec is not None, "both are ready"
         if wanted != present:
-            await self.warm(present.spec, wanted.spec)
+            await self._warm(present.spec, wanted.spec)
         await self._route(Route(wanted.name, wanted.branch, [backend], [], self._clock.now()))
 
     async def _route(self, route: Route) -> Route:

@@ -51,19 +51,6 @@ class Calls(Protocol):
     def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]: ...
 
 
-class NoEngines:
-    """Of a process that runs none: what is written down is for the server that comes next."""
-
-    def engine_of(self, model: ModelSpec) -> EngineView:
-        return EngineView()
-
-    def keep(self, model: ModelSpec) -> None:
-        """There is nothing to keep."""
-
-    def let_go(self, model: ModelSpec) -> None:
-        """Nothing was kept."""
-
-
 class _Kept:
     """The engine of one deployment."""
 
@@ -83,11 +70,8 @@ Moved = Callable[[str, str], Awaitable[None]]
 
 
 class Keeper:
-    def __init__(
-        self, engines: Engines, calls: Calls | None, clock: Clock, *, moved: Moved, look: Callable[[], None]
-    ) -> None:
+    def __init__(self, engines: Engines, calls: Calls, clock: Clock, *, moved: Moved, look: Callable[[], None]) -> None:
         """Args:
-        calls: None in a process that runs no engines.
         moved: called with a key and why, or "", once an exchange has failed, or come about.
         look: called again and again, to say what is to be served otherwise.
         """
@@ -207,7 +191,6 @@ class Keeper:
         kept.held = wanted
 
     async def _start(self, model: ModelSpec) -> None:
-        assert self._calls is not None, "it is open"
         try:
             await self._calls.warm(model)
         except BatchmillError as error:  # its view says so too
@@ -223,7 +206,6 @@ class Keeper:
     async def _exchange(self, key: str, kept: _Kept, model: ModelSpec) -> None:
         """Put another engine in the place of one that runs; where the machine has no room for both, that one goes
         first."""
-        assert self._calls is not None, "it is open"
         before = kept.model
         self.note(key, UPDATING)
         try:
@@ -243,7 +225,6 @@ class Keeper:
 
     async def _loaded(self, kept: _Kept, model: ModelSpec) -> str:
         """Why the engine of a model could not be started; empty: it is ready."""
-        assert self._calls is not None, "it is open"
         while True:
             loading = asyncio.ensure_future(self._calls.load(model))
             try:
@@ -303,7 +284,6 @@ class Keeper:
 
     async def _asked(self, model: ModelSpec, request: LiveRequest) -> str:
         """Why a request got no answer; empty: it got one."""
-        assert self._calls is not None, "it is open"
         status, body = 0, b""
         try:
             async for piece in self._calls.predict(model, request):

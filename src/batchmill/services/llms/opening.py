@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchmill.config import Config
+from batchmill.jobs.quarantine import Quarantine
 from batchmill.ports import Clock
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.catalogue import Catalogue
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.llms.bases import Bases
-from batchmill.services.llms.keeping import Calls, Engines, NoEngines
+from batchmill.services.llms.keeping import Calls, Engines
 from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.secrets.vault import Vault
@@ -24,12 +25,15 @@ def make_llms(
     vault: Vault,
     clock: Clock,
     *,
-    engines: Engines | None = None,
-    calls: Calls | None = None,
+    engines: Engines,
+    calls: Calls,
+    quarantine: Quarantine,
     gpus: int | None = None,
 ) -> LlmService:
     """Those of a data directory that this process owns; `load` comes next, and `open` where engines are to run."""
-    return LlmService(database, vault, Bases(config), clock, engines=engines or NoEngines(), calls=calls, gpus=gpus)
+    return LlmService(
+        database, vault, Bases(config), clock, engines=engines, calls=calls, quarantine=quarantine, gpus=gpus
+    )
 
 
 def look_around(

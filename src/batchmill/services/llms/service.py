@@ -57,18 +57,19 @@ class LlmService:
         clock: Clock,
         *,
         engines: Engines,
-        calls: Calls | None = None,
+        calls: Calls,
+        quarantine: Quarantine,
         gpus: int | None = None,
     ) -> None:
         """Args:
-        calls: None in a process that runs no engines.
+        quarantine: of whoever runs the engines.
         gpus: what the machine has; None: nobody knows.
         """
         self._database, self._vault, self._clock, self._gpus = database, vault, clock, gpus
         self._tokens = HubTokens(database, vault, clock)
         self.bases = bases
         self.around: Around = Nothing()
-        self.quarantine = Quarantine(clock)  # of whoever runs the engines
+        self.quarantine = quarantine
         self._keeper = Keeper(engines, calls, clock, moved=self._moved, look=self._look)
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()

@@ -89,8 +89,12 @@ class Vault:
     ) -> None:
         self._database, self._clock = database, clock
         self.box, self.quotas = box, quotas
-        self.on_change: list[Changed] = []  # called with the names that are other now, on the event loop's thread
+        self._listeners: list[Changed] = []
         self._rotating = asyncio.Lock()
+
+    def listen(self, listener: Changed) -> None:
+        """Call `listener` with the names whose values have changed, on the event loop's thread."""
+        self._listeners.append(listener)
 
     async def put(self, name: str, value: str) -> None:
         """Keep a secret, in place of the one of this name. Raises: InvalidInput for a name or value that cannot be."""
@@ -123,8 +127,8 @@ class Vault:
         )
         if changed:
             log.info("secrets changed: %s", ", ".join(sorted(changed)))
-            for tell in self.on_change:
-                tell(changed)
+            for listener in self._listeners:
+                listener(changed)
         return changed
 
     async def reveal(self, name: str) -> str:

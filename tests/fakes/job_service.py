@@ -1,0 +1,32 @@
+"""A `JobService` over a folder, with a dispatcher of its own, as the owner of a data directory puts them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchmill.config import RetentionEntry
+from batchmill.jobs.adapters import NoAdapters
+from batchmill.jobs.commits import Books
+from batchmill.jobs.dispatcher import Dispatcher, Sharing
+from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.machine import Machine
+from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.service import JobService
+from batchmill.ports import Adapters, Clock, Executor
+from batchmill.store.disk_room import DiskRoom
+from batchmill.types import ProjectQuotas
+
+
+def job_service(
+    data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, linger_s: float = 0.0,
+    machine: Machine | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
+    retention: RetentionEntry = RetentionEntry(),
+) -> JobService:  # fmt: skip
+    """Close it: it closes the ledger too."""
+    books = Books(ledger)
+    dispatcher = Dispatcher(
+        data_dir, books, executor, clock, linger_s=linger_s, quarantine=Quarantine(clock, ledger.database),
+        sharing=Sharing(machine=machine),
+    )  # fmt: skip
+    room = DiskRoom(ledger.database, data_dir, quotas)
+    return JobService(data_dir, books, dispatcher, clock, room=room, adapters=adapters, retention=retention)
