@@ -1,0 +1,114 @@
+"""Opening a data directory: whatever fails on the way, nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from batchmill.config import Config, load
+from batchmill.owner import open_owner, open_store
+from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.serving import serve
+
+MODELS = """
+[models.double]
+engine = "function"
+source = "app.py:double"
+"""
+Open = Callable[[Config], contextlib.AbstractAsyncContextManager[Any]]
+
+
+class Opening:
+    """Opens a data directory and closes it again."""
+
+    def __init__(self, opens: Open, config: Config) -> None:
+        self._opens, self._config = opens, config
+        self.is_open = False
+
+    async def run(self) -> None:
+        async with self._opens(self._config):
+            self.is_open = True
+
+
+class Fault(OSError):
+    """What a step of an opening may raise."""
+
+
+class FailingStep:
+    """Awaits an opening whose step of this number fails: what it waited for is there, and it gets an error instead."""
+
+    def __init__(self, opening: Opening, number: int, error: type[BaseException]) -> None:
+        self._opening, self._number, self._error = opening, number, error
+        self.has_failed = False
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        steps, count = self._opening.run().__await__(), 0
+        wanted = next(steps, None)
+        while wanted is not None:
+            yield wanted
+            count += 1
+            try:
+                if count == self._number and not self._opening.is_open:
+                    self.has_failed = True
+                    wanted = steps.throw(self._error("no"))
+                else:
+                    wanted = steps.send(None)
+            except StopIteration:
+                return
+
+
+def open_files() -> list[str]:
+    """What this process has open, but for the folder that is read here."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return sorted(found)
+
+
+def children() -> list[str]:
+    return sorted(pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split())
+
+
+@contextlib.asynccontextmanager
+async def owned(config: Config) -> AsyncIterator[None]:
+    prepare_data_dir(config.data_dir)
+    lock = try_lock(config.data_dir)
+    assert lock is not None, "the one before gave it back"
+    async with open_store(config, lock) as store, open_owner(store):
+        yield
+
+
+@pytest.mark.parametrize(("opens", "error"), [(serve, Fault), (owned, asyncio.CancelledError)])
+async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Open, error: type[BaseException]) -> None:
+    """Whichever step of the opening of a server or an owner fails, no task, process, file, socket or lock stays, and
+    the next one can open the data directory."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    (tmp_path / "batchmill.toml").write_text(MODELS)
+    config = load(environ={"HOME": str(tmp_path)}, cwd=tmp_path)
+    config = replace(config, server=replace(config.server, port=0, grpc_port=0))
+    await Opening(opens, config).run()  # what is loaded once stays
+    files, processes = open_files(), children()
+    number, fails = 0, True
+    while fails:
+        number += 1
+        step = FailingStep(Opening(opens, config), number, error)
+        with contextlib.suppress(Fault, asyncio.CancelledError):
+            await step
+        fails = step.has_failed
+        async with asyncio.timeout(10):
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others, return_exceptions=True)  # they were cancelled
+        assert (open_files(), children()) == (files, processes), number
+        assert not (config.data_dir / SOCKET).exists()
+        lock = try_lock(config.data_dir)
+        assert lock is not None, number
+        os.close(lock)
+    assert number > 5, "the steps were counted"
