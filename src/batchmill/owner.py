@@ -46,10 +46,9 @@ from batchmill.services.keys import KeyService
 from batchmill.services.llms.keeping import Calls, Engines
 from batchmill.services.llms.opening import look_around, make_llms
 from batchmill.services.llms.service import LlmService
-from batchmill.services.remote.opening import RemoteServices, make_remote
+from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.secrets.provisions import OwnerProvisions
-from batchmill.services.secrets.vault import Vault
+from batchmill.services.secrets.vault import OwnerProvisions, Vault
 from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskRoom

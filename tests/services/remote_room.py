@@ -8,7 +8,7 @@ from typing import Any
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, Config, MlCommonsEntry, ServerEntry
-from batchmill.services.remote.opening import RemoteServices, make_remote
+from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database

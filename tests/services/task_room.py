@@ -9,7 +9,7 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, MlCommonsEntry, ServerEntry
 from batchmill.services.remote.job_tasks import JobTasks
-from batchmill.services.remote.opening import make_remote
+from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault

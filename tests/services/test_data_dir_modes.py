@@ -12,8 +12,7 @@ import pytest
 
 from batchmill.errors import InvalidConfig, JobPaused
 from batchmill.services import data_dirs
-from batchmill.services.data_dir_modes import make_private
-from batchmill.services.data_dirs import prepare_data_dir
+from batchmill.services.data_dirs import make_private, prepare_data_dir
 from batchmill.store.database import Database
 
 

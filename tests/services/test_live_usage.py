@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchmill.services.live_usage import TAIL_BYTES, UsageReader
+from batchmill.services.live_calls import TAIL_BYTES, UsageReader
 from batchmill.types import Usage
 
 BODY = b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}'

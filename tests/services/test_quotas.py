@@ -34,7 +34,7 @@ from batchmill.services.keys import KeyService
 from batchmill.services.links import Link, LinkService
 from batchmill.services.llms.opening import make_llms
 from batchmill.services.remote.job_tasks import JobTasks
-from batchmill.services.remote.opening import make_remote
+from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.task_records import DEPLOY_MODEL, RUNNING
 from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.secrets.box import SecretBox

@@ -18,8 +18,7 @@ from batchmill.config import KEY_FILE, Config
 from batchmill.errors import Conflict, InvalidConfig, InvalidInput, ModelFailed, UnknownName
 from batchmill.services.secrets import vault as vaults
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.secrets.provisions import OwnerProvisions, references
-from batchmill.services.secrets.vault import PAGE, Vault
+from batchmill.services.secrets.vault import PAGE, OwnerProvisions, Vault, references
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.connector_tables import connectors, secrets
 from batchmill.store.database import Database

@@ -23,7 +23,7 @@ from batchmill.services.keys import KeyService, key_info
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.connectors import unknown_connector
 from batchmill.services.remote.model_records import RemoteModel
-from batchmill.services.remote.opening import RemoteServices
+from batchmill.services.remote.remote_services import RemoteServices
 from batchmill.services.secrets.vault import Rotated, Vault
 from batchmill.services.usage import usage
 from batchmill.store.disk_room import DiskRoom

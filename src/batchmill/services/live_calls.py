@@ -5,6 +5,7 @@ Knows no dialect and no engine: bodies in OpenAI's form go in, heads and pieces 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import msgspec
@@ -15,12 +16,15 @@ from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownNa
 from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
 from batchmill.services.catalogue import Catalogue, Served
-from batchmill.services.live_usage import UsageReader
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
+from batchmill.wire.forms import usage_of
 
 SHOWN_CHARS = 80  # of a path nobody serves, in a message
+TAIL_BYTES = 64 * 1024  # of an answer: `usage` stands at its end
+_USAGE = b'"usage":'
+_decoder = json.JSONDecoder()  # it reads one value and leaves what follows
 
 
 class LiveCall(Struct, frozen=True):
@@ -144,3 +148,35 @@ async def _close(pieces: AsyncIterator[LiveHead | bytes]) -> None:
     """End the call at its worker too; an iterator that has ended is closed already."""
     if isinstance(pieces, AsyncGenerator):
         await pieces.aclose()
+
+
+class UsageReader:
+    """Keeps the end of an answer and finds the usage in it."""
+
+    def __init__(self) -> None:
+        self._tail = bytearray()
+
+    def read(self, piece: bytes) -> None:
+        self._tail += piece
+        if len(self._tail) > 2 * TAIL_BYTES:
+            del self._tail[:-TAIL_BYTES]
+
+    def found(self) -> Usage | None:
+        """The usage the answer reports last; None where there is none."""
+        end = len(self._tail)
+        while (at := self._tail.rfind(_USAGE, 0, end)) >= 0:
+            usage = _object_at(bytes(self._tail[at + len(_USAGE) :]).lstrip())
+            if usage is not None:
+                return usage_of({"usage": usage})
+            end = at
+        return None
+
+
+def _object_at(data: bytes) -> dict | None:
+    """The JSON object that `data` begins with, whatever follows it."""
+    if data[:1] != b"{":
+        return None
+    try:
+        return _decoder.raw_decode(data.decode(errors="replace"))[0]
+    except (ValueError, RecursionError):
+        return None

@@ -25,7 +25,7 @@ from batchmill.jobs.audit import AuditOrder
 from batchmill.jobs.job_files import JobFiles, read_spec
 from batchmill.jobs.ledger import Ledger
 from batchmill.jobs.plan import PLAN
-from batchmill.services import backups, strays
+from batchmill.services import backups
 from batchmill.services.file_records import BATCH, FileRecord
 from batchmill.states import JobState
 from batchmill.store import schema_version
@@ -43,6 +43,14 @@ DAMAGED = "damaged"  # the folder for the files that were replaced
 LOGS = ("-wal", "-shm")
 LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # what a job's own folder tells again
 Progress = Callable[[str], None]
+WHERE = "incomplete.json"  # in the folder of a salvage: the tables of which rows were lost
+ASIDE = "lost+found"
+STAGING = "staging"
+_PLACES = {  # table -> what lies below the data directory for each of its records
+    "files": "files/*",
+    "adapters": "adapters/*",
+    "model_versions": "models/*/*/*",
+}
 
 
 def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
@@ -66,7 +74,7 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
     report = making.report()
     with open(making.path, "rb") as file:
         os.fsync(file.fileno())
-    (work / strays.WHERE).write_bytes(msgspec.json.encode(sorted(map(str, making.incomplete))))
+    (work / WHERE).write_bytes(msgspec.json.encode(sorted(map(str, making.incomplete))))
     faults.point("before_salvaged")
     os.replace(making.path, data_dir / SALVAGED)
     sync_folder(data_dir)
@@ -87,7 +95,7 @@ def finish(data_dir: Path) -> list[str]:
                 os.link(path, aside / path.name)
         sync_folder(aside)
         faults.point("after_set_aside")
-        moved = strays.move_aside(data_dir, ready, work)
+        moved = move_aside(data_dir, ready, work)
         faults.point("after_strays")
         for each in LOGS:  # they are of the old one: its successor must not meet them
             old.with_name(NAME + each).unlink(missing_ok=True)
@@ -288,3 +296,35 @@ class _Salvage:
             is_sound=False, tables=self._tables, backup=None if self._backup is None else str(self._backup),
             rebuilt=self._rebuilt, failed=self._failed,
         )  # fmt: skip
+
+
+def move_aside(data_dir: Path, database: Path, work: Path) -> list[str]:
+    """Move what has no record in `database` to `lost+found`, of the tables that lost some; returns what was moved."""
+    listed = work / WHERE
+    incomplete = set(msgspec.json.decode(listed.read_bytes(), type=list[str])) if listed.exists() else set(_PLACES)
+    moved = []
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True)) as db:
+        for table in _PLACES.keys() & incomplete:
+            for path in _strays(data_dir, db, table):
+                target = data_dir / ASIDE / path.relative_to(data_dir)
+                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not target.exists():
+                    os.rename(path, target)
+                    sync_folder(target.parent)
+                    sync_folder(path.parent)
+                    moved.append(str(target))
+    return sorted(moved)
+
+
+def _strays(data_dir: Path, db: sqlite3.Connection, table: str) -> Iterator[Path]:
+    if table == "model_versions":
+        known = {(name, str(number)) for name, number in db.execute("SELECT name, number FROM model_versions")}
+        for path in sorted(data_dir.glob(_PLACES[table])):
+            if STAGING not in path.parts and (path.parts[-3], path.name) not in known:
+                yield path
+        return
+    query = in_sql(sa.select(metadata.tables[table].c.id))
+    names = {name for (name,) in db.execute(query)}
+    for path in sorted(data_dir.glob(_PLACES[table])):
+        if not path.name.startswith(".") and path.name != STAGING and path.name not in names:
+            yield path

@@ -25,7 +25,6 @@ from batchmill.services.remote.ids import new_id
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.models import RemoteModels
 from batchmill.services.remote.states import StatusWords
-from batchmill.services.remote.task_documents import bounded, read
 from batchmill.services.remote.task_records import (
     BATCH_PREDICTION,
     CANCELLING,
@@ -39,6 +38,8 @@ from batchmill.store.connector_tables import remote_tasks
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, JobOrder, Once, Scope
 from batchmill.types.connectors import BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
+from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_templates import is_json
 
 log = logging.getLogger("batchmill.tasks")
 
@@ -59,6 +60,7 @@ STOPPED = (
     "for a job of this time; then delete this task, and send the request again if there is none"
 )
 T = TypeVar("T")
+REMOTE_JOB_BYTES_MAX = 64 * 1024  # of one, as JSON: all tasks of a project are searched at once
 
 
 class RemoteRefused(BatchmillError):
@@ -171,7 +173,9 @@ class RemoteTasks:
             await self._save(replace(task, state=FAILED, error=error, is_unknown=True))
             raise UnknownName(told, code="no_remote_job")
         due = self._clock.now() + self._entry.poll_s
-        return await self._save(replace(task, state=RUNNING, remote_job=bounded(reply | {"dlq": None}), due=due))
+        return await self._save(
+            replace(task, state=RUNNING, remote_job=bounded_remote_job(reply | {"dlq": None}), due=due)
+        )
 
     async def known_job(self, caller: Caller, once: Once) -> TaskRecord | None:
         """The task that an order with a dataset is already."""
@@ -243,7 +247,7 @@ class RemoteTasks:
             raise UnknownName("Couldn't fetch status of the transform job", code="no_remote_job")
         state = self._words.state_of(reply) or (RUNNING if task.state == UNREACHABLE else task.state)
         merged = {name: each for name, each in told.items() if name != "num_of_retries"} | reply
-        seen = replace(task, state=state, remote_job=bounded(merged), failures=0)
+        seen = replace(task, state=state, remote_job=bounded_remote_job(merged), failures=0)
         return await self._save(replace(seen, due=None if seen.has_ended else now + self._entry.poll_s))
 
     async def _act(
@@ -253,7 +257,7 @@ class RemoteTasks:
         reply = await self._calls.act(connector, kind, parameters, project=task.project)
         if not reply.is_ok:
             raise RemoteRefused(reply)
-        return read(reply)
+        return read_remote_job(reply)
 
     def _connector_of(self, task: TaskRecord) -> Connector:
         try:
@@ -373,3 +377,22 @@ def _over(under_way: dict[str, asyncio.Task[T]], name: str, done: asyncio.Task[T
     under_way.pop(name, None)
     if not done.cancelled():
         done.exception()  # who asked for it may have left: it is not lost, but nobody's
+
+
+def read_remote_job(reply: RemoteReply) -> dict[str, Any] | None:
+    """The job that a reply tells of; None for a list, a text and anything else that is no object."""
+    if reply.data is None or not reply.body.lstrip().startswith(b"{") or not is_json(reply.body):
+        return None  # post-processing makes an object of whatever comes
+    return reply.data
+
+
+def bounded_remote_job(told: Mapping[str, Any]) -> dict[str, Any]:
+    """As much as may be kept: the longest members go first. Ids and states are short."""
+    sizes = {name: len(encode(name)) + len(encode(value)) + 2 for name, value in told.items()}
+    total, gone = sum(sizes.values()), set()
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if total <= REMOTE_JOB_BYTES_MAX:
+            break
+        total -= sizes[name]
+        gone.add(name)
+    return {name: value for name, value in told.items() if name not in gone}

@@ -1,16 +1,24 @@
-"""Batches of models that are to be deleted all the same: cancelled at their provider while somebody still can."""
+"""Connectors, the models made of them, their groups and their calls: what belongs together, opened in one place."""
 
 from __future__ import annotations
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.children.programs import Programs
+from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict
+from batchmill.models.addresses import read_private
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls
+from batchmill.services.remote.connector_urls import Endpoints
+from batchmill.services.remote.connectors import ConnectorService
+from batchmill.services.remote.groups import ModelGroups
 from batchmill.services.remote.models import RemoteModel, RemoteModels
 from batchmill.services.remote.task_records import CANCELLED, UNREACHABLE, TaskRecord
+from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT
 
@@ -51,3 +59,35 @@ class ForcedEndings:
         reply = await self._calls.act(connector, CANCEL_BATCH_PREDICT, parameters, project=task.project)
         if not reply.is_ok:
             raise Conflict(reply.error, code="task_running")
+
+
+class RemoteServices(Struct, frozen=True):
+    connectors: ConnectorService
+    groups: ModelGroups
+    models: RemoteModels
+    calls: RemoteCalls
+    forced: ForcedEndings
+    programs: Programs  # of callers
+
+    async def load(self) -> None:
+        """Read what there is."""
+        await self.connectors.load()
+        await self.groups.load()
+        await self.models.load()
+
+    async def close(self) -> None:
+        await self.calls.close()
+        await self.programs.close()
+
+
+def make_remote(config: Config, database: Database, vault: Vault, clock: Clock) -> RemoteServices:
+    """Those of a data directory that this process owns; `load` comes next. Raises: InvalidConfig."""
+    entry, programs = config.ml_commons, Programs(clock)
+    private = read_private(config.server.private_hosts)
+    endpoints = Endpoints(private, entry.trusted_connector_endpoints)
+    connectors = ConnectorService(database, vault, endpoints, clock, programs)
+    groups = ModelGroups(database, clock, connectors.changes, config.project_quotas)
+    models = RemoteModels(database, connectors, groups, clock, auto_deploy=entry.model_auto_deploy)
+    calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints, programs=programs)
+    forced = ForcedEndings(database, models, calls, clock)
+    return RemoteServices(connectors, groups, models, calls, forced, programs)
