@@ -34,17 +34,16 @@ from batchmill.models.isolation import of_config
 from batchmill.models.worker_environment import of_worker
 from batchmill.ports import Clock
 from batchmill.services import salvage
-from batchmill.services.adapters.opening import late_bases, make_adapters
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.backups import Backups, keep_backups
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import SOCKET
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.trial import Trials
 from batchmill.services.functions.versions import ModelVersions, Warm
 from batchmill.services.keys import KeyService
 from batchmill.services.llms.keeping import Calls, Engines
-from batchmill.services.llms.opening import look_around, make_llms
 from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
@@ -115,8 +114,9 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
 
 
 class Models(Struct, frozen=True, eq=False):
-    """What was deployed or registered over an API."""
+    """What has names: of the configuration, or deployed or registered over an API."""
 
+    directory: ModelDirectory
     versions: ModelVersions
     remote: RemoteServices
     llms: LlmService
@@ -130,40 +130,33 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
     return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation)
 
 
-def _make_versions(store: Store, provisions: OwnerProvisions, warm: Warm) -> ModelVersions:
+def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
     """The deployed functions; `load` comes next."""
     config = store.config
     workshop = Workshop(config.data_dir, Trials(provisions), config.functions, provisions.isolation)
     return ModelVersions(
-        store.database, store.clock, workshop=workshop, taken=frozenset(config.models), quotas=config.project_quotas,
-        warm=warm,
+        store.database, store.clock, directory, workshop=workshop, quotas=config.project_quotas, warm=warm,
     )  # fmt: skip
 
 
 async def _open_models(
-    stack: contextlib.AsyncExitStack, store: Store, versions: ModelVersions, *, engines: Engines, calls: Calls,
-    quarantine: Quarantine, catalogue: Catalogue | None = None, gpus: int | None = None,
+    stack: contextlib.AsyncExitStack, store: Store, directory: ModelDirectory, versions: ModelVersions, *,
+    engines: Engines, calls: Calls, quarantine: Quarantine, gpus: int | None = None,
 ) -> Models:  # fmt: skip
     """All of it loaded, but for the adapters."""
     config = store.config
     await versions.load()
-    remote = make_remote(config, store.database, store.vault, store.clock)
+    remote = make_remote(config, store.database, store.vault, store.clock, directory)
     close_last(stack, lambda _: remote.close())
     await remote.load()
-    llms = make_llms(
-        config, store.database, store.vault, store.clock, engines=engines, calls=calls, quarantine=quarantine, gpus=gpus
-    )
+    llms = LlmService(
+        store.database, store.vault, directory, store.clock, engines=engines, calls=calls, quarantine=quarantine,
+        gpus=gpus,
+    )  # fmt: skip
     await llms.load()
-    bases = catalogue or late_bases(config, versions, remote.models, llms)
-    adapters = make_adapters(config, store.database, store.vault, bases, store.room)
+    adapters = AdapterService(store.database, store.clock, directory, config=config, vault=store.vault, room=store.room)
     close_last(stack, lambda _: adapters.close())
-    if catalogue is None:
-        look_around(llms, config, versions, remote.models, adapters)
-    else:
-        catalogue.attach(versions, remote.models)
-        catalogue.attach_adapters(adapters)
-        catalogue.attach_llms(llms)
-    return Models(versions, remote, llms, adapters)
+    return Models(directory, versions, remote, llms, adapters)
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -182,16 +175,16 @@ class Owner(Struct, frozen=True, eq=False):
 
 @contextlib.asynccontextmanager
 async def open_owner(
-    store: Store, *, catalogue: Catalogue | None = None, drain_s: float | None = None
+    store: Store, *, configured: ConfiguredModels | None = None, drain_s: float | None = None
 ) -> AsyncIterator[Owner]:
     """Jobs, and what they run on. Leaving it pauses what runs: guests notice, and one of them takes over.
 
     Args:
-        catalogue: of a server, whose jobs go on by themselves and whose models stay; None: of a command, which
+        configured: of a server, whose jobs go on by themselves and whose models stay; None: of a command, which
             resolves what the configuration names once that matters.
         drain_s: rows in flight may take so long to end; None: as long as they may when a job is paused.
     """
-    config, clock, serves = store.config, store.clock, catalogue is not None
+    config, clock, serves = store.config, store.clock, configured is not None
     async with contextlib.AsyncExitStack() as stack:
         stack.callback((config.data_dir / SOCKET).unlink, missing_ok=True)
         _sweep(config)
@@ -222,12 +215,16 @@ async def open_owner(
         )
         close_last(stack, lambda _: dispatcher.close(at_once=True))  # jobs, which come after it, end its workers
         store.vault.listen(lambda _: dispatcher.provide())
+        directory = ModelDirectory(configured or ConfiguredModels(config))
+        versions = _make_versions(store, provisions, directory, dispatcher.live.replace)
         models = await _open_models(
-            stack, store, _make_versions(store, provisions, dispatcher.live.replace), engines=dispatcher,
-            calls=dispatcher.live, quarantine=dispatcher.quarantine, catalogue=catalogue,
+            stack, store, directory, versions, engines=dispatcher,
+            calls=dispatcher.live, quarantine=dispatcher.quarantine,
             gpus=None if gpus is None else len(gpus),
         )  # fmt: skip
         await models.adapters.load()
+        if serves:
+            directory.check()
         jobs = JobService(
             config.data_dir, books, dispatcher, clock, room=store.room, adapters=models.adapters,
             retention=config.retention,

@@ -28,7 +28,7 @@ from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import prepare_data_dir, try_lock
 from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
@@ -67,7 +67,8 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
     Raises: InvalidConfig when the address is taken, a model cannot be resolved, the data directory belongs to another
     process, or an address beyond this machine would be open to everybody.
     """
-    catalogue = Catalogue(config, config.base)
+    configured = ConfiguredModels(config)
+    configured.check()
     prepare_data_dir(config.data_dir)
     _raise_file_limit()
     async with contextlib.AsyncExitStack() as stack:
@@ -75,9 +76,9 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
         stack.callback(sock.close)
         store = await stack.enter_async_context(open_store(config, await _take_lock(config)))
         await _refuse_open_door(store)
-        owner = await stack.enter_async_context(open_owner(store, catalogue=catalogue, drain_s=rows_drain_s))
+        owner = await stack.enter_async_context(open_owner(store, configured=configured, drain_s=rows_drain_s))
         stopping = asyncio.Event()
-        services = await _open_services(stack, owner, catalogue, stopping)
+        services = await _open_services(stack, owner, stopping)
         health = Health(store.database, config.data_dir, store.clock, owner.jobs, stopping)
         yield await _open_front(stack, owner, services, health, sock)
 
@@ -96,11 +97,9 @@ async def _take_lock(config: Config) -> int:
     return lock
 
 
-async def _open_services(
-    stack: contextlib.AsyncExitStack, owner: Owner, catalogue: Catalogue, stopping: asyncio.Event
-) -> Services:
+async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stopping: asyncio.Event) -> Services:
     """What dialects work with; what goes on by itself has begun."""
-    store, jobs = owner.store, owner.jobs
+    store, jobs, directory = owner.store, owner.jobs, owner.models.directory
     versions, remote, adapters, llms = (
         owner.models.versions,
         owner.models.remote,
@@ -110,14 +109,14 @@ async def _open_services(
     config, clock, database, quotas = store.config, store.clock, store.database, store.config.project_quotas
     close_last(stack, lambda _: llms.close())
     llms.open()
-    functions = FunctionCalls(jobs.live, versions, catalogue, clock)
+    functions = FunctionCalls(jobs.live, directory, clock)
     close_last(stack, lambda _: functions.close())
     files = FileService(database, config.data_dir, clock, config.server, quotas, store.room)
     stack.callback(files.close)
     await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)
     stack.callback(webhooks.close)
-    desk = JobDesk(jobs, files, catalogue)
+    desk = JobDesk(jobs, files, directory)
     links = LinkService(database, clock, store.vault.box, quotas)
     uploads = UploadService(database, files, clock)
     datasets = DatasetService(database, files, links, clock, config)
@@ -142,10 +141,11 @@ async def _open_services(
     close_last(stack, lambda at_once: late.close(at_once=at_once))
     return Services(
         jobs=desk, files=files, uploads=uploads, links=links, datasets=datasets, keys=store.keys,
-        catalogue=catalogue, live=LiveCalls(jobs.live, catalogue, clock), functions=functions, versions=versions,
-        webhooks=webhooks, vault=store.vault, connectors=remote.connectors, groups=remote.groups,
-        remote_models=remote.models, programs=remote.programs, remote_tasks=tasks, adapters=adapters, llms=llms,
-        late=late, config=config, clock=clock, stopping=stopping, gauges=owner.dispatcher.gauges,
+        directory=directory, live=LiveCalls(jobs.live, directory, clock, admit=remote.models.admit),
+        functions=functions, versions=versions, webhooks=webhooks, vault=store.vault, connectors=remote.connectors,
+        groups=remote.groups, remote_models=remote.models, programs=remote.programs, remote_tasks=tasks,
+        adapters=adapters, llms=llms, late=late, config=config, clock=clock, stopping=stopping,
+        gauges=owner.dispatcher.gauges,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ async def _open_front(
     admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
     gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
     own = Own(
-        health, gate, observers.metrics.render, services.catalogue.sees,
+        health, gate, observers.metrics.render, services.directory.sees,
         document=lambda: openapi.document(root.routes.all()),
     )  # fmt: skip
     dialects = load_dialects(services)

@@ -11,7 +11,8 @@ from fakes.lora_files import write_base
 
 from batchmill.config import KEY_FILE, Config, DeploymentsEntry, ModelEntry, ProjectEntry
 from batchmill.services.adapters.service import AdapterService
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -45,11 +46,8 @@ class AdapterRoom:
         await self._shut()
         self.database = await asyncio.to_thread(Database, self.config.data_dir / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.config.data_dir / KEY_FILE), self.clock)
-        self.catalogue = Catalogue(self.config, self.folder)
-        self.adapters = AdapterService(
-            self.database, self.clock, home=self.home, bases=self.catalogue, config=self.config, vault=self.vault
-        )
-        self.catalogue.attach_adapters(self.adapters)
+        self.directory = ModelDirectory(ConfiguredModels(self.config))
+        self.adapters = AdapterService(self.database, self.clock, self.directory, config=self.config, vault=self.vault)
         await self.adapters.load(resumes=resumes)
         return self.adapters
 

@@ -9,8 +9,8 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, load
 from batchmill.jobs.quarantine import Quarantine
-from batchmill.services.catalogue import Catalogue
-from batchmill.services.llms.opening import make_llms
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.llms.service import LlmService
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
@@ -98,10 +98,11 @@ class LlmRoom:
             self.database.close()
         self.database = Database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
-        self.llms = make_llms(
-            self.config,
+        self.directory = ModelDirectory(ConfiguredModels(self.config))
+        self.llms = LlmService(
             self.database,
             self.vault,
+            self.directory,
             self.clock,
             engines=self.engines,
             calls=self.engines,
@@ -109,8 +110,6 @@ class LlmRoom:
             quarantine=Quarantine(self.clock),
         )
         await self.llms.load()
-        self.catalogue = Catalogue(self.config, self.config.base)
-        self.catalogue.attach_llms(self.llms)
         if opens:
             self.llms.open()
         return self.llms

@@ -8,6 +8,8 @@ from typing import Any
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, Config, MlCommonsEntry, ServerEntry
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
@@ -76,7 +78,8 @@ class RemoteRoom:
             self.database.close()
         self.database = Database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
-        self.remote = make_remote(self.config, self.database, self.vault, self.clock)
+        self.directory = ModelDirectory(ConfiguredModels(self.config))
+        self.remote = make_remote(self.config, self.database, self.vault, self.clock, self.directory)
         await self.remote.load()
         return self.remote
 

@@ -8,6 +8,8 @@ from typing import Any
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, MlCommonsEntry, ServerEntry
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.tasks import RemoteTasks
@@ -39,7 +41,9 @@ class TaskRoom:
         config = Config(self.data_dir, self.data_dir, server=server, ml_commons=self.entry)
         self.database = Database(self.data_dir / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.data_dir / "secrets.key"), self.clock)
-        self.remote = make_remote(config, self.database, self.vault, self.clock)
+        self.remote = make_remote(
+            config, self.database, self.vault, self.clock, ModelDirectory(ConfiguredModels(config))
+        )
         self.connectors, self.models = self.remote.connectors, self.remote.models
         jobs = JobTasks(self.database, None)  # type: ignore[arg-type]  # no task of these tests has a job
         self.tasks = RemoteTasks(

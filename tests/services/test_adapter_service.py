@@ -80,8 +80,8 @@ async def test_versions(room: AdapterRoom, tmp_path: Path) -> None:
     adapters = room.adapters
     assert [each.own_name for each in adapters.list("default")] == ["shout/1", "shout/2"]
     assert adapters.get("default", "shout") == second and adapters.get("default", "shout", 1) == first
-    assert adapters.find_ready("default", "shout") == second
-    assert adapters.find_ready("default", "shout/1") == first
+    assert room.directory.find(US, "shout").adapter == second.own_name
+    assert room.directory.find(US, "shout/1").model.adapters == {"shout/1": first.folder}
     assert adapters.list("default", "twin") == [] and adapters.list("other") == []
     with pytest.raises(UnknownName, match="there is no adapter 'shout/3'"):
         adapters.get("default", "shout", 3)
@@ -103,8 +103,8 @@ async def test_one_that_does_not_fit(room: AdapterRoom, tmp_path: Path) -> None:
     bad = await add(room, "shout", write_lora(tmp_path / "b", lora_files() | {WEIGHTS: lora(takes=8)}))
     assert (bad.version, bad.state) == (2, "failed")
     assert bad.message.startswith("it does not fit tiny: its model.layers.0.self_attn.q_proj takes 8")
-    assert room.adapters.find_ready("default", "shout") == good
-    assert room.adapters.ready("default", "tiny") == [good]
+    assert room.directory.find(US, "shout").adapter == good.own_name
+    assert list(room.adapters.adapted("default", room.directory.configured.get("tiny")).adapters) == [good.own_name]
 
 
 async def test_one_that_is_none(room: AdapterRoom, tmp_path: Path) -> None:
@@ -113,7 +113,8 @@ async def test_one_that_is_none(room: AdapterRoom, tmp_path: Path) -> None:
     found = await add(room, "shout", folder)
     assert found.state == "failed" and "a pickle" in found.message
     assert room.folders() == []
-    assert room.adapters.find_ready("default", "shout") is None
+    with pytest.raises(UnknownName):
+        room.directory.find(US, "shout")
     assert room.adapters.get("default", "shout") == found
 
 

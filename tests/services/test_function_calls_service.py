@@ -14,10 +14,12 @@ from batchmill.errors import InvalidRow, ModelFailed, Unavailable, UnknownName
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.ledger import open_ledger
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions import calls as function_calls
-from batchmill.services.functions.book import ModelBook
 from batchmill.services.functions.calls import FunctionCalls
+from batchmill.services.functions.function import Function
+from batchmill.services.model_rows import Kind, Row
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 from batchmill.wire.messages import Abandon, Answer, Answered, Answers, Asks, Chunk, Head, Predict
@@ -46,9 +48,14 @@ class Stage:
             Route("f", "@shadowed", [Backend("main", 1)], [Backend("main", 2)]),
             Route("other", "main", [Backend("main", 7)]),
         ]
-        self.book = ModelBook(self.versions, routes, random.Random(1))
-        catalogue = Catalogue(Config(data_dir=folder, base=folder), folder)
-        self.calls = FunctionCalls(self.dispatcher.live, self.book, catalogue, clock)  # type: ignore[arg-type]
+        directory = ModelDirectory(ConfiguredModels(Config(data_dir=folder, base=folder)), random.Random(1))
+        for name in ("f", "other"):
+            found = Function(name, {}, {}).changed(
+                [each for each in self.versions if each.name == name], [each for each in routes if each.name == name]
+            )
+            row = Row(name, Kind.FUNCTION, "default", function=found, listed=(name,))
+            directory.publish({(Kind.FUNCTION, name): [row]})
+        self.calls = FunctionCalls(self.dispatcher.live, directory, clock)
         self.told = []
         self.calls.listen(self.told.append)
 

@@ -29,7 +29,7 @@ def order(running, folder, numbers, model: str = "double") -> JobOrder:
     rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"model": model, "n": n}} for n in numbers]
     path = folder / f"{len(rows)}-{model}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    models = running.services.catalogue.specs(ANN)
+    models = running.services.directory.specs(ANN)
     return JobOrder(DatasetSpec([str(path)], format="openai"), models, default_model=False, origin={"door": "test"})
 
 

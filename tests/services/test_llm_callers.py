@@ -7,8 +7,8 @@ from fakes.lora_files import write_base, write_lora
 from msgspec.structs import replace
 from services.llm_room import LlmRoom
 
-from batchmill.errors import UnknownName
-from batchmill.services.adapters.opening import make_adapters
+from batchmill.errors import InvalidConfig, UnknownName
+from batchmill.services.adapters.service import AdapterService
 from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LlmSettings, Scaling, Scope
 
 CONFIG = """
@@ -29,8 +29,7 @@ async def again(room: LlmRoom) -> None:
     if room.adapters is not None:
         await room.adapters.close()
     await room.again(opens=False)
-    room.adapters = make_adapters(room.config, room.database, room.vault, room.catalogue)
-    room.catalogue.attach_adapters(room.adapters)
+    room.adapters = AdapterService(room.database, room.clock, room.directory, config=room.config, vault=room.vault)
     await room.adapters.load()
     room.llms.open()
 
@@ -57,14 +56,14 @@ async def test_adapters_of_the_configuration(room):
     """A project that may use a base, and not an adapter of the configuration, does not get it by deploying the base."""
     await add(room, "own", SMALL)
     await room.llms.create(SMALL, "d", TINY)
-    for spec in (room.catalogue.for_job(SMALL, "d"), room.llms.spec(SMALL, LONG), room.llms.spec(SMALL, TINY)):
+    for spec in (room.directory.for_job(SMALL, "d"), room.llms.spec(SMALL, LONG), room.llms.spec(SMALL, TINY)):
         assert sorted(set(spec.targets()) - {"d", "tiny", spec.name}) == ["own", "own/1"]
     for spec in (room.llms.spec(BIG, LONG), room.llms.spec(BIG, TINY)):
         assert sorted(set(spec.targets()) - {spec.name}) == sorted({"tiny", "house"} - {spec.name})
-    model = room.catalogue.find(SMALL, "d").model
-    assert room.catalogue.with_adapter(SMALL, model, "house", ("tiny",)) is None
+    model = room.directory.find(SMALL, "d").model
+    assert room.directory.find_adapter(SMALL, model, "house", "tiny") is None
     with pytest.raises(UnknownName):
-        room.catalogue.find(SMALL, "house")
+        room.directory.find(SMALL, "house")
 
 
 async def test_keys_narrow_the_settings_of_a_job(room):
@@ -78,18 +77,18 @@ async def test_keys_narrow_the_settings_of_a_job(room):
         assert set(room.llms.spec(both, settings).targets()) == {spec.name, "tiny", "own", "own/1"}
     await room.llms.create(BIG, "d", TINY)
     limited = replace(both, models=frozenset({"d", "own"}))
-    assert set(room.catalogue.find(limited, "d").model.targets()) == {"d", "own", "own/1"}
+    assert set(room.directory.find(limited, "d").model.targets()) == {"d", "own", "own/1"}
 
 
 async def test_a_deployment_opens_no_model_of_its_name(room):
-    """A model that came to the configuration later is not open to a project whose deployment is called so."""
+    """A model that comes to the configuration later is refused there while a deployment is called so."""
     await room.llms.create(SMALL, "later", TINY)
     room.config = replace(
         room.config, models=room.config.models | {"later": replace(room.config.models["tiny"], adapters={})}
     )
     await again(room)
-    assert room.catalogue.find(SMALL, "later").model.alias == "tiny"
-    assert room.catalogue.find(BIG, "later").model.alias is None
+    with pytest.raises(InvalidConfig, match="models.later: 'later' is the name of a deployment of the project small"):
+        room.directory.check()
 
 
 async def test_a_job_of_all_models(room):
@@ -97,11 +96,11 @@ async def test_a_job_of_all_models(room):
     await add(room, "own", BIG)
     await room.llms.create(BIG, "one", TINY)
     await room.llms.create(BIG, "two", LONG)
-    specs = room.catalogue.specs(BIG)
+    specs = room.directory.specs(BIG)
     names = [name for spec in specs for name in spec.allowed or ()]
     assert sorted(names) == ["house", "one", "own", "own/1", "tiny", "two"]
-    chosen = [room.catalogue.for_job(BIG, name) for name in ("one", "two")]
-    told = [name for spec in room.catalogue.each_once(BIG, chosen) for name in spec.allowed or ()]
+    chosen = [room.directory.for_job(BIG, name) for name in ("one", "two")]
+    told = [name for spec in room.directory.each_once(BIG, chosen) for name in spec.allowed or ()]
     assert sorted(told) == ["house", "one", "own", "own/1", "two"]
 
 
@@ -116,7 +115,7 @@ async def test_names_of_others_in_what_is_waited_for(room):
     view = room.llms.shown(SMALL, room.llms.get(SMALL, "mine"))
     assert view.message == view.events[0].message == why.replace("'theirs'", "another model")
     assert "'theirs'" in room.llms.view(room.llms.get(SMALL, "mine")).message
-    sees = room.catalogue.sees
+    sees = room.directory.sees
     assert sees(BIG, "theirs") and sees(SMALL, "tiny~0123abcd") and not sees(SMALL, "theirs") and not sees(SMALL, "x")
 
 

@@ -90,7 +90,7 @@ async def test_other_projects_do_not_see_it(room):
     """A deployment is its project's own."""
     await room.llms.create(US, "d", TINY)
     assert [each.name for each in room.llms.list(THEM)] == ["tiny"]
-    for verb in (room.llms.get, room.catalogue.find):
+    for verb in (room.llms.get, room.directory.find):
         with pytest.raises(UnknownName):
             verb(THEM, "d")
 
@@ -106,7 +106,7 @@ async def test_those_of_the_configuration(room):
 
 async def test_settings_make_one_model(room):
     """Nothing said is the configured model itself; the same settings are the same model; others another."""
-    configured = next(each for each in room.catalogue.models() if each.name == "tiny")
+    configured = room.directory.configured.get("tiny")
     assert room.llms.spec(US, TINY) == replace(configured, allowed=["tiny"])
     assert room.llms.spec(US, LONG) == room.llms.spec(US, LONG)
     assert room.llms.spec(US, LONG).name.startswith("tiny~") and room.llms.spec(US, LONG).alias == "tiny"
@@ -183,13 +183,13 @@ async def test_replicas_that_stay(room):
     await room.llms.stop(US, "d")
     assert room.engines.kept == []
     with pytest.raises(Unavailable, match="start it"):
-        room.catalogue.find(US, "d")
+        room.directory.find(US, "d")
     await room.llms.start(US, "d")
-    assert room.engines.kept == [("d", 1024)] and room.catalogue.find(US, "d").model.name == "d"
+    assert room.engines.kept == [("d", 1024)] and room.directory.find(US, "d").model.name == "d"
     await room.llms.delete(US, "d")
     assert room.engines.kept == []
     with pytest.raises(UnknownName):
-        room.catalogue.find(US, "d")
+        room.directory.find(US, "d")
 
 
 async def test_an_update_replaces_what_runs_once_it_is_ready(room):
@@ -274,15 +274,15 @@ async def test_a_base_that_is_no_more(tmp_path):
     found = room.llms.get(US, "d")
     assert found.is_broken and room.llms.view(found).state == EngineState.FAILED
     with pytest.raises(Unavailable):
-        room.catalogue.find(US, "d")
+        room.directory.find(US, "d")
     await room.llms.delete(US, "d")
     await room.close()
 
 
-async def test_the_catalogue_has_them(room):
+async def test_the_directory_has_them(room):
     """A deployment is a model of its project by its name, for calls and for jobs."""
     await room.llms.create(US, "d", TINY)
-    assert [each.name for each in room.catalogue.names(US)] == ["tiny", "far", "d"]
-    assert [(each.name, each.allowed) for each in room.catalogue.specs(US)][-1] == ("d", ["d"])
+    assert [each.name for each in room.directory.list(US)] == ["tiny", "far", "d"]
+    assert [(each.name, each.allowed) for each in room.directory.specs(US)][-1] == ("d", ["d"])
     limited = Caller("default", Scope.SUBMIT, "k", frozenset({"tiny"}))
-    assert [each.name for each in room.catalogue.names(limited)] == ["tiny"]
+    assert [each.name for each in room.directory.list(limited)] == ["tiny"]

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from fakes.held_clock import HeldClock
 
+from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.jobs import ledger_snapshot
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import Workshop
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
@@ -23,6 +26,7 @@ from batchmill.wire.deploys import Backend, DeployOrder
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
+ANYBODY = Caller("default", Scope.SUBMIT)
 DOUBLER = "def example_doubler(foo: int):\n    return 2 * foo\n"
 
 
@@ -40,17 +44,24 @@ class Place:
     def open(self):
         self.database = Database(self.folder / "batchmill.db")
         workshop = Workshop(self.folder, self.try_it, self.entry)
-        self.versions = ModelVersions(
-            self.database, self.clock, workshop=workshop, taken=frozenset({"of_config"}),
-            chance=random.Random(7), warm=self.warm,
-        )  # fmt: skip
+        models = {"of_config": ModelEntry(engine="function", source="app.py:f")}
+        config = Config(data_dir=self.folder, base=self.folder, models=models)
+        self.directory = ModelDirectory(ConfiguredModels(config), random.Random(7))
+        self.versions = ModelVersions(self.database, self.clock, self.directory, workshop=workshop, warm=self.warm)
         return self.versions
 
     async def warm(self, old, new):
         self.warmed.append((old.function.version, new.function.version))
         if self.cold is not None:
             raise self.cold
-        assert self.versions.choose(new.name).version.number == int(old.function.version.partition("/")[2])
+        assert self.choose(new.name).number == int(old.function.version.partition("/")[2])
+
+    def choose(self, name, branch=None, version="latest"):
+        """The version that a call means now."""
+        target = self.directory.choose(ANYBODY, name, branch, version)
+        return next(
+            each for each in self.versions.get(name) if (each.branch, each.number) == (target.branch, target.number)
+        )
 
     async def try_it(self, spec, home, order):
         self.tried.append(spec)
@@ -83,8 +94,8 @@ async def test_versions_are_counted_from_one(place):
     first = await place.deploy()
     second = await place.deploy(DOUBLER + "# more\n")
     assert (first.version.number, second.version.number) == (1, 2)
-    assert place.versions.choose("example_doubler").version == second.version
-    assert place.versions.choose("example_doubler", None, "1").version == first.version
+    assert place.choose("example_doubler") == second.version
+    assert place.choose("example_doubler", None, "1") == first.version
     assert second.version.reference == "example_doubler@main/2"
     assert second.version.spec.function.interface.inputs == [Tensor("foo")]
     assert (Path(second.version.spec.function.folder) / "app.py").read_text().endswith("# more\n")
@@ -105,11 +116,11 @@ async def test_a_broken_one_is_refused_and_the_old_one_stays(place):
     with pytest.raises(ModelFailed) as caught:
         await place.deploy("1 / 0")
     assert caught.value.code == "deploy_failed" and "ZeroDivisionError" in caught.value.message
-    assert place.versions.choose("example_doubler").version == first.version
+    assert place.choose("example_doubler") == first.version
     failed = place.versions.get("example_doubler")[1]
     assert (failed.state, failed.number) == ("failed", 2) and "ZeroDivisionError" in failed.error
     with pytest.raises(UnknownName, match="is failed"):
-        place.versions.choose("example_doubler", "main", "2")
+        place.choose("example_doubler", "main", "2")
     place.trouble = None
     assert (await place.deploy(DOUBLER + "#\n")).version.number == 3
 
@@ -131,7 +142,7 @@ async def test_versions_outlive_their_owner(place):
     later = place.open()
     await later.load()
     assert [each.state for each in later.get("example_doubler")] == ["ready", "failed"]
-    assert later.choose("example_doubler", None, "prod").version.number == 1
+    assert place.choose("example_doubler", None, "prod").number == 1
     assert list((place.folder / "models" / "staging").glob("*")) == []
     task.cancel()
     await asyncio.wait([task])
@@ -145,7 +156,7 @@ async def test_latest_moves_once_the_new_version_is_warm(place):
     place.cold = ModelFailed("no room")
     with pytest.raises(ModelFailed, match="no room"):
         await place.deploy(DOUBLER + "##\n")
-    assert place.versions.choose("example_doubler").version.number == 2
+    assert place.choose("example_doubler").number == 2
 
 
 async def test_rollback_goes_back_and_a_new_version_goes_on(place):
@@ -153,7 +164,7 @@ async def test_rollback_goes_back_and_a_new_version_goes_on(place):
     for more in ("", "#\n", "##\n"):
         await place.deploy(DOUBLER + more)
     assert (await place.versions.rollback("example_doubler")).number == 2
-    assert place.versions.choose("example_doubler").version.number == 2
+    assert place.choose("example_doubler").number == 2
     assert (await place.versions.rollback("example_doubler", "main", 1)).number == 1
     with pytest.raises(InvalidInput, match="nothing to go back to"):
         await place.versions.rollback("example_doubler")
@@ -166,20 +177,20 @@ async def test_an_alias_splits_by_weight(place):
         await place.deploy(DOUBLER + more)
     backends = [Backend("main", 1, 90), Backend("main", 2, 10)]
     await place.versions.set_alias("example_doubler", "prod", backends, [Backend("main", 3)])
-    chosen = [place.versions.choose("example_doubler", None, "prod") for _ in range(1000)]
-    counts = Counter(each.version.number for each in chosen)
+    chosen = [place.directory.choose(ANYBODY, "example_doubler", None, "prod") for _ in range(1000)]
+    counts = Counter(each.number for each in chosen)
     assert 860 < counts[1] < 940 and counts[1] + counts[2] == 1000
-    assert {mirror.number for each in chosen for mirror in each.mirrors} == {3}
+    assert {mirror.function.version for each in chosen for mirror in each.mirrors} == {"main/3"}
 
 
 async def test_branches_count_for_themselves(place):
     """A branch has numbers and a latest of its own, and can be merged into another."""
     await place.deploy()
     await place.deploy(DOUBLER + "#\n", branch="feat/x")
-    assert place.versions.choose("example_doubler", "feat/x").version.reference == "example_doubler@feat/x/1"
+    assert place.choose("example_doubler", "feat/x").reference == "example_doubler@feat/x/1"
     merged = await place.versions.merge("example_doubler", "feat/x")
     assert merged.reference == "example_doubler@main/2"
-    assert place.versions.choose("example_doubler").version == merged
+    assert place.choose("example_doubler") == merged
     assert (Path(merged.spec.function.folder) / "app.py").read_text().endswith("#\n")
 
 
@@ -192,7 +203,7 @@ async def test_what_is_used_is_not_removed(place):
     for number in ("2", "3"):
         with pytest.raises(Conflict):
             await versions.remove("example_doubler", "main", number)
-    spec = versions.choose("example_doubler", None, "1").version.spec
+    spec = place.choose("example_doubler", None, "1").spec
     job = JobSpec("job_1", DatasetSpec(["x"]), [spec], TableForm(), Policy(), None, "", {}, 0.0)
     await place.database.write(ledger_snapshot.insert_job, job)
     with pytest.raises(Conflict, match="a job"):
@@ -201,11 +212,11 @@ async def test_what_is_used_is_not_removed(place):
     (gone,) = await versions.remove("example_doubler", "main", "1")
     assert gone.state == "removed" and not Path(gone.spec.function.folder).exists()
     with pytest.raises(UnknownName):
-        versions.choose("example_doubler", "main", "1")
+        place.choose("example_doubler", "main", "1")
     await versions.remove_alias("example_doubler", "prod")
     assert len(await versions.remove("example_doubler")) == 2
-    with pytest.raises(UnknownName, match="no model is called"):
-        versions.choose("example_doubler")
+    with pytest.raises(UnknownName, match="does not exist"):
+        place.choose("example_doubler")
     assert (await place.deploy()).version.number == 4
 
 
@@ -213,7 +224,7 @@ async def test_what_is_used_is_not_removed(place):
     ("told", "code"),
     [
         ({"name": "chat"}, "reserved_name"), ({"name": "a-b"}, "invalid_name"), ({"name": ""}, "invalid_name"),
-        ({"name": "of_config"}, "name_taken"), ({"name": "x" * 101}, "invalid_name"),
+        ({"name": "x" * 101}, "invalid_name"),
         ({"branch": "3"}, "invalid_branch"), ({"branch": "latest"}, "invalid_branch"),
         ({"branch": "a~b"}, "invalid_branch"), ({"branch": "../x"}, "invalid_branch"),
         ({"target": "other.py:f"}, "unknown_function"), ({"target": "../app.py:f"}, "invalid_bundle"),
@@ -231,15 +242,22 @@ async def test_orders_that_fit_nothing_are_refused(place, told, code):
     assert all(each.state == "failed" for each in place.versions.get(told.get("name", "example_doubler")))
 
 
+async def test_names_of_the_configuration_are_taken(place):
+    """A function is not called as a model of the configuration, and leaves no version behind."""
+    with pytest.raises(Conflict, match="'of_config' is the name of a model of the configuration already"):
+        await place.deploy(name="of_config")
+    assert place.versions.get("of_config") == []
+
+
 async def test_the_revision_rises_with_every_change(place):
     """Whoever remembers what a name means learns that it may mean something else."""
-    seen = [place.versions.revision]
+    seen = [place.directory.snapshot.revision]
     await place.deploy()
-    seen.append(place.versions.revision)
+    seen.append(place.directory.snapshot.revision)
     await place.versions.set_alias("example_doubler", "prod", [Backend("main", 1)])
-    seen.append(place.versions.revision)
+    seen.append(place.directory.snapshot.revision)
     await place.versions.remove("example_doubler")
-    seen.append(place.versions.revision)
+    seen.append(place.directory.snapshot.revision)
     assert seen == sorted(set(seen))
 
 

@@ -21,9 +21,10 @@ from batchmill.jobs.quarantine import Quarantine
 from batchmill.models.addresses import read_private
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.adapters.records import AdapterRecord
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.courier import Courier
 from batchmill.services.datasets.service import DatasetService
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import Target
 from batchmill.services.functions.deploying import Workshop
@@ -32,7 +33,7 @@ from batchmill.services.functions.late_replies import LateReplies
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.keys import KeyService
 from batchmill.services.links import Link, LinkService
-from batchmill.services.llms.opening import make_llms
+from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.task_records import DEPLOY_MODEL, RUNNING
@@ -76,9 +77,10 @@ class Room:
         clock, self.quotas = HeldClock(), config.project_quotas
         box = SecretBox(folder / "secrets.key")
         self.database = database = Database(folder / "batchmill.db")
+        directory = ModelDirectory(ConfiguredModels(config))
         self.vault = Vault(database, box, clock, self.quotas)
         self.keys = KeyService(database, clock, self.quotas)
-        self.remote = make_remote(config, database, self.vault, clock)
+        self.remote = make_remote(config, database, self.vault, clock, directory)
         jobs = JobTasks(database, None, self.quotas)  # type: ignore[arg-type]  # no task here has a job
         self.tasks = RemoteTasks(
             database, self.remote.models, self.remote.calls, jobs, clock=clock, entry=config.ml_commons
@@ -89,13 +91,11 @@ class Room:
         self.datasets = DatasetService(database, self.files, self.links, clock, config)
         self.webhooks = WebhookService(database, clock, config, box)
         engines = ScriptedEngines()
-        self.llms = make_llms(
-            config, database, self.vault, clock, engines=engines, calls=engines, quarantine=Quarantine(clock)
+        self.llms = LlmService(
+            database, self.vault, directory, clock, engines=engines, calls=engines, quarantine=Quarantine(clock)
         )
-        catalogue = Catalogue(config, config.base)
-        catalogue.attach_llms(self.llms)
         self.folder = folder
-        self.versions = ModelVersions(database, clock, workshop=Workshop(folder, _tried), quotas=self.quotas)
+        self.versions = ModelVersions(database, clock, directory, workshop=Workshop(folder, _tried), quotas=self.quotas)
         self.late = LateReplies(database, clock, None, Courier(clock, read_private([])), self.quotas)  # type: ignore[arg-type]
 
     async def file(self, project: str) -> None:

@@ -12,7 +12,6 @@ from remote_room import KEY, THEM, US, RemoteRoom, connector_fields
 
 from batchmill.errors import Conflict, Forbidden, InvalidInput, RateLimited, UnknownName
 from batchmill.models.connectors.reading import read_connector
-from batchmill.services.catalogue import Catalogue
 from batchmill.services.remote import model_records as remote_model_records
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.model_records import RemoteModel
@@ -150,7 +149,7 @@ async def test_a_call_deploys(room: RemoteRoom, made: ConnectorRecord) -> None:
     assert (await models.ready(US, model.id)).is_deployed
     with pytest.raises(InvalidInput, match=f"deploy model first Model ID: {stubborn.id}"):
         await models.ready(US, stubborn.id)
-    assert models.callable("default") == [models.get(US, model.id)]
+    assert [each.model.name for each in room.directory.list(US)] == [model.id, model.id]
 
 
 async def test_auto_deploy_can_be_off(tmp_path: Path) -> None:
@@ -194,11 +193,11 @@ async def test_rate_limiter(room: RemoteRoom, made: ConnectorRecord) -> None:
     model = await register(room, made, rate_limiter={"limit": "2", "unit": "MINUTES"})
     assert room.remote.models.spec(model.id).limits.requests_per_minute == 2
     for _ in range(2):
-        room.remote.models.admit(model)
+        room.remote.models.admit(model.id)
     with pytest.raises(RateLimited, match="Request is throttled at model level"):
-        room.remote.models.admit(model)
+        room.remote.models.admit(model.id)
     await room.clock.sleep(30)
-    room.remote.models.admit(model)
+    room.remote.models.admit(model.id)
 
 
 async def test_models_are_bounded(room: RemoteRoom, made: ConnectorRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,32 +310,31 @@ async def test_a_job_keeps_its_connector(room: RemoteRoom, made: ConnectorRecord
     assert KEY not in repr(spec)
 
 
-# -- the catalogue ----------------------------------------------------------------------------------------------------
+# -- the directory ----------------------------------------------------------------------------------------------------
 
 
 def caller(project: str = "default", *models: str) -> Caller:
     return Caller(project, Scope.SUBMIT, "k", frozenset(models) or None)
 
 
-async def test_the_catalogue_offers_them(room: RemoteRoom, made: ConnectorRecord) -> None:
+async def test_the_directory_offers_them(room: RemoteRoom, made: ConnectorRecord) -> None:
     """A project's models are found by id, and by name where that means one thing; keys may name fewer."""
     old, model = await register(room, made), await register(room, made)
-    catalogue = Catalogue(room.config, room.folder)
-    catalogue.attach(None, room.remote.models)
-    assert [each.name for each in catalogue.names(caller())] == [old.id, model.id, "embed"]
-    assert catalogue.find(caller(), model.id).model.allowed == [model.id, "embed"]
-    assert catalogue.find(caller(), old.id).model.allowed == [old.id]
-    assert catalogue.find(caller(), "embed").model.name == model.id
-    assert "embed" in catalogue.find(caller(), "embed").model.live().targets()
-    assert catalogue.for_job(caller(), "embed").name == model.id
-    assert [each.name for each in catalogue.specs(caller("default", "embed"))] == [old.id, model.id]
-    assert [each.name for each in catalogue.specs(caller("default", model.id))] == [model.id]
-    assert catalogue.serves("/v1/anything", caller())
+    directory = room.directory
+    assert [each.name for each in directory.list(caller())] == [old.id, model.id, "embed"]
+    assert directory.find(caller(), model.id).model.allowed == [model.id, "embed"]
+    assert directory.find(caller(), old.id).model.allowed == [old.id]
+    assert directory.find(caller(), "embed").model.name == model.id
+    assert "embed" in directory.find(caller(), "embed").model.live().targets()
+    assert directory.for_job(caller(), "embed").name == model.id
+    assert [each.name for each in directory.specs(caller("default", "embed"))] == [old.id, model.id]
+    assert [each.name for each in directory.specs(caller("default", model.id))] == [model.id]
+    assert directory.serves("/v1/anything", caller())
     for nobody in (caller("other"), caller("default", "something")):
-        assert catalogue.names(nobody) == []
-        assert not catalogue.may(nobody, model.id) or nobody.models is None
+        assert directory.list(nobody) == []
+        assert not directory.sees(nobody, model.id)
         with pytest.raises(UnknownName, match="does not exist or you do not have access to it"):
-            catalogue.find(nobody, model.id)
+            directory.find(nobody, model.id)
 
 
 async def test_a_name_of_two_groups_means_nothing(room: RemoteRoom, made: ConnectorRecord) -> None:
@@ -358,9 +356,7 @@ async def test_a_model_without_a_way_is_not_offered(room: RemoteRoom) -> None:
     fields["actions"] = [{**fields["actions"][1], "url": "https://mill.example.com/v1/batches"}]
     made = await room.remote.connectors.create(US, fields)
     model = await register(room, made)
-    assert room.remote.models.callable("default") == []
-    catalogue = Catalogue(room.config, room.folder)
-    catalogue.attach(None, room.remote.models)
-    assert catalogue.specs(caller()) == []
+    directory = room.directory
+    assert directory.specs(caller()) == []
     with pytest.raises(InvalidInput, match="whose batch API nobody knows"):
-        catalogue.find(caller(), model.id)
+        directory.find(caller(), model.id)

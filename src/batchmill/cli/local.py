@@ -19,7 +19,7 @@ from batchmill.config import Config
 from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
 from batchmill.services import data_dirs
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.deploying import SENT
 from batchmill.types import JobView, ModelSpec
 from batchmill.wire.native import DeployReply, ModelInfo, ModelList
@@ -52,8 +52,10 @@ class LocalApp:
             yield ResultFile(path, _pieces(file))
 
     async def models(self, config: Config) -> list[ModelInfo]:
-        catalogue = await asyncio.to_thread(Catalogue, config, config.base)
-        found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in catalogue.models()]
+        configured = ConfiguredModels(config)
+        await asyncio.to_thread(configured.check)
+        specs = [configured.get(name) for name in configured.names]
+        found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in specs]
         if not data_dirs.has_models(config):
             return found
         async with self.open(config) as opened:

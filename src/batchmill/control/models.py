@@ -14,7 +14,6 @@ from batchmill.control.admin import PROJECT, user_of
 from batchmill.control.app import Call, Handler
 from batchmill.control.operations import FoundModel, LocalFile
 from batchmill.errors import ModelFailed, UnknownName
-from batchmill.services.adapters import merging
 from batchmill.services.adapters.records import FAILED, READY
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.adapters.views import adapter_info
@@ -140,7 +139,7 @@ class LlmHandlers:
 
     async def list(self, call: Call) -> LlmList:
         who = user_of(call.project)
-        return LlmList([self._info(each) for each in self._llms.list(who)], self._llms.bases.names(who))
+        return LlmList([self._info(each) for each in self._llms.list(who)], self._llms.bases(who))
 
     async def show(self, call: Call) -> LlmInfo:
         return self._info(self._llms.get(user_of(call.project), call.name))
@@ -235,7 +234,7 @@ class ModelHandlers:
 
     async def find(self, call: Call) -> FoundModel:
         """The deployed function, or language model, or the model of a connector, that a name means now."""
-        if (found := functions.spec_for_job(self._versions, call.name)) is not None:
+        if (found := self._versions.for_job(call.name)) is not None:
             return FoundModel(found)
         if (deployed := self._llms.find(user_of(None), call.name)) is not None:
             return FoundModel(deployed.model)
@@ -245,17 +244,17 @@ class ModelHandlers:
     async def adapted(self, call: Call) -> FoundModel:
         """With the adapters of the project default, and room for the ranks of everybody's."""
         asked: FoundModel = call.body
-        model = asked.model
-        assert model is not None, "it is what is asked about"
-        records, rank = self._adapters.ready(PROJECT, model.name), self._adapters.rank_of([model.name])
-        return FoundModel(merging.with_room(merging.with_all(model, records, lambda name: True), rank))
+        assert asked.model is not None, "it is what is asked about"
+        return FoundModel(self._adapters.adapted(PROJECT, asked.model))
 
     async def list(self, call: Call) -> ModelList:
         configured: ModelList = call.body
         found = [*configured.models, *(ModelInfo(name, FUNCTION, []) for name in self._versions.names())]
-        records = [each for each in self._adapters.list(PROJECT) if each.state == READY]
-        named = [merging.names_of([r for r in records if r.base == each.name], lambda name: True) for each in found]
-        found = [replace(each, adapters=[*each.adapters, *names]) for each, names in zip(found, named, strict=True)]
+        named: dict[str, dict[str, None]] = {}  # in the order of names and versions
+        for each in self._adapters.list(PROJECT):
+            if each.state == READY:
+                named.setdefault(each.base, {}).update({each.name: None, each.own_name: None})
+        found = [replace(each, adapters=[*each.adapters, *named.get(each.name, ())]) for each in found]
         own_llms = [each for each in self._llms.list(user_of(None)) if not each.is_configured]
         infos = [llms.info(each, self._llms.view(each)) for each in own_llms]
         found += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in infos]

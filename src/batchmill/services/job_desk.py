@@ -15,7 +15,7 @@ from msgspec import Struct
 from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.machine import veiled
 from batchmill.ports import Jobs
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
@@ -50,8 +50,8 @@ NO_RESULTS = ResultIds()
 class JobDesk:
     """Raises, everywhere: UnknownName (`unknown_job`) for a job that is not this caller's."""
 
-    def __init__(self, jobs: Jobs, files: FileService, catalogue: Catalogue) -> None:
-        self._jobs, self._files, self.catalogue = jobs, files, catalogue
+    def __init__(self, jobs: Jobs, files: FileService, directory: ModelDirectory) -> None:
+        self._jobs, self._files, self.directory = jobs, files, directory
         self._results: OrderedDict[tuple[str, int, str], ResultIds] = OrderedDict()
 
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
@@ -124,7 +124,7 @@ class JobDesk:
     async def explain(self, caller: Caller, job_id: str) -> Wait:
         await self._own(caller, job_id)
         wait = await self._jobs.explain(job_id)
-        reasons = [veiled(each, lambda name: self.catalogue.sees(caller, name)) for each in wait.reasons]
+        reasons = [veiled(each, lambda name: self.directory.sees(caller, name)) for each in wait.reasons]
         return msgspec.structs.replace(wait, reasons=reasons)
 
     async def partial(self, caller: Caller, job_id: str) -> str:

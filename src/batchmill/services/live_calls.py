@@ -15,7 +15,8 @@ from batchmill.datasets import bodies
 from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownName
 from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
-from batchmill.services.catalogue import Catalogue, Served
+from batchmill.services.directory import ModelDirectory
+from batchmill.services.model_rows import Kind, Served
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
@@ -30,7 +31,7 @@ _decoder = json.JSONDecoder()  # it reads one value and leaves what follows
 class LiveCall(Struct, frozen=True):
     """A call that has ended, for those who count."""
 
-    model: str  # the name of the catalogue, an adapter's if that was asked for
+    model: str  # as the directory has it, an adapter's if that was asked for
     url: str
     status: int  # 0: it got no answer
     seconds: float
@@ -49,8 +50,11 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class LiveCalls:
-    def __init__(self, live: Live, catalogue: Catalogue, clock: Clock) -> None:
-        self._live, self._catalogue, self._clock = live, catalogue, clock
+    def __init__(
+        self, live: Live, directory: ModelDirectory, clock: Clock, *, admit: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Args: `admit`, counts a call of the remote model with this id. Raises: RateLimited."""
+        self._live, self._directory, self._clock, self._admit = live, directory, clock, admit
         self._listeners: list[Callable[[LiveCall], None]] = []
 
     def listen(self, listener: Callable[[LiveCall], None]) -> None:
@@ -65,7 +69,8 @@ class LiveCalls:
         """
         served, stream = self._asked_for(caller, url, body)
         request = request_of(served, url, body, stream=stream)
-        if self._catalogue.admit(caller, served):
+        if served.kind == Kind.REMOTE:
+            self._admit(served.model.name)
             request = msgspec.structs.replace(request, is_admitted=True)
         return await self.ask(caller, served, request)
 
@@ -87,7 +92,7 @@ class LiveCalls:
         return head, self._body(pieces, msgspec.structs.replace(call, status=head.status), began)
 
     def _asked_for(self, caller: Caller, url: str, body: bytes) -> tuple[Served, bool]:
-        if not self._catalogue.serves(url, caller):
+        if not self._directory.serves(url, caller):
             raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]}): no model serves it", code="unknown_url")
         try:
             asked = _asked(body)
@@ -95,7 +100,7 @@ class LiveCalls:
             raise InvalidRow(f"the body is no request: {error}", code="invalid_field") from None
         if not asked.model:
             raise InvalidRow("you must provide a model parameter", code="missing_model")
-        served = self._catalogue.find(caller, asked.model)
+        served = self._directory.find(caller, asked.model)
         if not answers(served.model.live(), url):
             raise UnknownName(
                 f"Invalid URL (POST {url[:SHOWN_CHARS]}): the model {served.name!r} does not answer it",

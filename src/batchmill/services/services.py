@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from batchmill.jobs.tallies import ModelGauge
     from batchmill.ports import Clock
     from batchmill.services.adapters.service import AdapterService
-    from batchmill.services.catalogue import Catalogue
     from batchmill.services.datasets.service import DatasetService
+    from batchmill.services.directory import ModelDirectory
     from batchmill.services.files import FileService
     from batchmill.services.functions.calls import FunctionCalls
     from batchmill.services.functions.late_replies import LateReplies
@@ -41,7 +41,7 @@ class Services(Struct, frozen=True):
     links: LinkService  # that carry what they allow
     datasets: DatasetService
     keys: KeyService
-    catalogue: Catalogue
+    directory: ModelDirectory
     live: LiveCalls
     functions: FunctionCalls
     versions: ModelVersions

@@ -9,7 +9,8 @@ from typing import Any
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ModelEntry, ProjectEntry
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService
 from batchmill.services.job_desk import JobDesk
 from batchmill.services.keys import KeyService
@@ -31,11 +32,11 @@ class Kit:
         self.clock = HeldClock()
         self.database = Database(folder / "batchmill.db")
         self.files = FileService(self.database, folder, self.clock, self.config.server)
-        catalogue = Catalogue(self.config, folder)
+        directory = ModelDirectory(ConfiguredModels(self.config))
         nothing: Any = None
         self.services = Services(
-            jobs=JobDesk(nothing, self.files, catalogue), files=self.files, uploads=nothing,
-            keys=KeyService(self.database, self.clock), catalogue=catalogue, live=nothing, webhooks=nothing,
+            jobs=JobDesk(nothing, self.files, directory), files=self.files, uploads=nothing,
+            keys=KeyService(self.database, self.clock), directory=directory, live=nothing, webhooks=nothing,
             links=nothing, datasets=nothing, adapters=nothing, llms=nothing,
             functions=nothing, versions=nothing, late=nothing, vault=nothing, connectors=nothing, groups=nothing,
             remote_models=nothing, remote_tasks=nothing, programs=nothing,

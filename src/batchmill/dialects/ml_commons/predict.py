@@ -22,7 +22,7 @@ from batchmill.server.bodies import parse_json, parse_object
 from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.piece_reply import unless_gone, whole_answer
-from batchmill.services.catalogue import Served
+from batchmill.services.model_rows import Served
 from batchmill.services.remote import interfaces
 from batchmill.services.remote.models import RemoteModel
 from batchmill.services.remote.specs import ONLINE
@@ -127,7 +127,7 @@ class Predict:
     async def _ready(self, call: Call) -> RemoteModel:
         """The model that is asked for, if the caller's key may use it."""
         model = await self._models.ready(call.caller, self._named(call.caller, call.path).id)
-        self._models.admit(model)
+        self._models.admit(model.id)
         return model
 
     # -- a batch ------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ _named = msgspec.json.Decoder(_Named).decode
 
 class Calls:
     def __init__(self, services: Services) -> None:
-        self._functions, self._versions, self._catalogue = services.functions, services.versions, services.catalogue
+        self._functions, self._versions, self._directory = services.functions, services.versions, services.directory
         self._links, self._later = Links(services), Later(services)
         self._hide = Places(services.config.data_dir).hide
 
@@ -106,7 +106,7 @@ class Calls:
             return self._functions.find(call.caller, name, branch_of(call.path), call.path["version"])
         except UnknownName:
             is_there = self._versions.get(name) and not self._versions.is_hidden(name, call.caller.project)
-            if is_certain(url) or is_there or not self._catalogue.names(call.caller):
+            if is_certain(url) or is_there or not self._directory.list(call.caller):
                 raise
         raw = await call.request.body()
         if self._is_named(call, raw):
@@ -115,7 +115,7 @@ class Calls:
 
     def _is_named(self, call: Call, raw: bytes) -> bool:
         try:
-            self._catalogue.find(call.caller, _named(shallow(raw)).model)
+            self._directory.find(call.caller, _named(shallow(raw)).model)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, UnknownName):
             return False
         return True

@@ -52,7 +52,7 @@ MISSING, IN_USE, REFUSED = 404, 409, 422
 class Functions:
     def __init__(self, services: Services, shown: Shown) -> None:
         self._services, self._shown = services, shown
-        self._versions, self._catalogue = services.versions, services.catalogue
+        self._versions, self._directory = services.versions, services.directory
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -86,7 +86,7 @@ class Functions:
     def _check(self, call: Call, name: str) -> None:
         """Raises: Forbidden for a name that the key or its project may not use; another's that it may not know is
         refused where names are given."""
-        if not self._catalogue.may(call.caller, name) and not self._versions.is_hidden(name, call.caller.project):
+        if not self._directory.may_call(call.caller, name) and not self._versions.is_hidden(name, call.caller.project):
             raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
 
     async def show(self, call: Call) -> Response:
@@ -155,7 +155,8 @@ class Functions:
     def _name(self, call: Call) -> str:
         """The function that the path names. Raises: UnknownName, alike for what is not there and not the caller's."""
         name = call.path["name"]
-        if not self._catalogue.may(call.caller, name) or not self._versions.get(name):
-            self._catalogue.find(call.caller, name)  # raises, but for a model of the configuration
+        is_hidden = self._versions.is_hidden(name, call.caller.project)
+        if is_hidden or not self._directory.may_call(call.caller, name) or not self._versions.get(name):
+            self._directory.find(call.caller, name)  # raises, but for a model of the configuration
             self._versions.show(name)
         return name

@@ -52,7 +52,7 @@ class Llms:
 
     async def list(self, call: Call) -> Response:
         found = [self._info(call.caller, each) for each in self._llms.list(call.caller)]
-        return json_reply(LlmList(found, self._llms.bases.names(call.caller)))
+        return json_reply(LlmList(found, self._llms.bases(call.caller)))
 
     async def show(self, call: Call) -> Response:
         return self._reply(call.caller, self._llms.get(call.caller, call.path["name"]))

@@ -82,7 +82,7 @@ class Looking:
         for each in self._services.gauges():  # of two under one name, one is ending
             if each.name not in pools or each.ready > pools[each.name].ready:
                 pools[each.name] = each
-        specs = self._services.catalogue.specs(call.caller)
+        specs = self._services.directory.specs(call.caller)
         return json_reply(ModelList([self._info(spec, pools.get(spec.name)) for spec in specs]))
 
     def _info(self, spec: ModelSpec, pool: ModelGauge | None) -> ModelInfo:

@@ -1,5 +1,5 @@
 """From what this API is asked for to an order: the server's files and models by name, its limits, nothing of its own
-environment. Knows which models a caller may use only through the catalogue."""
+environment. Knows which models a caller may use only through the directory."""
 
 from __future__ import annotations
 
@@ -114,21 +114,21 @@ class Orders:
 
     def _models(self, caller: Caller, work: Work) -> list[ModelSpec]:
         """The models named, with the names that the caller's rows may use; all of the caller's where none is named."""
-        catalogue = self._services.catalogue
+        directory = self._services.directory
         chosen: list[ModelSpec] = []
         for name in work.models:
-            served = catalogue.find(caller, name)
+            served = directory.find(caller, name)
             if served.adapter is not None:
                 raise InvalidInput(
                     f"{name!r} is an adapter of {served.model.name!r}: name that model, and let rows (or for a prompt "
                     'params: {"model": "' + name + '"}) name the adapter',
                     code="adapter_as_model",
                 )
-            spec = catalogue.for_job(caller, name)
+            spec = directory.for_job(caller, name)
             if spec in chosen:
                 raise InvalidInput(f"the model {name!r} is named twice", code="duplicate_model")
             chosen.append(spec)
-        return catalogue.each_once(caller, chosen) if chosen else catalogue.specs(caller)
+        return directory.each_once(caller, chosen) if chosen else directory.specs(caller)
 
     @staticmethod
     def _format(work: Work, records: Sequence[FileRecord]) -> str | None:

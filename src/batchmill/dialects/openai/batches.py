@@ -159,7 +159,7 @@ class Batches:
         limits = msgspec.structs.asdict(config.limits)
         return JobOrder(
             DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
-            self._services.catalogue.specs(call.caller),
+            self._services.directory.specs(call.caller),
             policy=Policy(deadline=self._services.clock.now() + hours * 3600, on_engine_failure="fail"),
             endpoint=asked.endpoint,
             rows_max=config.server.rows_max,
@@ -191,8 +191,8 @@ class Batches:
             yield record
 
     def _check_endpoint(self, caller: Caller, endpoint: str) -> None:
-        catalogue = self._services.catalogue
-        if endpoint in URLS or catalogue.serves(endpoint, caller):
+        directory = self._services.directory
+        if endpoint in URLS or directory.serves(endpoint, caller):
             return
         raise Refusal(
             f"Invalid value: '{endpoint[:SHOWN_CHARS]}'. Supported values are: {', '.join(map(repr, URLS))}, and any "

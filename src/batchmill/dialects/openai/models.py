@@ -9,7 +9,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.catalogue import Served
+from batchmill.services.model_rows import Served
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -29,7 +29,7 @@ class ModelList(Struct, frozen=True):
 
 class Models:
     def __init__(self, services: Services) -> None:
-        self._catalogue = services.catalogue
+        self._directory = services.directory
         self._created = int(services.clock.now())  # the configuration was read with the server's start
 
     def operations(self) -> Sequence[Operation]:
@@ -45,10 +45,10 @@ class Models:
         )  # fmt: skip
 
     async def list(self, call: Call) -> Response:
-        return json_reply(ModelList([self._model(served) for served in self._catalogue.names(call.caller)]))
+        return json_reply(ModelList([self._model(served) for served in self._directory.list(call.caller)]))
 
     async def retrieve(self, call: Call) -> Response:
-        return json_reply(self._model(self._catalogue.find(call.caller, call.path["model"])))
+        return json_reply(self._model(self._directory.find(call.caller, call.path["model"])))
 
     def _model(self, served: Served) -> Model:
         return Model(served.name, self._created, served.model.name if served.adapter else None)

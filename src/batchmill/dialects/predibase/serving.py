@@ -25,9 +25,9 @@ from batchmill.server.long_replies import rewritten
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
-from batchmill.services.catalogue import Served
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment
+from batchmill.services.model_rows import Served
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope
@@ -167,7 +167,7 @@ class Serving:
         if path["tenant"] != caller.project:
             told = f"the key belongs to the tenant {caller.project!r}, not to {path['tenant'][:SHOWN_CHARS]!r}"
             raise UnknownName(told, code="unknown_tenant")
-        return self._services.llms.get(caller, path["name"]), self._services.catalogue.find(caller, path["name"])
+        return self._services.llms.get(caller, path["name"]), self._services.directory.find(caller, path["name"])
 
     def _admits(self, caller: Caller, path: dict[str, str], *, is_openai: bool = False) -> None:
         """Raises: Said, with what LoRAX says of a deployment that is not there."""
@@ -190,14 +190,14 @@ class Serving:
             raise InvalidInput(f"`adapter_source` is {source[:SHOWN_CHARS]!r}: {why}", code="invalid_parameter")
         if not (deployment.settings.takes_adapters or deployment.is_configured):
             raise InvalidInput(f"the deployment {name!r} takes no adapters (disableAdapters)", code="invalid_parameter")
-        catalogue, base = self._services.catalogue, deployment.settings.base_model
-        found = catalogue.with_adapter(caller, served.model, adapter, (base,))
+        directory, base = self._services.directory, deployment.settings.base_model
+        found = directory.find_adapter(caller, served.model, adapter, base)
         if found is None and any(fnmatchcase(adapter, pattern) for pattern in served.model.adapter_patterns):
             token = served.model.secrets.get("HF_TOKEN")
             record = (await self._services.adapters.ensure(caller.project, base, [adapter], token=token))[adapter]
             if record.state != READY:
                 raise InvalidInput(f"the adapter {adapter!r} cannot be used: {record.message}", code="bad_adapter")
-            found = catalogue.with_adapter(caller, catalogue.find(caller, name).model, adapter, (base,))
+            found = directory.find_adapter(caller, directory.find(caller, name).model, adapter, base)
         if found is None:
             told = f"there is no adapter {adapter[:SHOWN_CHARS]!r} for the deployment {name!r} that you may use"
             raise UnknownName(f"{told}: register it first", code="unknown_adapter")

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -23,15 +22,17 @@ from batchmill.errors import BatchmillError, Conflict, InvalidInput, OverQuota, 
 from batchmill.jobs.part_file import full_disk_named
 from batchmill.models.adapters import fetching
 from batchmill.models.adapters.fetching import FetchOrder, FetchReport
-from batchmill.models.adapters.reading import RANK_LEAST, RANK_MAX, read_adapter, room_for, settled_room
+from batchmill.models.adapters.reading import RANK_MAX, read_adapter, settled_room
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
-from batchmill.services.adapters.book import AdapterBook
 from batchmill.services.adapters.fetches import Fetches
 from batchmill.services.adapters.names import SHOWN_CHARS, check_name
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, AdapterRecord
 from batchmill.services.adapters.sources import check_source, check_token
+from batchmill.services.configured_models import ENGINE
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.incoming import FULL
+from batchmill.services.model_rows import Kind, Row
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -39,38 +40,28 @@ from batchmill.store.disk_room import DiskRoom
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import adapter_bundles
 
-__all__ = ["AdapterRecord", "AdapterService", "Bases"]
+__all__ = ["AdapterRecord", "AdapterService"]
 
 log = logging.getLogger("batchmill.adapters")
 
 UPLOAD = "upload"  # the source of an adapter that was sent here
-ENGINE = "llm"  # the only one that takes adapters
+FOLDER = "adapters"  # in the data directory
 REMOVED_S = 600.0  # the files of a removed adapter stay so long: a job that names it may be on its way in
-Key = tuple[str, str]
-
-
-class Bases(Protocol):
-    """The models that adapters may be for."""
-
-    def base(self, caller: Caller, name: str) -> ModelSpec:
-        """Raises: UnknownName."""
-
-    def is_taken(self, project: str, name: str) -> bool:
-        """Something that is no registered adapter is called so."""
 
 
 class AdapterService:
     """Raises, everywhere: UnknownName (`unknown_adapter`) for an adapter of another project, or of none."""
 
     def __init__(
-        self, database: Database, clock: Clock, *, home: Path, bases: Bases, config: Config, vault: Vault,
+        self, database: Database, clock: Clock, directory: ModelDirectory, *, config: Config, vault: Vault,
         room: DiskRoom | None = None,
     ) -> None:  # fmt: skip
-        """Args: `home`, the folder of adapters, which nobody else writes to; `load` comes next."""
+        """Its folder in the data directory is written to by nobody else; `load` comes next."""
         self._room = room or DiskRoom(database, config.data_dir, config.project_quotas)
-        self._database, self._clock, self._home, self._bases = database, clock, home, bases
+        self._database, self._clock, self._home = database, clock, config.data_dir / FOLDER
+        self._directory = directory
         self._entry, self._quotas = config.deployments, config.project_quotas
-        self._book = AdapterBook(())
+        self._records: dict[str, AdapterRecord] = {}  # by id; none that was removed
         self._fetches = Fetches(clock, vault)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of versions that are being fetched
         self._settling: set[str] = set()  # of versions that were sent here and are being looked at
@@ -82,7 +73,7 @@ class AdapterService:
 
         Args: resumes: what was being fetched is fetched again.
         """
-        self._book = AdapterBook(await self._database.read(records.read_all))
+        self._put(await self._database.read(records.read_all))
         await asyncio.to_thread(shutil.rmtree, self._home / fetching.STAGING, ignore_errors=True)
         self._resumes = resumes
         await self.sweep()
@@ -98,38 +89,50 @@ class AdapterService:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    @property
-    def revision(self) -> int:
-        """Rises with every change."""
-        return self._book.revision
-
     def list(self, project: str, base: str | None = None) -> list[AdapterRecord]:
         """The versions of a project, by name and number; those for one base model."""
-        return [each for each in self._book.of(project) if base in (None, each.base)]
+        found = [each for each in self._records.values() if each.project == project and base in (None, each.base)]
+        return sorted(found, key=lambda each: (each.name, each.version))
 
     def every(self) -> list[AdapterRecord]:
         """Those of all projects, for whoever runs the machine."""
-        return self._book.all()
+        return sorted(self._records.values(), key=lambda each: (each.project, each.name, each.version))
 
     def get(self, project: str, name: str, version: int | None = None) -> AdapterRecord:
         """A version; without a number the newest that is ready, or else the newest."""
-        found = self._book.find(project, name, version)
-        if found is None:
+        found = [each for each in self._versions(project, name) if version in (None, each.version)]
+        if not found:
             raise unknown_adapter(name, version)
-        return found
+        return ([each for each in found if each.state == READY] or found)[-1]
 
-    def ready(self, project: str, base: str) -> list[AdapterRecord]:
-        """The versions for a base model that can be used, by name and number."""
-        return self._book.ready(project, base)
+    def _versions(self, project: str, name: str) -> Sequence[AdapterRecord]:
+        """The oldest first."""
+        return [each for each in self.list(project) if each.name == name]
 
-    def find_ready(self, project: str, text: str) -> AdapterRecord | None:
-        """The version that "NAME" or "NAME/VERSION" means now; None: there is none that is ready."""
-        return self._book.find_ready(project, text)
+    def adapted(self, project: str, model: ModelSpec) -> ModelSpec:
+        """A model of the configuration with the adapters that a project registered for it."""
+        return self._directory.adapted(project, model, model.name, is_own=True)
 
-    def rank_of(self, bases: Iterable[str]) -> int:
-        """The room that an engine of these models needs for the adapters of all projects; 0: there are none."""
-        highest = self._book.rank_of(bases)
-        return room_for([RANK_LEAST, highest]) if highest else 0
+    # -- publishing ---------------------------------------------------------------------------------------------------
+
+    def _put(self, records: Iterable[AdapterRecord]) -> None:
+        """Publish what was written down."""
+        put = {each.id: each for each in records}
+        self._records |= put
+        self._publish(put.values())
+
+    def _drop(self, records: Iterable[AdapterRecord]) -> None:
+        for record in (gone := list(records)):
+            self._records.pop(record.id, None)
+        self._publish(gone)
+
+    def _publish(self, changed: Iterable[AdapterRecord]) -> None:
+        names = {(each.project, each.name) for each in changed}
+        versions: dict[tuple[str, str], list[AdapterRecord]] = {each: [] for each in names}
+        for record in self._records.values():
+            if (named := versions.get((record.project, record.name))) is not None:
+                named.append(record)
+        self._directory.publish({(Kind.ADAPTER, *named): _rows(found) for named, found in versions.items()})
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class AdapterService:
             if not task.cancelled():
                 task.result()
         async with self._changing:  # it may be being removed
-            return self._book.get(record.id) or replace(record, state=REMOVED)
+            return self._records.get(record.id) or replace(record, state=REMOVED)
 
     async def ensure(
         self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
@@ -236,7 +239,7 @@ class AdapterService:
         """
         caller = Caller(project, Scope.ADMIN)
         try:
-            model = self._bases.base(caller, base)
+            model = self._directory.base(caller, base)
         except UnknownName:  # a model of the job's own: whoever asks knows what the adapters are to fit
             model = None
         if token is None and model is not None:
@@ -245,7 +248,7 @@ class AdapterService:
         for hub_id in dict.fromkeys(hub_ids):
             try:
                 found[hub_id] = await self._ensure(self._new(project, base, hub_id, hub_id, token), model)
-            except (InvalidInput, OverQuota) as error:
+            except (Conflict, InvalidInput, OverQuota) as error:
                 found[hub_id] = replace(
                     self._new(project, base, hub_id, hub_id, None), version=1, state=FAILED, message=error.message
                 )
@@ -256,10 +259,10 @@ class AdapterService:
     async def _ensure(self, wanted: AdapterRecord, model: ModelSpec | None) -> AdapterRecord:
         check_name(wanted.name)
         async with self._changing:
-            record = self._book.newest(wanted.project, wanted.base, wanted.name)
+            versions = self._versions(wanted.project, wanted.name)
+            record = next((each for each in reversed(versions) if each.base == wanted.base), None)
             if record is None:
-                record = await self._database.write(records.begin, wanted, self._quotas.of(wanted.project).adapters)
-                self._book.put(record)
+                record = await self._written(wanted)
                 self._start(record, model)
             elif record.state == FAILED:  # it may be there now, or for this token
                 token = wanted.token if record.source == wanted.source else record.token
@@ -270,7 +273,7 @@ class AdapterService:
     async def remove(self, project: str, name: str, version: int | None = None) -> list[AdapterRecord]:
         """Remove one version, or all. Jobs that were given it keep it until they end."""
         async with self._changing:
-            gone = [each for each in self._book.of(project) if each.name == name and version in (None, each.version)]
+            gone = [each for each in self._versions(project, name) if version in (None, each.version)]
             if not gone:
                 raise unknown_adapter(name, version)
             now = self._clock.now()
@@ -281,18 +284,18 @@ class AdapterService:
                     await asyncio.wait({task})
                     await asyncio.to_thread(self._discard, self._home / fetching.STAGING / record.id)
             await self._database.write(records.update, removed)
-            self._book.drop(removed)
+            self._drop(removed)
         return removed
 
     async def sweep(self) -> None:
         """Go on with what nobody fetches: on a full disk it could not be written down that it had failed. Remove the
         files of adapters that nobody has any more and no job that has not ended uses."""
-        for record in self._book.all() if self._resumes else ():
+        for record in self.every() if self._resumes else ():
             if record.state == FETCHING and record.id not in self._tasks and record.id not in self._settling:
                 self._start(record)
         if not self._home.is_dir():
             return
-        known = {each.id for each in self._book.all()} | {fetching.STAGING}
+        known = {*self._records, fetching.STAGING}
         folders = [path for path in self._home.iterdir() if path.name not in known]
         if not folders:
             return
@@ -300,7 +303,7 @@ class AdapterService:
         late = await self._database.read(records.removed_after, [path.name for path in folders], before)
         used = await self._database.read(records.used_folders)
         for path in folders:
-            if path.name not in late and str(path) not in used and self._book.get(path.name) is None:
+            if path.name not in late and str(path) not in used and path.name not in self._records:
                 await asyncio.to_thread(shutil.rmtree, path)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -308,13 +311,12 @@ class AdapterService:
     def _base(self, caller: Caller, base: str, name: str) -> ModelSpec:
         """The model that an adapter of this name may be for."""
         check_name(name)
-        model = self._bases.base(caller, base)
+        model = self._directory.base(caller, base)
         if model.engine != ENGINE:
             raise InvalidInput(
                 f"the model {base[:SHOWN_CHARS]!r} takes no adapters: those of the engine vllm do", code="no_adapters"
             )
-        if self._bases.is_taken(caller.project, name):
-            raise taken(name)
+        self._directory.refuse_taken(caller.project, name, Kind.ADAPTER)
         return model
 
     def _new(self, project: str, base: str, name: str, source: str, token: str | None) -> AdapterRecord:
@@ -324,8 +326,13 @@ class AdapterService:
     async def _begin(self, record: AdapterRecord) -> AdapterRecord:
         await self._room.check(record.project)
         async with self._changing:
+            return await self._written(record)
+
+    async def _written(self, record: AdapterRecord) -> AdapterRecord:
+        """A new version, written down and published. Raises: Conflict for a name that is taken; OverQuota."""
+        with self._directory.claim(record.project, record.name, Kind.ADAPTER):
             record = await self._database.write(records.begin, record, self._quotas.of(record.project).adapters)
-            self._book.put(record)
+            self._put([record])
         return record
 
     def _start(self, record: AdapterRecord, model: ModelSpec | None = None) -> None:
@@ -365,7 +372,7 @@ class AdapterService:
 
     def _known_base(self, record: AdapterRecord) -> ModelSpec | None:
         try:
-            return self._bases.base(Caller(record.project, Scope.ADMIN), record.base)
+            return self._directory.base(Caller(record.project, Scope.ADMIN), record.base)
         except UnknownName:
             return None
 
@@ -389,9 +396,9 @@ class AdapterService:
         """Write down what became of a version; one that was removed meanwhile stays so."""
         record = replace(record, changed=max(self._clock.now(), record.changed))
         await self._database.write(records.update, [record])
-        if self._book.get(record.id) is None:
+        if record.id not in self._records:
             return replace(record, state=REMOVED)
-        self._book.put(record)
+        self._put([record])
         return record
 
 
@@ -426,8 +433,19 @@ def unknown_adapter(name: str, version: int | None) -> UnknownName:
     )
 
 
-def taken(name: str) -> Conflict:
-    return Conflict(
-        f"the name {name[:SHOWN_CHARS]!r} is taken by a model, or by an adapter of the configuration: choose another",
-        code="name_taken",
-    )
+def _rows(versions: Sequence[AdapterRecord]) -> list[Row]:
+    """What the versions of one adapter are called. A name is held from the first of them on, ready or not."""
+    ready = sorted((each for each in versions if each.state == READY), key=lambda each: each.version)
+    if not ready:
+        return [
+            Row(each.name, Kind.ADAPTER, each.project, base=each.base, listed=(each.name,)) for each in versions[:1]
+        ]
+    return [_row(ready[-1], ready[-1].name), *(_row(each, each.own_name) for each in ready)]
+
+
+def _row(record: AdapterRecord, name: str) -> Row:
+    return Row(
+        name, Kind.ADAPTER, record.project, base=record.base, listed=tuple(dict.fromkeys((record.name, name))),
+        created=record.created, number=record.version, own_name=record.own_name, folder=record.folder,
+        rank=record.rank,
+    )  # fmt: skip

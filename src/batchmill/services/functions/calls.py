@@ -7,59 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from msgspec import Struct
-
-from batchmill.errors import BatchmillError, LedgerBroken, Unavailable, UnknownName
+from batchmill.errors import BatchmillError, LedgerBroken, Unavailable
 from batchmill.jobs.live import LivePath
 from batchmill.ports import Clock
-from batchmill.services.catalogue import Catalogue
+from batchmill.services.directory import ModelDirectory
+from batchmill.services.functions.function import Target
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import request_id
-from batchmill.types import Caller, CallStats, Interface, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import Caller, CallStats, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.messages import Answer
 from batchmill.wire.raised import Raised
-
-if TYPE_CHECKING:
-    from batchmill.services.functions.versions import ModelVersion, ModelVersions
 
 log = logging.getLogger("batchmill.server")
 
 COPIES_MAX = 256  # of calls that mirrors have and have not answered; further ones get none
-SHOWN_CHARS = 256
 ANSWERED = 200
 OK, FAILED, DROPPED = "ok", "failed", "dropped"
 
 Cancel = Callable[[], None]
 
 
-class Target(Struct, frozen=True):
-    """The version that a call goes to; `mirrors` get copies."""
-
-    name: str
-    branch: str
-    number: int
-    model: ModelSpec
-    mirrors: tuple[ModelSpec, ...] = ()
-
-    @property
-    def version(self) -> str:
-        return str(self.number)
-
-    @property
-    def interface(self) -> Interface:
-        assert self.model.function is not None, "only deployed functions are versions"
-        return self.model.function.interface
-
-
 class FunctionCalls:
-    def __init__(self, live: LivePath, versions: ModelVersions, catalogue: Catalogue, clock: Clock) -> None:
-        self._live, self._versions, self._catalogue, self._clock = live, versions, catalogue, clock
+    def __init__(self, live: LivePath, directory: ModelDirectory, clock: Clock) -> None:
+        self._live, self._directory, self._clock = live, directory, clock
         self._listeners: list[Callable[[LiveCall], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unloaded: set[tuple[str, str, int]] = set()  # versions that are not called until somebody loads them
@@ -76,32 +51,11 @@ class FunctionCalls:
 
         Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
         """
-        if not self._catalogue.may(caller, name):
-            raise self._unknown(caller, name)
-        try:
-            chosen = self._versions.choose(name, branch, version)
-        except UnknownName:
-            if name in self._versions.names():
-                raise  # with the versions that there are
-            raise self._unknown(caller, name) from None
-        found = chosen.version
-        assert found.spec is not None, "a version that can be chosen is ready"
-        mirrors = tuple([each.spec for each in chosen.mirrors if each.spec is not None]) if chosen.mirrors else ()
-        return Target(found.name, found.branch, found.number, found.spec, mirrors)
+        return self._directory.choose(caller, name, branch, version)
 
     def targets(self, caller: Caller) -> list[Target]:
         """Every version that is ready and that the caller may use."""
-        ready = [each for each in self._versions.all() if self._catalogue.may(caller, each.name)]
-        return [Target(each.name, each.branch, each.number, each.spec) for each in ready if each.spec is not None]
-
-    def _unknown(self, caller: Caller, name: str) -> UnknownName:
-        own = {target.name for target in self.targets(caller)}
-        near = difflib.get_close_matches(name[:SHOWN_CHARS], own, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return UnknownName(
-            f"the model {name[:SHOWN_CHARS]!r} does not exist or you do not have access to it{hint}",
-            code="model_not_found",
-        )
+        return [target for function in self._directory.functions(caller) for target in function.ready_targets()]
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -252,8 +206,9 @@ class FunctionCalls:
 
     def stats(self, name: str, version: str, branch: str = "main") -> CallStats:
         """What became of the calls of a version, and of its rows in jobs, since the server began."""
-        specs = [each.spec for each in self._versions.get(name) if _is(each, branch, version)]
-        return self._live.stats(specs[0]) if specs and specs[0] is not None else CallStats()
+        function = self._directory.snapshot.functions.get(name)
+        found = None if function is None else function.ready_target(branch, version)
+        return CallStats() if found is None else self._live.stats(found.model)
 
     def is_ready(self, target: Target) -> bool:
         """It may be called: nobody has unloaded it. Its first call may wait for a worker to start."""
@@ -275,7 +230,3 @@ class FunctionCalls:
         """Call it no more until it is loaded: its workers end once they have answered. Rows of jobs still run."""
         self._unloaded.add((target.name, target.branch, target.number))
         self._live.unload(target.model)
-
-
-def _is(version: ModelVersion, branch: str, number: str) -> bool:
-    return version.branch == branch and str(version.number) == number

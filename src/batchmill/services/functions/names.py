@@ -28,8 +28,8 @@ RESERVED_NAMES = frozenset({
 })  # fmt: skip
 
 
-def check_name(name: str, taken: frozenset[str] = frozenset()) -> str:
-    """The name, if a function may be deployed under it. `taken`: names of the configuration. Raises: InvalidInput."""
+def check_name(name: str) -> str:
+    """The name, if a function may be deployed under it. Raises: InvalidInput."""
     if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
         raise InvalidInput(
             f"Names should be alphanumeric with underscores. {name[:SHOWN_CHARS]!r} is not, or is longer than "
@@ -40,11 +40,6 @@ def check_name(name: str, taken: frozenset[str] = frozenset()) -> str:
         raise InvalidInput(
             f"{name!r} is a reserved name: /v1/{name} means something else in another API; choose another name",
             code="reserved_name",
-        )
-    if name in taken:
-        raise InvalidInput(
-            f"the configuration has a model {name!r} already: choose another name, or remove models.{name} there",
-            code="name_taken",
         )
     return name
 

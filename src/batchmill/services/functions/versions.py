@@ -1,33 +1,43 @@
 """Versions of deployed functions: made, checked, published, moved between and removed, by the process that owns them.
 
-A version never changes once it is ready. What a name means now is the business of `model_book`.
+A version never changes once it is ready. What a name means now the directory tells.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import logging
-import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions import call_logs, records
-from batchmill.services.functions.book import Chosen, ModelBook
 from batchmill.services.functions.deploying import Workshop
-from batchmill.services.functions.names import LATEST, MAIN, check_alias, check_branch, check_name
+from batchmill.services.functions.function import Function
+from batchmill.services.functions.names import (
+    LATEST,
+    MAIN,
+    SHOWN_CHARS,
+    check_alias,
+    check_branch,
+    check_name,
+    read_reference,
+)
 from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
+from batchmill.services.model_rows import Kind, Row
 from batchmill.store.database import Database
 from batchmill.types import Caller, ModelSpec, ProjectQuotas
 from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
 from batchmill.wire.native_logs import LogPage, LogQuery
 
-__all__ = ["Chosen", "ModelVersion", "ModelVersions"]
+__all__ = ["ModelVersion", "ModelVersions"]
 
 log = logging.getLogger("batchmill.models")
 
@@ -46,20 +56,18 @@ class ModelVersions:
     """A function is the project's that brought it. `by` is who asks; None: whoever runs the machine, who may do all.
 
     Args:
-        taken: names that the configuration has.
         quotas: how many versions each project may have; whoever runs the machine is not held to them.
         warm: called with the version that was `latest` and the one that is to be; it returns once workers of the new
             one are up, if the old one has some. Raises: ModelFailed, and then the old one stays.
     """
 
     def __init__(
-        self, database: Database, clock: Clock, *, workshop: Workshop,
-        taken: frozenset[str] = frozenset(), chance: random.Random | None = None,
+        self, database: Database, clock: Clock, directory: ModelDirectory, *, workshop: Workshop,
         quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _stays_cold,
     ) -> None:  # fmt: skip
-        self._database, self._clock, self._workshop, self._taken = database, clock, workshop, taken
-        self._chance, self._quotas = chance or random.Random(), quotas
-        self._book = ModelBook((), (), self._chance)
+        self._database, self._clock, self._directory, self._workshop = database, clock, directory, workshop
+        self._quotas = quotas
+        self._functions: dict[str, Function] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
         self._warm = warm
 
@@ -67,61 +75,94 @@ class ModelVersions:
         """Read what there is. What an earlier owner left half made goes, and its version has failed."""
         await self._database.write(records.end_interrupted, self._clock.now())
         versions, routes = await self._database.read(records.read_all)
-        revision = self._book.revision
-        self._book = ModelBook(versions, routes, self._chance)
-        self._book.revision = revision + 1
+        by_name: dict[str, tuple[list[ModelVersion], list[Route]]] = {}
+        for version in versions:
+            by_name.setdefault(version.name, ([], []))[0].append(version)
+        for route in routes:
+            by_name.setdefault(route.name, ([], []))[1].append(route)
+        self._put_all([Function(name, {}, {}).changed(*found) for name, found in by_name.items()])
         keep = [each for each in versions if each.state in (READY, FAILED)]
         await asyncio.to_thread(self._workshop.sweep, keep)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    @property
-    def revision(self) -> int:
-        """Rises with every change."""
-        return self._book.revision
-
-    def choose(self, name: str, branch: str | None = None, version: str = LATEST) -> Chosen:
-        """As `ModelBook.choose`."""
-        return self._book.choose(name, branch, version)
-
     def get(self, name: str) -> list[ModelVersion]:
         """Every version of a function, by branch and number; failed and removed ones too."""
-        return self._book.get(name)
+        return self._function(name).all
 
     def all(self) -> list[ModelVersion]:
         """Every version that is ready."""
-        return self._book.all()
+        return [each for name in sorted(self._functions) for each in self.get(name) if each.state == READY]
 
     def names(self) -> list[str]:
         """Functions of which a version is ready."""
-        return self._book.names()
-
-    def routes(self, name: str) -> list[Route]:
-        """What its branches' `latest` and its aliases stand for."""
-        return self._book.routes(name)
+        return sorted(self._directory.snapshot.functions)
 
     def show(self, name: str) -> tuple[list[ModelVersion], list[Route]]:
         """Its versions and routes. Raises: UnknownName for a function of which nothing is left."""
-        if all(each.state == REMOVED for each in self.get(name)):
-            raise self._book.unknown(name, None, LATEST)
-        return self.get(name), self.routes(name)
+        found = self._function(name)
+        if all(each.state == REMOVED for each in found.all):
+            raise self._unknown(name, None, LATEST)
+        return found.all, list(found.routes.values())
+
+    def for_job(self, reference: str) -> ModelSpec | None:
+        """The version that a text means now, as the model of a job; None: no function is called so.
+
+        Raises: UnknownName for a version that the function does not have.
+        """
+        name, branch, version = read_reference(reference)
+        found = self._directory.snapshot.functions.get(name)
+        if found is None:
+            return None
+        target = self._directory.draw(found, branch, version)
+        named = f"{name}@{target.branch}/{target.number}"
+        return replace(target.model, allowed=list(dict.fromkeys((reference, name, named))))
 
     def is_hidden(self, name: str, project: str) -> bool:
         """It is another project's, which does not share it: to this one there is no such function."""
-        return self._book.is_hidden(name, project)
+        found = self._function(name)
+        return found.project is not None and not found.is_shared and found.project != project
 
     def own(self, name: str, by: Caller | None) -> list[ModelVersion]:
         """As `get`, of those versions that are the caller's business.
 
         Raises: UnknownName where none is; Forbidden for a function of another project that shares it.
         """
-        owner = self._book.owner(name)
-        found = [each for each in self.get(name) if by is None or each.project == by.project]
-        if not found or (owner is not None and by is not None and owner.project != by.project):
-            if by is not None and owner is not None and owner.is_shared:
+        function = self._function(name)
+        found = [each for each in function.all if by is None or each.project == by.project]
+        if not found or (by is not None and function.project not in (None, by.project)):
+            if by is not None and function.is_shared:
                 raise Forbidden(f"the function {name!r} is another project's: it may be called, and not changed")
-            raise self._book.unknown(name, None, LATEST)
+            raise self._unknown(name, None, LATEST)
         return found
+
+    def _function(self, name: str) -> Function:
+        """One without versions where there is none."""
+        return self._functions.get(name) or Function(name, {}, {})
+
+    def _unknown(self, name: str, branch: str | None, version: str) -> UnknownName:
+        """Why a name means nothing, with the nearest that does."""
+        found = self._function(name)
+        if found.is_ready:
+            return found.unknown(branch, version)
+        near = difflib.get_close_matches(name[:SHOWN_CHARS], self.names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return UnknownName(f"no model is called {name[:SHOWN_CHARS]!r}{hint}", code="model_not_found")
+
+    def _put(
+        self,
+        name: str,
+        versions: Iterable[ModelVersion] = (),
+        routes: Iterable[Route] = (),
+        dropped: Iterable[Route] = (),
+    ) -> None:
+        """Publish a change that was written down."""
+        self._put_all([self._function(name).changed(versions, routes, dropped)])
+
+    def _put_all(self, functions: Iterable[Function]) -> None:
+        put = {each.name: each for each in functions}
+        self._functions |= put
+        self._directory.publish({(Kind.FUNCTION, name): _rows(each) for name, each in put.items()})
 
     async def log(
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
@@ -143,9 +184,10 @@ class ModelVersions:
         if version.isdigit():
             match = [each for each in tried if each.number == int(version)]
             if not match:
-                raise self._book.unknown(name, branch, version)
+                raise self._unknown(name, branch, version)
             return match[0]
-        return self.choose(name, branch, version).version
+        target = self._directory.draw(self._function(name), branch, version)
+        return self._function(name).ready(target.branch, target.number)
 
     # -- deploying ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +209,7 @@ class ModelVersions:
         staged = await self._workshop.stage(bundle)
         try:
             order = staged.order
-            check_name(order.name, self._taken)
+            check_name(order.name)
             check_branch(order.branch)
             if check is not None:
                 check(order.name)
@@ -190,23 +232,25 @@ class ModelVersions:
 
     def _new(self, order: DeployOrder, by: Caller | None) -> ModelVersion:
         """What an order makes, its number still to be given. Raises: Conflict."""
-        owner = self._book.owner(order.name)
-        if by is not None and owner is not None and owner.project != by.project:
+        known = self._function(order.name)
+        owner = known.project
+        if by is not None and owner not in (None, by.project):
             raise Conflict(f"the name {order.name!r} is taken: choose another", code="name_taken")
-        project = owner.project if owner is not None else MACHINES if by is None else by.project
+        project = owner if owner is not None else MACHINES if by is None else by.project
         key, is_shared = None if by is None else by.key, order.is_shared
         if is_shared is None:
-            is_shared = key is None if owner is None else owner.is_shared
+            is_shared = key is None if owner is None else known.is_shared
         return ModelVersion(
             order.name, order.branch, 0, BUILDING, self._clock.now(), source=order.source, project=project, key=key,
             is_shared=is_shared,
         )  # fmt: skip
 
     async def _begin(self, new: ModelVersion, by: Caller | None) -> ModelVersion:
-        """A version with its number, that is being built. Raises: OverQuota."""
+        """A version with its number, that is being built. Raises: Conflict for a name that is taken; OverQuota."""
         most = None if by is None else self._quotas.of(new.project).functions
-        version = await self._database.write(records.begin, new, most)
-        self._book.put(version)
+        with self._directory.claim(new.project, new.name, Kind.FUNCTION, is_shared=new.is_shared):
+            version = await self._database.write(records.begin, new, most)
+            self._put(version.name, [version])
         return version
 
     async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
@@ -217,15 +261,14 @@ class ModelVersions:
         ready = replace(version, state=READY, finished=now, spec=spec)
         route = Route(version.name, version.branch, [Backend(version.branch, version.number)], [], now)
         await self._database.write(records.publish, ready, route)
-        self._book.put(ready)
-        self._book.put_route(route)
+        self._put(ready.name, [ready], [route])
         return ready
 
     async def _failed(self, version: ModelVersion, error: BaseException) -> None:
         told = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
         failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=told)
-        self._book.put(failed)
         await self._database.write(records.fail, failed)
+        self._put(failed.name, [failed])
         await asyncio.to_thread(self._workshop.discard_code, version)
 
     @contextlib.asynccontextmanager
@@ -238,14 +281,13 @@ class ModelVersions:
     async def _known(self, name: str, by: Caller | None) -> AsyncIterator[None]:
         """As `_alone`, for a function that there is and that is the caller's. Raises as `own`."""
         if not self.get(name):
-            raise self._book.unknown(name, None, LATEST)
+            raise self._unknown(name, None, LATEST)
         async with self._alone(name):
             self.own(name, by)
             yield
 
     def _latest(self, name: str, branch: str) -> ModelVersion | None:
-        route = self._book.route(name, branch)
-        return None if route is None else self._book.ready(name, branch, route.backends[0].number)
+        return self._function(name).latest(branch)
 
     # -- what names stand for -----------------------------------------------------------------------------------------
 
@@ -260,7 +302,7 @@ class ModelVersions:
         async with self._known(name, by):
             present = self._latest(name, branch)
             if present is None:
-                raise self._book.unknown(name, branch, LATEST)
+                raise self._unknown(name, branch, LATEST)
             if number is None:
                 before = [
                     each.number for each in self.get(name)
@@ -271,7 +313,7 @@ class ModelVersions:
                         f"{present.reference} is the first that is there: nothing to go back to", code="no_version"
                     )
                 number = before[-1]
-            wanted = self._book.ready(name, branch, number)
+            wanted = self._function(name).ready(branch, number)
             await self._move(wanted, present, Backend(branch, number))
             return wanted
 
@@ -287,7 +329,7 @@ class ModelVersions:
         async with self._known(name, by):
             found, latest = self._latest(name, source), self._latest(name, into)
             if found is None:
-                raise self._book.unknown(name, source, LATEST)
+                raise self._unknown(name, source, LATEST)
             told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
             key = None if by is None else by.key
             new = replace(found, branch=into, created=self._clock.now(), finished=None, source=told, spec=None, key=key)
@@ -306,7 +348,7 @@ class ModelVersions:
 
     async def _route(self, route: Route) -> Route:
         await self._database.write(records.set_route, route)
-        self._book.put_route(route)
+        self._put(route.name, routes=[route])
         return route
 
     async def set_alias(
@@ -326,7 +368,7 @@ class ModelVersions:
                 )
         async with self._known(name, by):
             for backend in (*backends, *mirrors):
-                self._book.ready(name, backend.branch, backend.number)
+                self._function(name).ready(backend.branch, backend.number)
             return await self._route(Route(name, f"@{alias}", backends, mirrors, self._clock.now()))
 
     # -- removing -----------------------------------------------------------------------------------------------------
@@ -349,21 +391,19 @@ class ModelVersions:
                     )
             await self._database.write(records.remove, gone, [], dropped)
             removed = [replace(each, state=REMOVED) for each in gone]
-            for route in dropped:
-                self._book.drop_route(route)
+            self._put(name, removed, dropped=dropped)
             for each in removed:
-                self._book.put(each)
                 await asyncio.to_thread(self._workshop.discard, each)
             return removed
 
     async def remove_alias(self, name: str, alias: str, *, by: Caller | None = None) -> None:
         """Raises: UnknownName."""
         async with self._known(name, by):
-            route = self._book.route(name, f"@{alias}")
+            route = self._function(name).routes.get(f"@{alias}")
             if route is None:
-                raise self._book.unknown(name, None, alias)
+                raise self._unknown(name, None, alias)
             await self._database.write(records.remove, [], [], [route])
-            self._book.drop_route(route)
+            self._put(name, dropped=[route])
 
     def _doomed(
         self, name: str, branch: str | None, version: str | None, by: Caller | None
@@ -376,11 +416,11 @@ class ModelVersions:
         elif branch is not None:
             found = [each for each in found if each.branch == branch]
         if not found:
-            raise self._book.unknown(name, branch, version or LATEST)
+            raise self._unknown(name, branch, version or LATEST)
         places = {(each.branch, each.number) for each in found}
         rest = [each for each in self.get(name) if each.state == READY and (each.branch, each.number) not in places]
         dropped = []
-        for route in self.routes(name):
+        for route in self._function(name).routes.values():
             if not any((each.branch, each.number) in places for each in (*route.backends, *route.mirrors)):
                 continue
             stays = any(each.branch == route.label for each in rest) or (route.label.startswith("@") and rest)
@@ -396,3 +436,11 @@ class ModelVersions:
 def _digest(version: ModelVersion) -> str:
     assert version.spec is not None and version.spec.function is not None, "it is ready"
     return version.spec.function.digest
+
+
+def _rows(function: Function) -> list[Row]:
+    """A function has its name as long as a version of it is ready or being made."""
+    if function.project is None:
+        return []
+    name = function.name
+    return [Row(name, Kind.FUNCTION, function.project, function=function, listed=(name,))]

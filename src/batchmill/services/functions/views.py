@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from batchmill.services.functions.examples import curl_examples
-from batchmill.services.functions.names import MAIN, read_reference
+from batchmill.services.functions.names import MAIN
 from batchmill.services.functions.records import READY
-from batchmill.services.functions.versions import ModelVersions
-from batchmill.types import ModelSpec
 from batchmill.wire.deploys import Backend, Deployed, ModelVersion, Route
 from batchmill.wire.native import AliasInfo, BackendInfo, DeployReply, FunctionDetail, VersionInfo
 
@@ -62,16 +60,3 @@ def detail(name: str, versions: list[ModelVersion], routes: list[Route], url: st
         interface,
         {} if interface is None else curl_examples(name, branch, interface, url),
     )
-
-
-def spec_for_job(versions: ModelVersions, reference: str) -> ModelSpec | None:
-    """The version that a text means now, as the model of a job; None: no function is called so.
-
-    Raises: UnknownName for a version that the function does not have.
-    """
-    name, branch, version = read_reference(reference)
-    if name not in versions.names():
-        return None
-    found = versions.choose(name, branch, version).version
-    assert found.spec is not None, "it is ready"
-    return replace(found.spec, allowed=list(dict.fromkeys((reference, name, found.reference))))

@@ -70,25 +70,30 @@ Moved = Callable[[str, str], Awaitable[None]]
 
 
 class Keeper:
-    def __init__(self, engines: Engines, calls: Calls, clock: Clock, *, moved: Moved, look: Callable[[], None]) -> None:
+    def __init__(
+        self, engines: Engines, calls: Calls, clock: Clock, *,
+        moved: Moved, served: Callable[[str], None], look: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Args:
         moved: called with a key and why, or "", once an exchange has failed, or come about.
+        served: called with a key once another model has taken the place of one that ran.
         look: called again and again, to say what is to be served otherwise.
         """
         self._engines, self._calls, self._clock, self._moved, self._look = engines, calls, clock, moved, look
+        self._served = served
         self._kept: dict[str, _Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_open = False
+        self.is_open = False
 
     def open(self) -> None:
         """From now on engines are held and exchanged; before, models are only remembered."""
-        self._is_open = True
+        self.is_open = True
         for kept in self._kept.values():
             self._hold(kept)
         self._spawn(self._look_after())
 
     async def close(self) -> None:
-        self._is_open = False
+        self.is_open = False
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -137,7 +142,7 @@ class Keeper:
             kept.wanted = model
             return False
         self._stop_exchange(kept)
-        if not _is_one_engine(kept.model, model) and self._engines.engine_of(kept.model).ready and self._is_open:
+        if not _is_one_engine(kept.model, model) and self._engines.engine_of(kept.model).ready and self.is_open:
             kept.wanted = model
             kept.exchange = self._spawn(self._exchange(key, kept, model))
             return False
@@ -163,7 +168,7 @@ class Keeper:
     def start(self, key: str) -> None:
         """Have an engine ready, which stays as if it had just been called."""
         kept = self._kept.get(key)
-        if self._is_open and kept is not None:  # nobody deleted it meanwhile
+        if self.is_open and kept is not None:  # nobody deleted it meanwhile
             self._spawn(self._start(kept.model))
 
     def drop(self, key: str) -> None:
@@ -182,7 +187,7 @@ class Keeper:
     # -- holding ------------------------------------------------------------------------------------------------------
 
     def _hold(self, kept: _Kept) -> None:
-        wanted, held = kept.model if kept.is_on and self._is_open else None, kept.held
+        wanted, held = kept.model if kept.is_on and self.is_open else None, kept.held
         is_one = wanted is not None and held is not None and _is_one_engine(held, wanted)
         if held is not None and not is_one:
             self._engines.let_go(held)
@@ -209,12 +214,13 @@ class Keeper:
         before = kept.model
         self.note(key, UPDATING)
         try:
-            why = await self._loaded(kept, model)
+            why = await self._loaded(key, kept, model)
             kept.model = before if why else kept.wanted or model
             kept.failed = model if why else None
             kept.exchange, kept.wanted = None, None
             kept.warmed_at = kept.warmed_at if why else 0.0
             self._hold(kept)
+            self._served(key)
         finally:
             self._calls.unload(model)
             if kept.exchange is asyncio.current_task():  # it was cancelled: nobody else has begun one
@@ -223,7 +229,7 @@ class Keeper:
         if key in self._kept:  # else it was deleted meanwhile
             self.note(key, UPDATE_FAILED if why else UPDATED, why)
 
-    async def _loaded(self, kept: _Kept, model: ModelSpec) -> str:
+    async def _loaded(self, key: str, kept: _Kept, model: ModelSpec) -> str:
         """Why the engine of a model could not be started; empty: it is ready."""
         while True:
             loading = asyncio.ensure_future(self._calls.load(model))
@@ -233,6 +239,7 @@ class Keeper:
                     if self._engines.engine_of(model).state == EngineState.WAITING and kept.model is not model:
                         kept.model = model
                         self._hold(kept)
+                        self._served(key)
                 await loading
                 return ""
             except Unavailable as error:

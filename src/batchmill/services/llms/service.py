@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, Unavailable, UnknownName
 from batchmill.jobs.machine import veiled
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.ports import Clock
+from batchmill.services.configured_models import ENGINE
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
-from batchmill.services.llms.around import Around, Nothing
-from batchmill.services.llms.bases import ENGINE, Bases
 from batchmill.services.llms.keeping import Calls, Engines, Keeper
 from batchmill.services.llms.records import LlmDeployment, Stored
 from batchmill.services.llms.settings import is_same_engine, model_of, read
 from batchmill.services.llms.tokens import HubTokens, is_reference, tokens_of
+from batchmill.services.model_rows import Key, Kind, Row
 from batchmill.services.remote.changes import Changes
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
-from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling, Scope
+from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling
 from batchmill.types.engines import seen
 from batchmill.types.poison import Suspect
 
@@ -44,16 +46,13 @@ STARTED = (EngineState.READY, EngineState.STARTING)
 
 
 class LlmService:
-    """Raises, everywhere: UnknownName (`llm_not_found`) for a deployment of another project, or of none.
-
-    `around` is set by whoever puts the services together.
-    """
+    """Raises, everywhere: UnknownName (`llm_not_found`) for a deployment of another project, or of none."""
 
     def __init__(
         self,
         database: Database,
         vault: Vault,
-        bases: Bases,
+        directory: ModelDirectory,
         clock: Clock,
         *,
         engines: Engines,
@@ -67,28 +66,30 @@ class LlmService:
         """
         self._database, self._vault, self._clock, self._gpus = database, vault, clock, gpus
         self._tokens = HubTokens(database, vault, clock)
-        self.bases = bases
-        self.around: Around = Nothing()
+        self._directory, self._configuration = directory, directory.configured
         self.quarantine = quarantine
-        self._keeper = Keeper(engines, calls, clock, moved=self._moved, look=self._look)
+        self._keeper = Keeper(engines, calls, clock, moved=self._moved, served=self._served, look=self._look)
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
         self._shown: list[LlmDeployment] | None = None  # those of the configuration
-        self._seen: dict[str, tuple[int, ModelSpec]] = {}  # id -> what its model was made of
-        self._looked_at = -1  # the revision of adapters that all engines have room for
+        self._is_stale = False  # engines that stay are to get adapters which were registered since
         self._opened = clock.now()
+        directory.listen(self._adapters_changed)
 
     async def load(self) -> None:
         """Read what there is. One whose base is no more is kept, and says so when it is used."""
         for stored in await self._database.read(records.read_all):
             if stored.told.serving is not None and not stored.told.problem:  # nothing runs that could be exchanged
                 stored = replace(stored, told=replace(stored.told, serving=None))
-            self._put(self._loaded(stored))
+            deployment = self._loaded(stored)
+            self._records.setdefault(deployment.project, {})[deployment.name] = deployment
+            self._want(deployment)
+        self._publish(self._all())
 
     def _loaded(self, stored: Stored) -> LlmDeployment:
         settings = stored.told.serving or stored.settings
         try:
-            base = self.bases.get(settings.base_model)
+            base = self._configuration.get(settings.base_model)
         except BatchmillError as error:
             log.warning("the deployment %s cannot be served: %s", stored.name, error.message)
             broken = stored.deployment(ModelSpec(stored.name, ENGINE, settings.base_model))
@@ -96,12 +97,11 @@ class LlmService:
         return stored.deployment(model_of(base, settings, name=stored.name))
 
     def open(self) -> None:
-        """Hold the engines that are to stay. Raises: InvalidConfig for a base model that cannot be."""
-        self.bases.check()
+        """Hold the engines that are to stay."""
         for deployment in self._all():  # what has names is known now
             self._want(deployment)
         for deployment in self._configured():
-            self._keeper.want(deployment.id, self.around.adapted("", deployment.name, deployment.model))
+            self._keeper.want(deployment.id, self._adapted("", deployment.name, deployment.model))
         self._keeper.open()
 
     async def close(self) -> None:
@@ -131,14 +131,10 @@ class LlmService:
         found = self._of(caller.project).get(name)
         return self._fresh(found) if found is not None and self._may(caller, found) else None
 
-    def is_deployed(self, project: str, name: str) -> bool:
-        """There is such a deployment, whoever may use it."""
-        return name in self._of(project)
-
     def view(self, deployment: LlmDeployment) -> EngineView:
         """Its engine, and what became of it lately."""
         if deployment.is_configured:
-            return self._keeper.view_of(self.around.adapted(deployment.project, deployment.name, deployment.model))
+            return self._keeper.view_of(self._adapted(deployment.project, deployment.name, deployment.model))
         view = self._keeper.view(deployment.id)
         if deployment.is_broken:
             return replace(view, state=EngineState.FAILED, message=deployment.problem)
@@ -152,7 +148,7 @@ class LlmService:
         view = self.view(deployment)
 
         def told(text: str) -> str:
-            return veiled(text, lambda name: self.around.sees(caller, name))
+            return veiled(text, lambda name: self._directory.sees(caller, name))
 
         events = [seen(each, caller.project, told(each.message)) for each in view.events]
         return replace(view, message=told(view.message), events=events)
@@ -161,9 +157,13 @@ class LlmService:
         """Requests of a project, or of all, that engines died of; `clear`: let them go, or the one of this digest."""
         return self.quarantine.clear(project, digest) if clear else self.quarantine.list(project)
 
+    def bases(self, caller: Caller) -> list[str]:
+        """The names of what may be deployed; ids of a model hub have none."""
+        return self._configuration.bases(caller)
+
     def base_models(self, caller: Caller) -> list[ModelSpec]:
         """What has a name among what may be deployed."""
-        return [self.bases.get(name) for name in self.bases.names(caller)]
+        return [self._configuration.get(name) for name in self.bases(caller)]
 
     def spec(self, caller: Caller, settings: LlmSettings, *, name: str | None = None) -> ModelSpec:
         """The model for a job that brings its own settings. A deployment that runs with the same serves it too.
@@ -173,7 +173,7 @@ class LlmService:
         """
         settings = self._read(settings)
         _refuse_plain(settings)
-        base = self.bases.find(caller, settings.base_model)
+        base = self._configuration.base(caller, settings.base_model)
         for deployment in self._of(caller.project).values() if name is None else ():
             is_ours = self._may(caller, deployment) and not deployment.is_stopped
             if is_ours and self._serves(deployment, settings):
@@ -183,7 +183,7 @@ class LlmService:
 
     def _for_rows(self, caller: Caller, model: ModelSpec, settings: LlmSettings) -> ModelSpec:
         """A model that rows call by its base's name, or none, and whose adapters are those that the caller may use."""
-        return self.around.limited(caller, model, list(dict.fromkeys([model.name, settings.base_model])))
+        return self._directory.limited(caller, model, list(dict.fromkeys([model.name, settings.base_model])))
 
     def _serves(self, deployment: LlmDeployment, settings: LlmSettings) -> bool:
         """Its engine runs, with just these settings. One that was given a token serves jobs that bring none."""
@@ -229,7 +229,7 @@ class LlmService:
         _check_description(description)
         deployment_id = new_id()
         settings, plain = self._tokens.split(deployment_id, self._read(settings), is_trusted=is_trusted)
-        base = self.bases.find(caller, settings.base_model)
+        base = self._configuration.base(caller, settings.base_model)
         now = self._clock.now()
         model = model_of(base, settings, name=name)
         made = LlmDeployment(
@@ -237,9 +237,9 @@ class LlmService:
         )  # fmt: skip
         self._check_preloaded(made)
         quota = self._vault.quotas.of(caller.project).llm_deployments
-        await self._vault.change(plain, also=lambda db: records.insert(db, made, quota), project=caller.project)
-        self._put(made)
-        return self._fresh(made)
+        with self._directory.claim(caller.project, name, Kind.LLM):
+            await self._vault.change(plain, also=lambda db: records.insert(db, made, quota), project=caller.project)
+            return await self._settle(made)
 
     async def update(
         self,
@@ -281,7 +281,7 @@ class LlmService:
         if settings is not None:
             is_kept = settings.hf_token is not None and settings.hf_token == old.settings.hf_token
             settings, plain = self._tokens.split(old.id, self._read(settings), is_trusted=is_trusted or is_kept)
-            self.bases.find(caller, settings.base_model)
+            self._configuration.base(caller, settings.base_model)
             serving = (old.serving or old.settings) if settings != (old.serving or old.settings) else None
             new = replace(new, settings=settings, serving=serving, problem="")
             self._check_preloaded(new)
@@ -298,8 +298,8 @@ class LlmService:
         unused = await self._tokens.unused(tokens_of(gone))
         await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, gone.id))
         del self._records[gone.project][gone.name]
-        self._seen.pop(gone.id, None)
         self._keeper.drop(gone.id)
+        self._directory.publish({_key(gone): ()})
         return gone
 
     async def start(self, caller: Caller, name: str) -> LlmDeployment:
@@ -317,16 +317,18 @@ class LlmService:
     async def _stopped(self, caller: Caller, name: str, *, is_stopped: bool) -> LlmDeployment:
         old = self._own(caller, name)
         if not is_stopped:
-            self.bases.get((old.serving or old.settings).base_model)
+            self._configuration.get((old.serving or old.settings).base_model)
         new = replace(old, is_stopped=is_stopped, changed=max(self._clock.now(), old.changed))
         await self._database.write(records.update, new)
         return await self._settle(new)
 
     async def _settle(self, deployment: LlmDeployment) -> LlmDeployment:
         """Have an engine run as it is wanted; an update that replaces nothing that runs has come about at once."""
-        self._records[deployment.project][deployment.name] = deployment
+        self._records.setdefault(deployment.project, {})[deployment.name] = deployment
         if self._want(deployment) and deployment.is_updating:
             deployment = await self._updated(deployment, "")
+        else:
+            self._publish([deployment])
         return self._fresh(deployment)
 
     async def _updated(self, deployment: LlmDeployment, why: str) -> LlmDeployment:
@@ -335,10 +337,11 @@ class LlmService:
         if why:
             new = replace(deployment, problem=why)
         else:
-            model = model_of(self.bases.get(settings.base_model), settings, name=deployment.name)
+            model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
             new = replace(deployment, serving=None, model=model)
         await self._database.write(records.update, new)
         self._records[new.project][new.name] = new
+        self._publish([new])
         return new
 
     async def _moved(self, deployment_id: str, why: str) -> None:
@@ -372,7 +375,7 @@ class LlmService:
         settings = deployment.serving if deployment.serving is not None and deployment.problem else deployment.settings
         if deployment.is_broken:
             return self._keeper.want(deployment.id, deployment.model, is_on=False)
-        model = model_of(self.bases.get(settings.base_model), settings, name=deployment.name)
+        model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
         return self._keeper.want(
             deployment.id,
             self._with_adapters(deployment.project, settings, model),
@@ -381,37 +384,47 @@ class LlmService:
         )
 
     def _with_adapters(self, project: str, settings: LlmSettings, model: ModelSpec) -> ModelSpec:
-        return self.around.adapted(project, settings.base_model, model) if settings.takes_adapters else model
+        return self._adapted(project, settings.base_model, model) if settings.takes_adapters else model
+
+    def _adapted(self, project: str, base: str, model: ModelSpec) -> ModelSpec:
+        is_own = model.name != base and model.name in self._of(project)
+        return self._directory.adapted(project, model, base, is_own=is_own)
 
     def _fresh(self, deployment: LlmDeployment) -> LlmDeployment:
-        """With the model that is served, and the adapters of now."""
-        seen = self.around.revision, deployment.model
-        if self._seen.get(deployment.id) != seen:
-            settings = deployment.serving or deployment.settings
-            merged = self._with_adapters(deployment.project, settings, deployment.model)
-            if self._keeper.refresh(deployment.id, merged):
-                self._seen[deployment.id] = seen
+        """With the model that is served."""
         return replace(deployment, model=self._keeper.model(deployment.id))
 
-    def _look(self) -> None:
-        """Engines that stay, called or not, get room for adapters that were registered since."""
-        revision = self.around.revision
-        if revision == self._looked_at:
-            return
-        taken = []
-        for each in self._all():
-            self._fresh(each)
-            taken.append(self._seen.get(each.id) == (revision, each.model))
-        for each in self._configured():
-            if each.settings.scaling.replicas_min:
-                adapted = self.around.adapted("", each.name, each.model)
-                taken.append(self._keeper.refresh(each.id, adapted))
-        if all(taken):  # otherwise an exchange is under way
-            self._looked_at = revision
+    def _publish(self, deployments: Iterable[LlmDeployment]) -> None:
+        self._directory.publish({_key(each): [_row(self._fresh(each))] for each in deployments})
 
-    def _put(self, deployment: LlmDeployment) -> None:
-        self._records.setdefault(deployment.project, {})[deployment.name] = deployment
-        self._want(deployment)
+    def _served(self, deployment_id: str) -> None:
+        """What the keeper says of a model that took the place of another."""
+        self._publish([each for each in self._all() if each.id == deployment_id])
+
+    def _adapters_changed(self) -> None:
+        self._is_stale = True
+        self._look()
+
+    def _look(self) -> None:
+        """Engines get adapters that were registered since, those that stay also room for them."""
+        if not self._is_stale:
+            return
+        taken = [self._refresh(each) for each in self._all()]
+        for each in self._staying():
+            adapted = self._adapted("", each.name, each.model)
+            taken.append(self._keeper.refresh(each.id, adapted))
+        self._publish(self._all())
+        self._is_stale = not all(taken)  # an exchange may be under way: look again
+
+    def _staying(self) -> list[LlmDeployment]:
+        """Those of the configuration whose engines stay, once they are held."""
+        known = self._configured() if self._keeper.is_open else []
+        return [each for each in known if each.settings.scaling.replicas_min]
+
+    def _refresh(self, deployment: LlmDeployment) -> bool:
+        settings = deployment.serving or deployment.settings
+        merged = self._with_adapters(deployment.project, settings, deployment.model)
+        return self._keeper.refresh(deployment.id, merged)
 
     def _of(self, project: str) -> dict[str, LlmDeployment]:
         return self._records.get(project, {})
@@ -422,11 +435,11 @@ class LlmService:
     def _configured(self) -> list[LlmDeployment]:
         """Every language model of the configuration, of no project."""
         if self._shown is None:
-            self._shown = [self._as_deployment(name) for name in self.bases.configured()]
+            self._shown = [self._as_deployment(name) for name in self._configuration.language_models()]
         return self._shown
 
     def _as_deployment(self, name: str) -> LlmDeployment:
-        model = self.bases.get(name)
+        model = self._configuration.get(name)
         args = {flag: True if value is None else value for flag, value in model.engine_args.items()}
         scaling = model.scaling or Scaling(replicas_max=model.workers)
         settings = LlmSettings(name, args, scaling=scaling, needs=model.needs)
@@ -439,7 +452,7 @@ class LlmService:
 
     def _may(self, caller: Caller, deployment: LlmDeployment) -> bool:
         if deployment.is_configured:
-            return self.bases.may(caller, deployment.name)
+            return self._configuration.allows(caller, deployment.name)
         return deployment.project == caller.project and self._is_theirs(caller, deployment)
 
     def _own(self, caller: Caller, name: str) -> LlmDeployment:
@@ -465,15 +478,11 @@ class LlmService:
             raise InvalidInput(f"{name!r} is a reserved name: choose another", code="reserved_name")
         if caller.models is not None and name not in caller.models:
             raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
-        holder = "a deployment" if name in self._of(caller.project) else self.around.holder(caller.project, name)
-        if not holder and name in self.bases.names(Caller(caller.project, Scope.ADMIN)):
-            holder = "a base model"
-        if holder:
-            raise Conflict(f"{name!r} is the name of {holder} already: choose another", code="name_taken")
+        self._directory.refuse_taken(caller.project, name, Kind.LLM)
 
     def _check_preloaded(self, deployment: LlmDeployment) -> None:
         settings = deployment.settings
-        model = model_of(self.bases.get(settings.base_model), settings, name=deployment.name)
+        model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
         known = self._with_adapters(deployment.project, settings, model)
         for name in settings.preloaded_adapters:
             if name not in known.adapters and name not in known.adapter_names:
@@ -499,3 +508,20 @@ def _refuse_plain(settings: LlmSettings) -> None:
 
 def _unknown(name: str) -> UnknownName:
     return UnknownName(f"there is no deployment {name[:SHOWN_CHARS]!r} that you may use", code="llm_not_found")
+
+
+def _key(deployment: LlmDeployment) -> Key:
+    return Kind.LLM, deployment.project, deployment.name
+
+
+def _row(deployment: LlmDeployment) -> Row:
+    name = deployment.name
+    refuse = None
+    if not deployment.answers:
+        why = deployment.problem if deployment.is_broken else "it was stopped: start it"
+        refuse = partial(Unavailable, f"the deployment {name!r} answers nothing: {why}", code="llm_stopped")
+    return Row(
+        name, Kind.LLM, deployment.project, deployment.model, base=deployment.settings.base_model,
+        listed=(name,), created=deployment.created,
+        takes_adapters=deployment.settings.takes_adapters, refuse=refuse,
+    )  # fmt: skip

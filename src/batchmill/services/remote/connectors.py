@@ -56,7 +56,7 @@ class ConnectorService:
         self._programs = programs
         self._records: dict[str, ConnectorRecord] = {}
         self.changes = Changes()  # of models that use connectors too
-        self.revision = 0  # rises with every change
+        self._listeners: list[Callable[[str], None]] = []
 
     @property
     def quotas(self) -> ProjectQuotas:
@@ -65,7 +65,10 @@ class ConnectorService:
     async def load(self) -> None:
         """Read what there is."""
         self._records = {each.id: each for each in await self._database.read(records.read_all)}
-        self.revision += 1
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Tell `listener` the id of each connector that has changed."""
+        self._listeners.append(listener)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -153,12 +156,12 @@ class ConnectorService:
         record = self.get(caller, connector_id)
         await self.store(lambda db: records.delete(db, connector_id), record.project, old=record.connector)
         del self._records[connector_id]
-        self.revision += 1
         return record
 
     def _put(self, record: ConnectorRecord) -> None:
         self._records[record.id] = record
-        self.revision += 1
+        for listener in self._listeners:
+            listener(record.id)
 
     async def _refuse_deployed(self, connector_id: str) -> None:
         if users := await self._database.read(records.deployed_users, connector_id):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.config import MODEL_NAME
-from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
+from batchmill.services.directory import ModelDirectory
+from batchmill.services.model_rows import Kind, Row
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.connectors import ConnectorService
 from batchmill.services.remote.groups import ModelGroups
@@ -25,7 +29,7 @@ from batchmill.services.remote.model_records import (
     ModelGroup,
     RemoteModel,
 )
-from batchmill.services.remote.specs import AUTO, has_route, spec_of
+from batchmill.services.remote.specs import AUTO, spec_of
 from batchmill.services.remote.task_records import refuse_running
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
@@ -45,29 +49,22 @@ class RemoteModels:
     """
 
     def __init__(
-        self, database: Database, connectors: ConnectorService, groups: ModelGroups, clock: Clock, *,
-        auto_deploy: bool = True,
+        self, database: Database, connectors: ConnectorService, groups: ModelGroups, clock: Clock,
+        directory: ModelDirectory, *, auto_deploy: bool = True,
     ) -> None:  # fmt: skip
         self._database, self._connectors, self._groups, self._clock = database, connectors, groups, clock
         self._auto_deploy = auto_deploy
         self._models: dict[str, RemoteModel] = {}
         self._rates = ModelRates(clock)
-        self._revision = 0
-        self._named: dict[tuple[str | None, str], RemoteModel] = {}
-        self._callable: dict[str, list[RemoteModel]] = {}
-        self._named_at = self._callable_at = -1  # the revision at which they were
+        self._directory = directory
+        connectors.listen(self._connector_changed)
 
     async def load(self) -> None:
         """Read what there is; connectors and groups have been."""
         self._models = {each.id: each for each in await self._database.read(records.read_all)}
-        self._revision += 1
+        self._publish(self._models.values())
 
     # -- looking ------------------------------------------------------------------------------------------------------
-
-    @property
-    def revision(self) -> int:
-        """Rises with every change, of connectors too."""
-        return self._revision + self._connectors.revision
 
     def get(self, caller: Caller, model_id: str) -> RemoteModel:
         found = self._models.get(model_id)
@@ -115,35 +112,17 @@ class RemoteModels:
         Args:
             project: whose; None: anybody's.
         """
-        if self._named_at != self.revision:
-            self._named, self._named_at = self._by_name(), self.revision
-        found = self._models.get(name) or self._named.get((project, name))
+        found = self._models.get(name)
+        if found is None:
+            named = [each for each in self._models.values() if each.name == name and project in (None, each.project)]
+            found = self._meant(named)
         is_theirs = found is not None and project in (None, found.project)
         return found if found is not None and is_theirs and self.is_callable(found) else None
 
-    def _by_name(self) -> dict[tuple[str | None, str], RemoteModel]:
-        """What a name means to a project, and to whoever sees all: nothing where two groups have such models."""
-        newest: dict[tuple[str | None, str], RemoteModel] = {}
-        doubtful = set()
-        for model in self._models.values():
-            if not (MODEL_NAME.fullmatch(model.name) and self.is_callable(model)):
-                continue
-            for key in ((model.project, model.name), (None, model.name)):
-                other = newest.setdefault(key, model)
-                if other.group != model.group:
-                    doubtful.add(key)
-                elif other.version < model.version:
-                    newest[key] = model
-        return {key: model for key, model in newest.items() if key not in doubtful}
-
-    def callable(self, project: str) -> list[RemoteModel]:
-        """Those of a project that rows can be sent to, in the order of their making."""
-        if self._callable_at != self.revision:
-            self._callable, self._callable_at = {}, self.revision
-        if project not in self._callable:
-            ours = [each for each in self._models.values() if each.project == project and self.is_callable(each)]
-            self._callable[project] = [each for each in ours if has_route(self.connector(each))]
-        return self._callable[project]
+    def _meant(self, named: Iterable[RemoteModel]) -> RemoteModel | None:
+        """Which of the models of a name it means: the newest version; nothing where two groups have such models."""
+        found = [each for each in named if MODEL_NAME.fullmatch(each.name) and self.is_callable(each)]
+        return max(found, key=lambda each: each.version) if len({each.group for each in found}) == 1 else None
 
     def for_job(self, model: RemoteModel) -> ModelSpec:
         """The model as a job has it whose rows may name it by its id, and by its name where that means it."""
@@ -158,9 +137,46 @@ class RemoteModels:
         may_deploy = self._auto_deploy if told is None else told
         return model.details.is_enabled and (model.is_deployed or may_deploy)
 
-    def admit(self, model: RemoteModel) -> None:
-        """Count a call of it. Raises: RateLimited where its `rate_limiter` says that it is one too many."""
-        self._rates.admit(model.id, model.details.rate_limiter)
+    def admit(self, model_id: str) -> None:
+        """Count a call of a model. Raises: RateLimited where its `rate_limiter` says that it is one too many."""
+        self._rates.admit(model_id, self._models[model_id].details.rate_limiter)
+
+    # -- publishing ---------------------------------------------------------------------------------------------------
+
+    def _publish(self, changed: Iterable[RemoteModel]) -> None:
+        """Publish what was written down: the models that share a name with it may mean something else now."""
+        names = {(each.project, each.name) for each in changed}
+        named: dict[tuple[str, str], list[RemoteModel]] = {each: [] for each in names}
+        for model in self._models.values():
+            if (same := named.get((model.project, model.name))) is not None:
+                same.append(model)
+        self._directory.publish({(Kind.REMOTE, *name): self._rows(name[1], same) for name, same in named.items()})
+
+    def _rows(self, name: str, models: list[RemoteModel]) -> list[Row]:
+        """Each model by its id, and the one that their name means by that. Others hold the name."""
+        meant, rows = self._meant(models), []
+        for model in models:
+            blank = Row(
+                model.id, Kind.REMOTE, model.project, base=model.id, listed=(model.id, name), created=model.created
+            )
+            rows.append(found := self._answering(blank, model, [name] if model is meant else []))
+            if model is meant:
+                rows.append(replace(found, name=name))
+        if models and meant is None and MODEL_NAME.fullmatch(name):
+            rows.append(Row(name, Kind.REMOTE, models[0].project))
+        return rows
+
+    def _answering(self, row: Row, model: RemoteModel, names: list[str]) -> Row:
+        """The row of a model with what it answers with, if it may be called."""
+        if not self.is_callable(model):
+            return row
+        try:
+            return replace(row, spec=replace(self.spec(model.id), allowed=[model.id, *names]))
+        except BatchmillError as error:  # told to whoever calls it
+            return replace(row, refuse=partial(type(error), error.message, code=error.code))
+
+    def _connector_changed(self, connector_id: str) -> None:
+        self._publish([each for each in self._models.values() if each.connector == connector_id])
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -215,11 +231,21 @@ class RemoteModels:
         group = self._group_for(caller, model.name, group_id)
         model = replace(model, group=group.id, version=group.latest)
         quotas = self._connectors.quotas.of(model.project)
-        await self._connectors.store(
-            lambda db: records.insert(db, model, group, quotas), model.project, plain=plain, new=model.own
-        )
-        self._groups.put(group)
-        return self._put(model)
+        with self._claim(model):
+            await self._connectors.store(
+                lambda db: records.insert(db, model, group, quotas), model.project, plain=plain, new=model.own
+            )
+            self._groups.put(group)
+            return self._put(model)
+
+    @contextlib.contextmanager
+    def _claim(self, model: RemoteModel) -> Iterator[None]:
+        """Hold the name of a model, if calls may name it so. Raises: Conflict (`name_taken`)."""
+        if not MODEL_NAME.fullmatch(model.name):
+            yield
+            return
+        with self._directory.claim(model.project, model.name, Kind.REMOTE):
+            yield
 
     def _group_for(self, caller: Caller, name: str, group_id: Any) -> ModelGroup:
         """The group that a model joins, with one version more: the one that is named, of its name, or a new one."""
@@ -273,11 +299,12 @@ class RemoteModels:
                 refuse_running(db, [model_id], "the connector of the model {} is not changed")
             records.update(db, new, group)
 
-        await self._connectors.store(write, new.project, plain=plain, new=new.own, old=old.own)
-        if group is not None:
-            self._groups.put(group)
-        self._rates.forget(model_id)
-        return self._put(new)
+        with self._claim(new):
+            await self._connectors.store(write, new.project, plain=plain, new=new.own, old=old.own)
+            if group is not None:
+                self._groups.put(group)
+            self._rates.forget(model_id)
+            return self._put(new)
 
     def _other_connector(self, caller: Caller, model: RemoteModel, connector_id: str) -> str:
         if model.own is not None:
@@ -367,13 +394,14 @@ class RemoteModels:
 
         await self._connectors.store(forget, model.project, old=model.own)
         del self._models[model_id]
-        self._revision += 1
+        self._publish([model])
         self._rates.forget(model_id)
         return model
 
     def _put(self, model: RemoteModel) -> RemoteModel:
+        before = self._models.get(model.id, model)
         self._models[model.id] = model
-        self._revision += 1
+        self._publish([before, model])  # it may have had another name
         return model
 
 

@@ -11,6 +11,7 @@ from batchmill.errors import BatchmillError, Conflict
 from batchmill.models.addresses import read_private
 from batchmill.models.connectors.derived import remote_parameters
 from batchmill.ports import Clock
+from batchmill.services.directory import ModelDirectory
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls
 from batchmill.services.remote.connector_urls import Endpoints
@@ -80,14 +81,16 @@ class RemoteServices(Struct, frozen=True):
         await self.programs.close()
 
 
-def make_remote(config: Config, database: Database, vault: Vault, clock: Clock) -> RemoteServices:
+def make_remote(
+    config: Config, database: Database, vault: Vault, clock: Clock, directory: ModelDirectory
+) -> RemoteServices:
     """Those of a data directory that this process owns; `load` comes next. Raises: InvalidConfig."""
     entry, programs = config.ml_commons, Programs(clock)
     private = read_private(config.server.private_hosts)
     endpoints = Endpoints(private, entry.trusted_connector_endpoints)
     connectors = ConnectorService(database, vault, endpoints, clock, programs)
     groups = ModelGroups(database, clock, connectors.changes, config.project_quotas)
-    models = RemoteModels(database, connectors, groups, clock, auto_deploy=entry.model_auto_deploy)
+    models = RemoteModels(database, connectors, groups, clock, directory, auto_deploy=entry.model_auto_deploy)
     calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints, programs=programs)
     forced = ForcedEndings(database, models, calls, clock)
     return RemoteServices(connectors, groups, models, calls, forced, programs)

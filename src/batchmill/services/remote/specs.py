@@ -54,14 +54,6 @@ def provider_of(connector: Connector) -> str | None:
     return None
 
 
-def has_route(connector: Connector) -> bool:
-    """Rows of a job can go through it somehow."""
-    try:
-        return connector.action(PREDICT) is not None or provider_of(connector) is not None
-    except InvalidInput:
-        return False
-
-
 def spec_of(
     name: str, connector: Connector, *, alias: str | None = None, limits: Limits = Limits(), route: str = AUTO
 ) -> ModelSpec:

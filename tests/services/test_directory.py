@@ -7,8 +7,10 @@ from msgspec.structs import replace
 
 from batchmill.config import load
 from batchmill.errors import InvalidConfig, UnknownName
-from batchmill.services.catalogue import Catalogue
-from batchmill.services.functions.book import ModelBook
+from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.directory import ModelDirectory
+from batchmill.services.functions.function import Function
+from batchmill.services.model_rows import Kind, Row
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 
@@ -33,7 +35,7 @@ def caller(project="default", models=None):
 
 
 @pytest.fixture
-def catalogue(tmp_path):
+def directory(tmp_path):
     return make(tmp_path, CONFIG)
 
 
@@ -41,43 +43,45 @@ def make(folder, text):
     (folder / "app.py").write_text("def classify(n): return n\n")
     (folder / "batchmill.toml").write_text(text)
     config = load(environ={"HOME": str(folder)}, cwd=folder)
-    return Catalogue(config, config.base)
+    configured = ConfiguredModels(config)
+    configured.check()
+    return ModelDirectory(configured, random.Random(1))
 
 
-def names(catalogue, who):
-    return [served.name for served in catalogue.names(who)]
+def names(directory, who):
+    return [served.name for served in directory.list(who)]
 
 
-def test_every_name(catalogue):
+def test_every_name(directory):
     """A model stands before its adapters; an adapter knows its model."""
-    assert names(catalogue, caller()) == ["tiny", "upper", "lower", "classify"]
-    served = catalogue.find(caller(), "upper")
+    assert names(directory, caller()) == ["tiny", "upper", "lower", "classify"]
+    served = directory.find(caller(), "upper")
     assert (served.model.name, served.adapter) == ("tiny", "upper")
 
 
-def test_keys_and_projects_narrow_it(catalogue):
+def test_keys_and_projects_narrow_it(directory):
     """A name is a caller's when its key and its project both allow that very name."""
-    assert names(catalogue, caller(models=["tiny", "classify"])) == ["tiny", "classify"]
-    assert names(catalogue, caller("small")) == ["upper"]
-    assert names(catalogue, caller("small", ["tiny"])) == []
+    assert names(directory, caller(models=["tiny", "classify"])) == ["tiny", "classify"]
+    assert names(directory, caller("small")) == ["upper"]
+    assert names(directory, caller("small", ["tiny"])) == []
 
 
 @pytest.mark.parametrize("name", ["tiny", "nobody", "x" * 10_000])
-def test_a_name_of_another_is_as_an_unknown_one(catalogue, name):
+def test_a_name_of_another_is_as_an_unknown_one(directory, name):
     """Whoever may not use a model is told the same as of one that does not exist."""
     with pytest.raises(UnknownName) as caught:
-        catalogue.find(caller("small"), name)
+        directory.find(caller("small"), name)
     assert caught.value.code == "model_not_found"
     assert caught.value.message.startswith(f"the model {name[:256]!r} does not exist or you do not have access to it")
 
 
-def test_the_models_of_a_job(catalogue):
+def test_the_models_of_a_job(directory):
     """A job's models let its rows use the caller's names, and no others of the same model."""
-    [model] = catalogue.specs(caller("small"))
+    [model] = directory.specs(caller("small"))
     assert list(model.targets()) == ["upper"]
     assert set(model.adapters) == {"upper", "lower"}  # the same workers serve everybody
-    assert [spec.name for spec in catalogue.specs(caller())] == ["tiny", "classify"]
-    assert set(catalogue.specs(caller())[0].targets()) == {"tiny", "upper", "lower"}  # a source is no name
+    assert [spec.name for spec in directory.specs(caller())] == ["tiny", "classify"]
+    assert set(directory.specs(caller())[0].targets()) == {"tiny", "upper", "lower"}  # a source is no name
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,9 @@ def test_the_models_of_a_job(catalogue):
         ("/v1/chat/completions", caller(models=["none"]), False),
     ],
 )
-def test_paths(catalogue, url, who, expected):
+def test_paths(directory, url, who, expected):
     """A path is served when a model of the caller's may answer it."""
-    assert catalogue.serves(url, who) is expected
+    assert directory.serves(url, who) is expected
 
 
 @pytest.mark.parametrize(
@@ -124,20 +128,17 @@ def test_a_model_that_cannot_be(tmp_path, text, words):
 def test_an_engine_server_fetches_nothing_for_a_caller(tmp_path, told, flags):
     """Images by URL come from no host that the configuration does not open: it stands where callers may not."""
     (tmp_path / "model").mkdir()
-    catalogue = make(tmp_path, f'[models.m]\nengine = "vllm"\nsource = "model"\n{told}\n')
-    [model] = catalogue.models()
+    directory = make(tmp_path, f'[models.m]\nengine = "vllm"\nsource = "model"\n{told}\n')
+    model = directory.configured.get("m")
     assert model.engine_args == flags
-    assert catalogue.find(caller(), "m").model == model
+    assert directory.find(caller(), "m").model == model
 
 
-class Deployed:
-    """Versions as `ModelVersions` tells of them, in memory."""
-
-    def __init__(self, *versions, routes=()):
-        self._book = ModelBook(versions, routes, random.Random(1))
-        self.names, self.routes, self.get, self.choose, self.is_hidden = (
-            self._book.names, self._book.routes, self._book.get, self._book.choose, self._book.is_hidden,
-        )  # fmt: skip
+def deploy(directory, *versions, routes=()):
+    """Publish a function as its service does."""
+    found = Function("doubler", {}, {}).changed(versions, routes)
+    row = Row("doubler", Kind.FUNCTION, found.project, function=found, listed=("doubler",))
+    directory.publish({(Kind.FUNCTION, "doubler"): [row]})
 
 
 def version(number, branch="main", state="ready"):
@@ -147,14 +148,14 @@ def version(number, branch="main", state="ready"):
 
 
 @pytest.fixture
-def deployed(catalogue):
+def deployed(directory):
     routes = [
         Route("doubler", "main", [Backend("main", 12)]), Route("doubler", "feat/x", [Backend("feat/x", 1)]),
         Route("doubler", "@prod", [Backend("main", 2)]),
     ]  # fmt: skip
     versions = [version(number) for number in range(1, 13)] + [version(13, state="failed"), version(1, "feat/x")]
-    catalogue.attach(Deployed(*versions, routes=routes))
-    return catalogue
+    deploy(directory, *versions, routes=routes)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -197,23 +198,23 @@ def test_functions_are_for_whom_they_are_for(tmp_path, deployed):
     assert names(deployed, caller(models=["doubler"])) == ["doubler", "doubler@prod"]
     (tmp_path / "other").mkdir()
     other = make(tmp_path / "other", CONFIG + 'functions = ["doubler"]\n')
-    other.attach(deployed._versions)
+    other.publish(deployed.snapshot.published)
     assert names(other, caller("small")) == ["upper", "doubler", "doubler@prod"]
     with pytest.raises(UnknownName):
         deployed.for_job(caller("small"), "doubler@1")
 
 
-def test_a_function_that_is_not_shared_is_nowhere_for_others(catalogue):
+def test_a_function_that_is_not_shared_is_nowhere_for_others(directory):
     """A function of another project that does not share it is neither found, listed, seen, allowed nor in the way."""
     hidden = [replace(version(1), project="one", is_shared=False)]
-    catalogue.attach(Deployed(*hidden, routes=[Route("doubler", "main", [Backend("main", 1)])]))
-    assert catalogue.find(caller("one"), "doubler").model.function.version == "main/1"
-    assert "doubler" in names(catalogue, caller("one")) and catalogue.is_taken("one", "doubler")
+    deploy(directory, *hidden, routes=[Route("doubler", "main", [Backend("main", 1)])])
+    assert directory.find(caller("one"), "doubler").model.function.version == "main/1"
+    assert "doubler" in names(directory, caller("one")) and directory.holder("one", "doubler", Kind.LLM)
     other = caller("two")
     for name in ("doubler", "doubler@1", "doubler@main/1"):
         with pytest.raises(UnknownName, match="does not exist or you do not have access"):
-            catalogue.find(other, name)
-    assert "doubler" not in names(catalogue, other)
-    assert not any((catalogue.sees(other, "doubler"), catalogue.may(other, "doubler")))
-    assert not catalogue.is_taken("two", "doubler") and not catalogue.holder("two", "doubler")
-    assert all(model.name != "doubler" for model in catalogue.specs(other))
+            directory.find(other, name)
+    assert "doubler" not in names(directory, other)
+    assert not directory.sees(other, "doubler") and not directory.holder("two", "doubler", Kind.LLM)
+    assert directory.holder("two", "doubler", Kind.FUNCTION) == "" and directory.functions(other) == []
+    assert all(model.name != "doubler" for model in directory.specs(other))
