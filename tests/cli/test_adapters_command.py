@@ -121,8 +121,8 @@ def test_projects(place: Place) -> None:
     [
         (["shout", "upper", "--base", "nobody"], "the model 'nobody' does not exist"),
         (["shout", "upper", "--base", "fixed"], "is an adapter itself"),
-        (["tiny", "upper", "--base", "tiny"], "the name 'tiny' is taken"),
-        (["fixed", "upper", "--base", "tiny"], "the name 'fixed' is taken"),
+        (["tiny", "upper", "--base", "tiny"], "'tiny' is the name of"),
+        (["fixed", "upper", "--base", "tiny"], "'fixed' is the name of"),
         (["shout/1", "upper", "--base", "tiny"], "is no name of an adapter"),
         (["shout", "http://x/y", "--base", "tiny"], "is no address of an object store"),
         (["shout", "upper", "--base", "tiny", "--token", "hf_secret_value"], "never itself"),
