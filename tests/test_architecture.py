@@ -47,6 +47,27 @@ PLUGINS = {
     "engines": {"function", "llm", "provider_batch", "remote"},
     "executors": {"local", "ray"},
 }
+# The groups inside `jobs`: a module imports from its own group and those before it. A module of none is above them all.
+JOB_GROUPS = {
+    "ledger": (
+        "audit", "commits", "job_files", "job_records", "key_order", "ledger", "ledger_snapshot", "outcome_map",
+        "part_file", "plan", "recovery", "remaking", "shard_notes",
+    ),
+    "results": (
+        "arrow_values", "gathering", "line_files", "publishing", "result_columns", "result_parquet", "results",
+        "row_index", "row_windows", "streaming_results",
+    ),
+    "intake": (
+        "adapters", "estimate", "orders", "policies", "preparation", "preview", "prompt_tokens", "retry", "routing",
+        "submissions",
+    ),
+    "scheduling": ("rates", "scheduler"),
+    "pools": (
+        "claims", "dispatcher", "engine_log", "job_run", "live", "machine", "pool", "pool_worker", "pools", "purse",
+        "quarantine", "replicas", "tallies",
+    ),
+}  # fmt: skip
+JOB_GROUP_OF = {module: at for at, modules in enumerate(JOB_GROUPS.values()) for module in modules}
 
 HEAVY = {
     "aiohttp",
@@ -272,6 +293,25 @@ def test_imports_go_up_the_table():
         for module in read_modules().values()
         for item, parts in own_imports(module)
         if (problem := row_problem(module, parts) or plugin_problem(module, parts))
+    ]
+    assert broken == []
+
+
+def test_groups_of_jobs_stand_above_each_other():
+    """Inside `jobs` a module imports from its own group and those before it; each group names modules that exist."""
+    there = {
+        module.parts[1] for module in read_modules().values() if module.parts[:1] == ("jobs",) and module.parts[1:]
+    }
+    assert set(JOB_GROUP_OF) <= there
+    top = len(JOB_GROUPS)
+    broken = [
+        f"{module.name}:{item.line} imports {item.target}"
+        for module in read_modules().values()
+        for item, parts in own_imports(module)
+        if module.parts[:1] == parts[:1] == ("jobs",)
+        and module.parts[1:]
+        and parts[1:]
+        and JOB_GROUP_OF.get(parts[1], top) > JOB_GROUP_OF.get(module.parts[1], top)
     ]
     assert broken == []
 

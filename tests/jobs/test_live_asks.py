@@ -10,8 +10,8 @@ from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
+from batchmill.jobs import live
 from batchmill.jobs import live as live_path
-from batchmill.jobs import live_asks
 from batchmill.jobs.commits import Books
 from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.ledger import open_ledger
@@ -108,7 +108,7 @@ class _Handle:
 
 
 def _ask(number, body):
-    return live_asks.Ask(number, "arguments", body)
+    return live.Ask(number, "arguments", body)
 
 
 async def test_a_call_without_waiting(stage):
@@ -209,7 +209,7 @@ async def test_the_least_busy_worker_answers(stage):
 async def test_calls_have_limits(stage, monkeypatch):
     """So many calls and bytes are on their way to a model, and no more; a body fits a message or is refused."""
     monkeypatch.setattr(live_path, "IN_FLIGHT_MAX", 2)
-    monkeypatch.setattr(live_asks, "BYTES_IN_FLIGHT_MAX", 10)
+    monkeypatch.setattr(live_path, "BYTES_IN_FLIGHT_MAX", 10)
     spec = model()
     worker = await stage.loaded(spec)
     with pytest.raises(TooLarge):

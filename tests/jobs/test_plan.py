@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import file_order, plan
+from batchmill.jobs import plan
 from batchmill.jobs.plan import FOLLOWERS, ORDER, PLAN, SHARDS, PlanOrder, PlanReader, explain, make
 
 ONE_MODEL = PlanOrder(targets=[(0, None)], shard_rows=[4])
@@ -52,11 +52,11 @@ def test_any_gaps(tmp_path_factory, refused, rows, step):
     written = write_dataset(
         tmp_path_factory.mktemp("gaps"), [RowKeys(rejected=n in refused) for n in range(rows)], keys=False
     )
-    whole, file_order.STEP_ROWS = file_order.STEP_ROWS, step
+    whole, plan.STEP_ROWS = plan.STEP_ROWS, step
     try:
         assert rows_of(make_plan(written)) == kept
     finally:
-        file_order.STEP_ROWS = whole
+        plan.STEP_ROWS = whole
 
 
 def test_shards_cover_the_positions(tmp_path):
@@ -137,6 +137,6 @@ def test_explanation_of_file_order(tmp_path):
 
 def test_reading_a_plan_loads_no_numpy():
     """Workers read plans and stay lean."""
-    code = "import sys, batchmill.jobs.plan, batchmill.jobs.file_order; print('numpy' in sys.modules)"
+    code = "import sys, batchmill.jobs.plan; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

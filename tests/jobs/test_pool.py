@@ -13,22 +13,21 @@ from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs import deaths, pool
+from batchmill.jobs import pool
 from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.machine import Machine
+from batchmill.jobs.machine import Machine, Rooms
 from batchmill.jobs.pool import Death, Pool, PoolTools
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load
-from batchmill.jobs.rooms import Rooms
 from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
 from batchmill.wire.messages import Answered, Drain, Failed, Record, StorageBroken
 
 MODEL = ModelSpec("m", "function", "app.py:f")
 FINE = Commit(Lease("job_1", 0, 0, 1), 0, SegmentRef("w.seg", 0, 1), b"", 1, 0, Usage())
-GIVEN_UP = Commit(Lease("job_1", 0, 0, 1), 0, SegmentRef("w.seg", 0, 1), b"", 0, 1, Usage(), {deaths.GIVEN_UP: 1})
+GIVEN_UP = Commit(Lease("job_1", 0, 0, 1), 0, SegmentRef("w.seg", 0, 1), b"", 0, 1, Usage(), {pool.GIVEN_UP: 1})
 
 
 class Owner:
@@ -98,7 +97,7 @@ async def test_a_full_disk_is_no_fault_of_the_model(tmp_path):
 async def test_a_model_that_always_dies_is_given_up(stage):
     """So many deaths in a row without a commit between, and the model has failed."""
     executor, owner, made = stage
-    await die(executor, deaths.DEATHS_MAX)
+    await die(executor, pool.DEATHS_MAX)
     failure = await owner.failure
     assert failure.code == "worker_crashed" and made.failure is failure
 
@@ -106,7 +105,7 @@ async def test_a_model_that_always_dies_is_given_up(stage):
 async def test_a_disk_that_fails_costs_a_worker(stage):
     """A worker whose segment fails is replaced like any that died; where all fail in a row, the disk is to blame."""
     executor, owner, made = stage
-    for _ in range(deaths.DEATHS_MAX):
+    for _ in range(pool.DEATHS_MAX):
         assert not owner.failure.done()
         worker = await executor.next()
         worker.say(StorageBroken("[Errno 5] Input/output error"))
@@ -120,7 +119,7 @@ async def test_workers_that_get_on_are_not_given_up(stage, how):
     """Workers that finish rows before they die are replaced without end, whether they could tell of the rows or not."""
     executor, owner, _ = stage
     owner.death = Death(adopted=[FINE]) if how == "adopted" else Death()
-    await die(executor, 3 * deaths.DEATHS_MAX, FINE if how == "said" else None)
+    await die(executor, 3 * pool.DEATHS_MAX, FINE if how == "said" else None)
     await executor.next()
     assert not owner.failure.done()
 
@@ -129,7 +128,7 @@ async def test_deaths_that_a_row_explains_do_not_count(stage):
     """Many rows in a row that kill the worker are their own trouble; only past a far larger number it is the model."""
     executor, owner, _ = stage
     owner.death = Death(adopted=[GIVEN_UP], by_row=True)
-    await die(executor, deaths.ROW_DEATHS_MAX - 1)
+    await die(executor, pool.ROW_DEATHS_MAX - 1)
     last = await executor.next()
     assert not owner.failure.done()
     last.exit(1)
@@ -141,7 +140,7 @@ async def test_a_row_that_got_through_ends_the_count(stage):
     executor, owner, _ = stage
     owner.death = Death(by_row=True)
     for _ in range(3):
-        await die(executor, deaths.ROW_DEATHS_MAX - 2)
+        await die(executor, pool.ROW_DEATHS_MAX - 2)
         await die(executor, 1, FINE)
     await executor.next()
     assert not owner.failure.done()
@@ -160,10 +159,10 @@ async def test_live_requests_that_kill_are_not_the_models_fault(stage):
             worker.say(message)
         worker.exit(1)
 
-    for _ in range(deaths.ROW_DEATHS_MAX - 1):
+    for _ in range(pool.ROW_DEATHS_MAX - 1):
         await die_answering()
     await die_answering(Answered(1))
-    for _ in range(deaths.ROW_DEATHS_MAX - 2):
+    for _ in range(pool.ROW_DEATHS_MAX - 2):
         await die_answering()
     await executor.next()
     assert not owner.failure.done()
@@ -176,12 +175,12 @@ async def test_live_requests_that_kill_are_not_the_models_fault(stage):
 async def test_deaths_we_caused_do_not_count(stage):
     """Workers that we killed say nothing about the model."""
     executor, owner, made = stage
-    for _ in range(deaths.DEATHS_MAX + 1):
+    for _ in range(pool.DEATHS_MAX + 1):
         await executor.next()
         for worker in made.workers.values():
             worker.end()
     await executor.next()
-    assert not owner.failure.done() and owner.deaths == deaths.DEATHS_MAX + 1
+    assert not owner.failure.done() and owner.deaths == pool.DEATHS_MAX + 1
 
 
 async def test_a_worker_that_starts_too_late_is_ended(stage, monkeypatch):

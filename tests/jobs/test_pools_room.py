@@ -9,10 +9,9 @@ from fakes.manual_clock import ManualClock, settled
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.jobs import engine_log
-from batchmill.jobs.deaths import DEATHS_MAX
 from batchmill.jobs.engine_log import EngineLog
 from batchmill.jobs.machine import Machine
-from batchmill.jobs.pool import REST_S, Death, Pool
+from batchmill.jobs.pool import DEATHS_MAX, REST_S, Death, Pool
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.pools import Pools
 from batchmill.jobs.replicas import Load

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.jobs import scheduler
-from batchmill.jobs.fair_share import FairShare
-from batchmill.jobs.scheduler import Candidate
+from batchmill.jobs.scheduler import Candidate, FairShare
 
 WEIGHTS = st.lists(st.floats(0.1, 50.0), min_size=2, max_size=6)
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from batchmill.jobs import scheduler
-from batchmill.jobs.fair_share import FairShare
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.rates import RowCost, Throughput, cost_of
+from batchmill.jobs.scheduler import FairShare
 from batchmill.ports import Clock
 from batchmill.types import Commit
 

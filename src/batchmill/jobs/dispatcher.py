@@ -25,7 +25,7 @@ from batchmill.jobs.pools import Pools
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load
 from batchmill.jobs.shard_notes import ShardNote
-from batchmill.jobs.tallies import ModelGauge, Tallies, gauge
+from batchmill.jobs.tallies import ModelGauge, Tallies
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
@@ -278,7 +278,7 @@ class Dispatcher:
         for key, pool in self._pools.items():
             runs = self._runs_of(key)
             waiting = sum(run.is_waiting for run, _ in runs)
-            found.append(gauge(pool, rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
+            found.append(pool.gauge(rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
         return found
 
     # -- giving out ---------------------------------------------------------------------------------------------------

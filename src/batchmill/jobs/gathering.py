@@ -26,7 +26,7 @@ INDEX_SHARE = 0.3  # of the progress
 CAUSES_MAX = 1000  # error codes told apart
 OTHER = "other"
 
-TABLES = {"csv": "batchmill.jobs.result_csv", "parquet": "batchmill.jobs.result_parquet"}
+TABLES = {"csv": "batchmill.jobs.result_columns", "parquet": "batchmill.jobs.result_parquet"}
 
 
 class TableSource(Struct, frozen=True):

@@ -30,7 +30,7 @@ class _Columns(Struct):
 
 
 def arrange(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged:
-    """Source: `plan.Ordering`."""
+    """Rows by model, adapter, prefix and cost. Source: `plan.Arrange`."""
     labels, rank = _ranked(order, dataset, parts)
     excluded = len(labels)
     followers = _fold(dataset, parts, rank < excluded)

@@ -19,11 +19,10 @@ from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs import job_records, ledger_snapshot, shard_notes
 from batchmill.jobs.job_files import read_spec
 from batchmill.jobs.ledger_snapshot import Rebuilt, Snapshot
-from batchmill.jobs.segment_gaps import Span, merged
 from batchmill.jobs.shard_notes import ShardNote
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
-from batchmill.store.segments import unpack_positions
+from batchmill.store.segments import Span, merged, unpack_positions
 from batchmill.store.tables import commits, error_counts, jobs, shards
 from batchmill.types import Commit, Lease, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec

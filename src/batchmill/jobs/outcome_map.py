@@ -8,8 +8,7 @@ from pathlib import Path
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.segment_reader import SegmentReader
-from batchmill.store.segments import Block
+from batchmill.store.segments import Block, SegmentReader
 from batchmill.types import Shard
 
 OPEN, OK, FAILED = 0, 1, 2

@@ -8,13 +8,13 @@ Nothing here needs numpy: workers read plans too.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -23,7 +23,8 @@ from batchmill.datasets.layout import REJECTED
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.part_file import PartFile, remove_files
-from batchmill.types import Shard
+from batchmill.models.providers import PROVIDERS
+from batchmill.types import ModelSpec, Shard
 from batchmill.wire.previews import Explanation, PlanGroup
 
 assert sys.byteorder == "little", "plans are written in the machine's own order, which must be little endian"
@@ -31,7 +32,14 @@ assert sys.byteorder == "little", "plans are written in the machine's own order,
 PLAN, ORDER, FOLLOWERS, SHARDS = "plan.json", "order.u32", "followers.u32", "shards.u64"
 ROWS_MAX = 2**32 - 1  # a row number fits in a u32
 CHUNK_BYTES = 1024 * 1024
+STEP_ROWS = 1024 * 1024
 _FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
+# Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
+SHARD_ROWS = {
+    "connector": (64, 1_024), "function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024),
+    "llm": (16, 64), "routes": (64, 1_024),
+}  # fmt: skip
+SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
 
 Progress = Callable[[float], None]
 Cut = Callable[["list[TargetPlan]"], list[int]]
@@ -82,12 +90,6 @@ class Arranged(Struct, frozen=True):
     followers: int
 
 
-class Ordering(Protocol):
-    """A module that puts rows in order: `file_order`, `key_order`."""
-
-    def arrange(self, order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged: ...
-
-
 class PlanParts(Struct, frozen=True):
     """What an ordering reads and writes: rows there are, rows refused (sorted), and the two files."""
 
@@ -97,12 +99,13 @@ class PlanParts(Struct, frozen=True):
     followers: PartFile
 
 
-ORDERINGS = {False: "batchmill.jobs.file_order", True: "batchmill.jobs.key_order"}
+Arrange = Callable[[PlanOrder, Path, PlanParts, Progress], Arranged]
+KEY_ORDER = "batchmill.jobs.key_order"
 
 
-def ordering(keys: bool) -> Ordering:
-    """The ordering for a dataset with or without keys; numpy is loaded only where there are some."""
-    return importlib.import_module(ORDERINGS[keys])
+def ordering(keys: bool) -> Arrange:
+    """The arrangement of a dataset with or without keys; numpy is loaded only where there are some."""
+    return importlib.import_module(KEY_ORDER).arrange if keys else arrange_in_file_order
 
 
 def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: Cut | None = None) -> Plan:
@@ -123,7 +126,7 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: C
         raise LedgerBroken(f"{dataset}: {seal.rejected} rows were refused, but {len(rejected)} are listed")
     with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
         parts = PlanParts(seal.rows, rejected, positions, followers)
-        arranged = ordering(order.keys).arrange(order, dataset, parts, progress)
+        arranged = ordering(order.keys)(order, dataset, parts, progress)
         leaders = sum(target.rows for target in arranged.targets)
         if leaders + arranged.followers + len(rejected) != seal.rows:
             raise LedgerBroken(f"{leaders} + {arranged.followers} + {len(rejected)} rows planned of {seal.rows}")
@@ -134,6 +137,35 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: C
     plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=len(rejected))
     progress(1.0)
     return plan
+
+
+def arrange_in_file_order(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged:
+    """Rows in the order of the file, apart from those that were refused: no keys, no folding, no numpy.
+
+    Without keys every row goes to the same model, whatever it is called.
+    """
+    models = {model for model, _ in order.targets}
+    assert len(models) == 1, f"{dataset}: rows of several models need keys"
+    rejected = parts.rejected
+    if rejected:
+        _write_gaps(parts, progress)
+    target = TargetPlan(model=models.pop(), adapter=None, rows=parts.rows - len(rejected))
+    return Arranged(targets=[target], permuted=len(rejected) > 0, followers=0)
+
+
+def _write_gaps(parts: PlanParts, progress: Progress) -> None:
+    """Every row number but the refused ones, a step of rows at a time."""
+    rejected, at = parts.rejected, 0
+    for start in range(0, parts.rows, STEP_ROWS):
+        end = min(start + STEP_ROWS, parts.rows)
+        numbers = array("I")
+        while start < end:
+            gap = rejected[at] if at < len(rejected) and rejected[at] < end else end
+            numbers.extend(range(start, gap))
+            start = gap + 1
+            at += gap < end
+        parts.order.write(numbers.tobytes())
+        progress(end / parts.rows)
 
 
 def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
@@ -308,6 +340,30 @@ def _shards(targets: Iterable[TargetPlan], shard_rows: Sequence[int]) -> Iterato
             hi = min(lo + shard_rows[model], end)
             yield Shard(number, lo, hi, model)
             number, lo = number + 1, hi
+
+
+def shard_rows(model: ModelSpec, rows: int) -> int:
+    """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there."""
+    if model.is_handed_over:
+        return handed_over_rows(model)
+    least, most = SHARD_ROWS[model.engine]
+    workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
+    return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
+
+
+def handed_over_rows(model: ModelSpec) -> int:
+    """The most rows of one job at a model's provider."""
+    return int(argument(model, "rows_max", PROVIDERS[model.provider or "openai"].rows_max))
+
+
+def argument(model: ModelSpec, name: str, default: float) -> float:
+    """A number of at least 1 among the engine's arguments; the engine itself refuses what is none."""
+    value = model.engine_args.get(name)
+    try:
+        number = default if value is None or isinstance(value, bool) else float(value)
+    except ValueError:
+        number = default
+    return max(1.0, number) if math.isfinite(number) else default
 
 
 def _digest(plan: Plan) -> str:

@@ -12,20 +12,17 @@ from typing import Protocol
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, ModelFailed, Unavailable, of_system
-from batchmill.jobs.adapter_sums import AdapterSums
-from batchmill.jobs.call_sums import CallSums
-from batchmill.jobs.deaths import Deaths
 from batchmill.jobs.engine_log import EngineLog, last_lines
-from batchmill.jobs.machine import Asked, Place, Room, must_be_there
+from batchmill.jobs.machine import Asked, Place, Room, Rooms, must_be_there
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import Load, Standing
-from batchmill.jobs.rooms import Rooms
+from batchmill.jobs.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, ModelSpec, Provision
+from batchmill.types import Commit, EngineStats, ModelSpec, Provision
 from batchmill.types.engines import DIED
 from batchmill.wire.messages import (
     Answered,
@@ -49,6 +46,11 @@ MENDED_ELSEWHERE = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # wh
 DRAIN_S = 10.0  # workers may take so long to record what they have and end
 END_S = 10.0  # and so long to be gone once they are killed
 REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
+DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
+# As many where a row that ran alone was to blame, and no row got through between: it is not the rows. And as many where
+# live requests were being answered, and none got through between.
+ROW_DEATHS_MAX = 30
+GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 
 
 class Death(Struct, frozen=True):
@@ -88,6 +90,52 @@ class PoolTools(Struct, frozen=True):
     log: EngineLog
     quarantine: Quarantine
     provisions: Provisions = NothingProvided()
+
+
+class Deaths:
+    """How often the workers of one model have died in a row, and whether the model is to be given up for it."""
+
+    def __init__(self) -> None:
+        self._plain = self._by_row = self._by_call = 0
+
+    def count(self, *, by_row: bool, by_call: bool) -> None:
+        """One more, by a row that ran alone, while live requests were being answered, or by nobody known."""
+        if by_row:
+            self._plain = 0
+            self._by_row += 1
+        elif by_call:
+            self._by_call += 1
+        else:
+            self._plain += 1
+
+    @property
+    def most(self) -> int:
+        return max(self._plain, self._by_row, self._by_call)
+
+    @property
+    def are_too_many(self) -> bool:
+        return self._plain >= DEATHS_MAX or max(self._by_row, self._by_call) >= ROW_DEATHS_MAX
+
+    @property
+    def are_of_rows(self) -> bool:
+        """So many by rows that it is not the rows."""
+        return self._by_row >= ROW_DEATHS_MAX
+
+    def answered(self) -> None:
+        """A live request was answered."""
+        self._by_call = 0
+
+    def rest(self) -> None:
+        """The replica that died rests while others go on."""
+        self._plain = self._by_call = 0
+
+    def got_through(self, commit: Commit) -> bool:
+        """Rows were finished: the deaths before them were not the model's. False: one was given up."""
+        self._plain = self._by_call = 0
+        if not (commit.rows_ok or commit.errors.keys() - {GIVEN_UP}):
+            return False
+        self._by_row = 0
+        return True
 
 
 class _Replica:
@@ -409,6 +457,32 @@ class Pool:
     def ready(self) -> list[PoolWorker]:
         """Workers that may be given something."""
         return [worker for worker in self.workers.values() if worker.is_ready and not worker.is_ended]
+
+    def gauge(self, *, rows_left: Sequence[int], waiting: int) -> ModelGauge:
+        """What it does now; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
+        workers = list(self.workers.values())
+        stats: list[EngineStats] = [worker.stats for worker in workers]
+        known = [each.cached_share for each in stats if each.cached_share is not None]
+        return ModelGauge(
+            name=self.model.name,
+            workers=len(workers),
+            ready=sum(worker.is_ready for worker in workers),
+            in_flight=sum(each.in_flight for each in stats),
+            limit=sum(each.in_flight_limit for each in stats),
+            live=sum(len(worker.calls) for worker in workers),
+            live_waiting=self.waiting,
+            kv_usage=sum(each.kv_usage for each in stats) / len(stats) if stats else 0.0,
+            cached_share=sum(known) / len(known) if known else None,
+            note="; ".join(dict.fromkeys(each.note for each in stats if each.note)),
+            failure="" if self.failure is None else self.failure.message,
+            jobs=len(rows_left),
+            jobs_waiting=waiting,
+            rows_waiting=sum(rows_left),
+            replicas=self.replicas,
+            wanted=self.standing.wanted,
+            waits=self.waits,
+            adapters_loaded=sum(each.adapters_loaded for each in stats),
+        )
 
     # -- for live requests --------------------------------------------------------------------------------------------
 

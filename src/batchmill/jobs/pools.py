@@ -14,15 +14,13 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
-from batchmill.jobs.adapter_sums import AdapterSums
-from batchmill.jobs.call_sums import CallSums
 from batchmill.jobs.engine_log import EngineLog
-from batchmill.jobs.machine import Leaver, Machine
+from batchmill.jobs.machine import Leaver, Machine, Rooms
 from batchmill.jobs.pool import Pool, PoolTools, RowDispatcher, rest_s
 from batchmill.jobs.pool_worker import PoolWorker
 from batchmill.jobs.quarantine import Quarantine
 from batchmill.jobs.replicas import COOLDOWN_DEFAULT_S, follow, needed
-from batchmill.jobs.rooms import Rooms
+from batchmill.jobs.tallies import AdapterSums, CallSums
 from batchmill.models import functions
 from batchmill.models.provisions import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions

@@ -12,7 +12,7 @@ from batchmill.datasets.hub_names import HubPatterns
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal_patiently
 from batchmill.errors import InvalidInput
-from batchmill.jobs import plan, routing, scheduler
+from batchmill.jobs import plan, routing
 from batchmill.jobs.plan import Plan, PlanOrder
 from batchmill.jobs.results import COLUMNS_MAX, output_kind, stored_name
 from batchmill.jobs.routing import Choice
@@ -67,7 +67,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         def cut(targets: list[plan.TargetPlan]) -> list[int]:
             choices.update(choose_routes(asked, targets))
             models = routing.with_choices(spec, choices).models
-            return [scheduler.shard_rows(model, report.seal.rows) for model in models]
+            return [plan.shard_rows(model, report.seal.rows) for model in models]
 
         folders = Path(asked.dataset), Path(asked.plan)
         planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
@@ -148,7 +148,7 @@ def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
     """How the rows are to be ordered and cut."""
     return PlanOrder(
         targets=targets(spec.models),
-        shard_rows=[scheduler.shard_rows(model, rows) for model in spec.models],
+        shard_rows=[plan.shard_rows(model, rows) for model in spec.models],
         keys=needs_keys(spec),
         file_order=[number for number, model in enumerate(spec.models) if model.keeps_order],
         prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,

@@ -16,9 +16,7 @@ from batchmill.wire.json_bytes import decode, encode
 
 MESSAGE_TOKENS = 4  # what a chat template puts around a message, about
 ANSWERLESS_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
-
-# What can count with the file that lies in a model's folder.
-COUNTERS = {"tokenizer.json": "batchmill.jobs.tokenizer_counts"}
+TOKENIZER = "tokenizer.json"  # in a model's folder
 
 
 class RowTokens(Struct, frozen=True, gc=False):
@@ -49,19 +47,31 @@ class ByLength:
         return -(-len(text.encode()) // BYTES_A_TOKEN)
 
 
+class ByTokenizer:
+    """Counts with a tokenizer of Hugging Face's: as the model reads the text, but for its chat template."""
+
+    name, note = TOKENIZER, ""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def counter_for(model: ModelSpec) -> Counter:
     """The model's own tokenizer where it lies in the model's folder and its library is there; else by length."""
-    for name, module in COUNTERS.items():
-        path = Path(model.source) / name
-        if not path.is_file():
-            continue
-        try:
-            return importlib.import_module(module).create(path)
-        except ModuleNotFoundError as error:
-            if error.name != "tokenizers":
-                raise
-            return ByLength("as the Python package tokenizers is not installed")
-    return ByLength("as the model's tokenizer is not here")
+    path = Path(model.source) / TOKENIZER
+    if not path.is_file():
+        return ByLength("as the model's tokenizer is not here")
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ModuleNotFoundError as error:
+        if error.name != "tokenizers":
+            raise
+        return ByLength("as the Python package tokenizers is not installed")
+    return ByTokenizer(tokenizers.Tokenizer.from_file(str(path)))
 
 
 def tokens_of(request: Request, counter: Counter) -> RowTokens:

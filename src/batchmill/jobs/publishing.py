@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from batchmill.children.offload import Offload
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.plan import PlanReader
 from batchmill.jobs.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.streaming_results import StreamingGather
 from batchmill.types import Commit, RowError, SegmentRef
@@ -21,6 +22,15 @@ from batchmill.wire.job_spec import JobSpec
 GATHER = "batchmill.jobs.gathering:gather_offloaded"
 GATHER_PARTIAL = "batchmill.jobs.gathering:partial_offloaded"
 Committed = list[tuple[int, SegmentRef]]
+
+
+class CountedRun(Protocol):
+    """A pass over a job's rows, as publishing follows it."""
+
+    plan: PlanReader
+    counted_hooks: list[Callable[[Commit], None]]
+
+    def pause(self, error: Exception) -> None: ...
 
 
 class Publishing:
@@ -32,14 +42,14 @@ class Publishing:
         self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
         self._copying: asyncio.Task[Manifest] | None = None
 
-    def follow(self, run: JobRun) -> None:
+    def follow(self, run: CountedRun) -> None:
         """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
         if can_stream(self._output, run.plan.plan):
             run.counted_hooks.append(self._counted)
             self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
             self._copying.add_done_callback(lambda task: self._copied(task, run))
 
-    def _copied(self, task: asyncio.Task[Manifest], run: JobRun) -> None:
+    def _copied(self, task: asyncio.Task[Manifest], run: CountedRun) -> None:
         """Copying that fails early is noticed: a full disk pauses the job, after anything else results are gathered."""
         if task.cancelled() or (error := task.exception()) is None:
             return

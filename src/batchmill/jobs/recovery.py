@@ -14,8 +14,7 @@ from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger import Ledger, Standing, Verdict, mask_of
 from batchmill.jobs.outcome_map import block_fault
 from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.segment_gaps import gaps_of
-from batchmill.store.segments import Block, pack_positions, read_block, read_head, salvage
+from batchmill.store.segments import Block, gaps_of, pack_positions, read_block, read_head, salvage
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 

@@ -14,14 +14,13 @@ from pathlib import Path
 import msgspec
 
 from batchmill.datasets import layout, soundness
+from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import seal_patiently
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.plan import Progress
-from batchmill.jobs.preparation import seal_order
 from batchmill.store.segments import sync_folder
-from batchmill.wire.job_spec import JobSpec
 
 ANEW = "dataset.new"
 ROWS = 4096  # read at once
@@ -47,7 +46,7 @@ def flaws(home: Path) -> list[str]:
     return []
 
 
-def remake(spec: JobSpec, files: JobFiles, progress: Progress) -> list[str]:
+def remake(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
     """Make a damaged dataset anew; what was wrong with it, nothing where it is sound.
 
     Raises: InputChanged where the input is not what was sealed, or nobody can say so any more.
@@ -59,11 +58,11 @@ def remake(spec: JobSpec, files: JobFiles, progress: Progress) -> list[str]:
     shutil.rmtree(anew, ignore_errors=True)
     anew.mkdir()
     try:
-        seal_patiently(seal_order(spec), anew, progress)
+        seal_patiently(order, anew, progress)
         if not _is_same(files.dataset, anew):
             raise InputChanged(
                 f"the index of the dataset in {files.dataset} is damaged ({'; '.join(wrong)}), and its input "
-                f"{', '.join(spec.dataset.paths)} is not what was sealed, or cannot be known to be: restore it, or "
+                f"{', '.join(order.dataset.paths)} is not what was sealed, or cannot be known to be: restore it, or "
                 "start over with --restart"
             )
         _move_in(files.dataset, anew)

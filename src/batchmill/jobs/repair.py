@@ -15,14 +15,14 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import remaking, scheduler
+from batchmill.jobs import remaking
 from batchmill.jobs.audit import AuditOrder, Lines
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.ledger_snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
 from batchmill.jobs.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
-from batchmill.jobs.plan import PLAN, PlanReader, Progress, iter_rejected, make_again
-from batchmill.jobs.segment_gaps import gaps_of, merged
-from batchmill.store.segments import Block, Damage, read_block, read_head, read_payload, salvage
+from batchmill.jobs.plan import PLAN, PlanReader, Progress, iter_rejected, make_again, shard_rows
+from batchmill.jobs.preparation import seal_order
+from batchmill.store.segments import Block, Damage, gaps_of, merged, read_block, read_head, read_payload, salvage
 from batchmill.types import Shard, Usage
 
 Key = tuple[int, int]  # generation, shard
@@ -89,7 +89,7 @@ class _Rebuild:
 
     def remake_dataset(self) -> None:
         """Make the index of the dataset anew where it is damaged. Raises: InputChanged where its input is not there."""
-        for wrong in remaking.remake(self._spec, self.files, lambda _: None):
+        for wrong in remaking.remake(seal_order(self._spec), self.files, lambda _: None):
             self._damaged.add(f"{self.files.dataset}: {wrong}; it was made anew from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class _Rebuild:
         home = self.files.plan(len(maps))
         home.mkdir(exist_ok=True)
         rows = _open_rows(first, states)
-        sizes = [scheduler.shard_rows(model, rows) for model in self._spec.models]
+        sizes = [shard_rows(model, rows) for model in self._spec.models]
         make_again(first, lambda number: states[number] == OPEN, sizes, home)
         return len(maps)
 

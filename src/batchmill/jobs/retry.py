@@ -10,10 +10,9 @@ from msgspec import Struct
 
 from batchmill.children.offload import Offload
 from batchmill.errors import InvalidTransition
-from batchmill.jobs import scheduler
 from batchmill.jobs.job_files import JobFiles
 from batchmill.jobs.outcome_map import FAILED, OK, put
-from batchmill.jobs.plan import PlanReader, Progress, iter_rejected, make_again
+from batchmill.jobs.plan import PlanReader, Progress, iter_rejected, make_again, shard_rows
 from batchmill.store.segments import read_ref
 from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -72,7 +71,7 @@ def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentR
         if rows:
             home = files.plan(generation)
             home.mkdir(parents=True, exist_ok=True)
-            sizes = [scheduler.shard_rows(model, rows) for model in spec.models]
+            sizes = [shard_rows(model, rows) for model in spec.models]
             make_again(first, lambda number: state[number] != OK, sizes, home)
         return Opened(rows, done, dict(settled))
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.jobs.scheduler import argument, handed_over_rows
+from batchmill.jobs.plan import argument, handed_over_rows
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec, Usage
 from batchmill.wire.job_spec import JobSpec

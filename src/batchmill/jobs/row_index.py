@@ -10,8 +10,7 @@ import numpy as np
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.plan import FOLLOWERS, ORDER, PlanReader, Progress, read_rejected
 from batchmill.jobs.results import GatherOrder
-from batchmill.jobs.segment_reader import SegmentReader
-from batchmill.store.segments import Block, read_ref
+from batchmill.store.segments import Block, SegmentReader, read_ref
 from batchmill.types import SegmentRef
 
 MISSING = np.uint64(2**64 - 1)  # no outcome

@@ -1,4 +1,4 @@
-"""Which job goes first at a model's workers, what each has a claim to, and how large a shard is.
+"""Which job goes first at a model's workers, and the fair share of each project.
 
 Pure: snapshot in, decision out. Priority comes first, strictly; then jobs that are about to miss their deadline; then
 the project that is furthest behind its share; then the earlier deadline; then age.
@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from batchmill.models.providers import PROVIDERS
-from batchmill.types import ModelSpec
-
-# Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
-SHARD_ROWS = {
-    "connector": (64, 1_024), "function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024),
-    "llm": (16, 64), "routes": (64, 1_024),
-}  # fmt: skip
-SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
+WEIGHT_MIN = 1e-9  # a weight of nothing would never come to its turn
 LATE_FACTOR = 1.5  # a deadline is in danger when the work left takes this much less than the time left
 # Of a project's share its first job has so much to itself, the rest is for all of its jobs alike: many small jobs
 # neither wait for a large one nor stop it.
@@ -36,7 +28,7 @@ class Candidate(Struct, frozen=True):
     priority: int = 0
     deadline: float | None = None
     is_late: bool = False  # it is about to miss its deadline
-    ahead: float = 0.0  # virtual time that its project has been served: see `jobs.fair_share`
+    ahead: float = 0.0  # virtual time that its project has been served: see `FairShare`
 
     @property
     def rank(self) -> int:
@@ -83,25 +75,38 @@ def shares(candidates: Sequence[Candidate], weights: Mapping[str, float]) -> dic
     return claims
 
 
-def shard_rows(model: ModelSpec, rows: int) -> int:
-    """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there."""
-    if model.is_handed_over:
-        return handed_over_rows(model)
-    least, most = SHARD_ROWS[model.engine]
-    workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
-    return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
+class FairShare:
+    """Fair share between projects by what their rows cost, as virtual time: service divided by weight.
 
+    Every project that has work stands at a virtual time; the one furthest behind is served next. A project that comes
+    back after it had nothing to do begins where the others are: it has saved up nothing.
+    """
 
-def handed_over_rows(model: ModelSpec) -> int:
-    """The most rows of one job at a model's provider."""
-    return int(argument(model, "rows_max", PROVIDERS[model.provider or "openai"].rows_max))
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._served: dict[str, float] = {}  # project -> virtual time
+        self._active: set[str] = set()
+        self._now = 0.0  # no project with work stands behind this
 
+    def _weight(self, project: str) -> float:
+        return max(self._weights.get(project, 1.0), WEIGHT_MIN)
 
-def argument(model: ModelSpec, name: str, default: float) -> float:
-    """A number of at least 1 among the engine's arguments; the engine itself refuses what is none."""
-    value = model.engine_args.get(name)
-    try:
-        number = default if value is None or isinstance(value, bool) else float(value)
-    except ValueError:
-        number = default
-    return max(1.0, number) if math.isfinite(number) else default
+    def set_active(self, projects: Iterable[str]) -> None:
+        """These projects have work now, and no others."""
+        projects = set(projects)
+        staying = [self._served[project] for project in projects & self._active]
+        if staying:
+            self._now = max(self._now, min(staying))
+        for project in projects - self._active:
+            self._served[project] = max(self._served.get(project, 0.0), self._now)
+        for project in [each for each in self._served if each not in projects and self._served[each] <= self._now]:
+            del self._served[project]  # it would begin at `now` anyway
+        self._active = projects
+
+    def charge(self, project: str, cost: float) -> None:
+        """Rows of this project were counted that cost so much."""
+        self._served[project] = self._served.get(project, self._now) + cost / self._weight(project)
+
+    def ahead(self, project: str, held: float = 0.0) -> float:
+        """The virtual time of a project, what it holds at this moment taken as served."""
+        return self._served.get(project, self._now) + held / self._weight(project)

@@ -14,8 +14,7 @@ from threading import Lock
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.line_files import ResultLines
 from batchmill.jobs.results import Manifest
-from batchmill.jobs.segment_reader import SegmentReader
-from batchmill.store.segments import Block, read_ref
+from batchmill.store.segments import Block, SegmentReader, read_ref
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import Form
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from batchmill.jobs.adapter_sums import AdapterSums
-from batchmill.jobs.pool import Pool
-from batchmill.types import Commit, EngineStats, LiveHead
+from batchmill.types import AdapterStats, CallStats, Commit, LiveHead
 
 CODES_MAX = 100  # distinct error codes; user code may raise without end
+ADAPTERS_MAX = 1000  # told apart, of all models together
+UNSUMMED_MAX = 256  # reports that are kept as they came until somebody looks
 OTHER = "other"  # what all further ones are counted under
 
 
@@ -36,6 +39,64 @@ class ModelGauge(Struct, frozen=True):
     wanted: int = 0
     waits: str = ""  # for what a replica waits that the machine has no room for
     adapters_loaded: int = 0  # in all workers together
+
+
+class AdapterSums:
+    """What became of the rows of each adapter, over all workers of a model. Counters only grow."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], AdapterStats] = {}
+
+    @property
+    def by_adapter(self) -> Mapping[tuple[str, str], AdapterStats]:
+        """(model, own name) -> its sums."""
+        return self._sums
+
+    def add(self, model: str, before: Sequence[AdapterStats], now: Sequence[AdapterStats]) -> None:
+        """What one worker says, and what the same one said the last time."""
+        earlier = {each.name: each for each in before}
+        for each in now:
+            known = earlier.get(each.name)
+            if known is None or each.rows < known.rows or each.loads < known.loads:  # its engine began anew
+                known = AdapterStats(each.name)
+            if each != known:
+                self._add(model, each, known)
+
+    def _add(self, model: str, now: AdapterStats, before: AdapterStats) -> None:
+        key = model, now.name
+        if key not in self._sums and len(self._sums) >= ADAPTERS_MAX:
+            key = model, OTHER
+        total = self._sums.get(key) or AdapterStats(key[1])
+        self._sums[key] = replace(
+            total,
+            rows=total.rows + now.rows - before.rows,
+            input_tokens=total.input_tokens + now.input_tokens - before.input_tokens,
+            output_tokens=total.output_tokens + now.output_tokens - before.output_tokens,
+            hits=total.hits + now.hits - before.hits,
+            loads=total.loads + now.loads - before.loads,
+            busy_s=total.busy_s + now.busy_s - before.busy_s,
+        )
+
+
+class CallSums:
+    """What became of the calls of a model's functions, over all its workers, those that have ended too."""
+
+    def __init__(self) -> None:
+        self._total = CallStats()
+        self._unsummed: list[CallStats] = []
+
+    def add(self, stats: CallStats) -> None:
+        """What was counted since the last report of the same worker."""
+        self._unsummed.append(stats)
+        if len(self._unsummed) >= UNSUMMED_MAX:
+            self.total()
+
+    def total(self) -> CallStats:
+        """Since this process began."""
+        if self._unsummed:
+            self._total = reduce(add, self._unsummed, self._total)
+            self._unsummed.clear()
+        return self._total
 
 
 class Tallies:
@@ -70,30 +131,3 @@ class Tallies:
     def count_live(self, model: str, head: LiveHead | None) -> None:
         """A live request whose answer has begun, or that got none."""
         self.live[model, 0 if head is None else head.status] += 1
-
-
-def gauge(pool: Pool, *, rows_left: Sequence[int], waiting: int) -> ModelGauge:
-    """What a pool does now; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
-    workers = list(pool.workers.values())
-    stats: list[EngineStats] = [worker.stats for worker in workers]
-    known = [each.cached_share for each in stats if each.cached_share is not None]
-    return ModelGauge(
-        name=pool.model.name,
-        workers=len(workers),
-        ready=sum(worker.is_ready for worker in workers),
-        in_flight=sum(each.in_flight for each in stats),
-        limit=sum(each.in_flight_limit for each in stats),
-        live=sum(len(worker.calls) for worker in workers),
-        live_waiting=pool.waiting,
-        kv_usage=sum(each.kv_usage for each in stats) / len(stats) if stats else 0.0,
-        cached_share=sum(known) / len(known) if known else None,
-        note="; ".join(dict.fromkeys(each.note for each in stats if each.note)),
-        failure="" if pool.failure is None else pool.failure.message,
-        jobs=len(rows_left),
-        jobs_waiting=waiting,
-        rows_waiting=sum(rows_left),
-        replicas=pool.replicas,
-        wanted=pool.standing.wanted,
-        waits=pool.waits,
-        adapters_loaded=sum(each.adapters_loaded for each in stats),
-    )

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct as Layout
 from typing import NamedTuple
@@ -32,6 +33,10 @@ IS_ERROR, IS_CONTIGUOUS = 1, 2
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
 FILE_HEAD_BYTES_MAX = 64 * 1024
 SEARCH_BYTES = 1024 * 1024  # read at a time while a sound header is looked for
+
+SEGMENTS_OPEN_MAX = 64  # by one reader
+
+Span = tuple[int, int]  # first byte, and the one after the last
 
 _FILE = Layout("<8sII")  # magic, length of the description, its crc
 # magic, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, body crc | header crc
@@ -464,3 +469,61 @@ def error_meta(errors: Sequence[RowError], usage: Usage) -> BlockMeta:
         counts[error.code] = counts.get(error.code, 0) + 1
         samples.setdefault(error.code, error.message[:500])
     return BlockMeta(usage, counts, samples)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same bytes, ascending, in as few spans as there can be."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def gaps_of(path: Path, spans: Iterable[Span]) -> Iterator[Span]:
+    """What lies between merged spans, before and behind them; the first gap holds the head of the file."""
+    size, reached = os.stat(path).st_size, 0
+    for start, end in spans:
+        if start > reached:
+            yield reached, start
+        reached = end
+    if size > reached:
+        yield reached, size
+
+
+class SegmentReader:
+    """Reads through a bounded number of open files. Concurrency: one thread at a time."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def payload(self, block: Block) -> bytes:
+        """The lines of a block, one after the other."""
+        return self.read(block.path, block.payload_bytes, block.payload_offset)
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        """Exactly these bytes. Raises: LedgerBroken when the segment is shorter now."""
+        data = os.pread(self._descriptor(path), size, offset)
+        while len(data) < size:
+            more = os.pread(self._descriptor(path), size - len(data), offset + len(data))
+            if not more:
+                raise LedgerBroken(
+                    f"{path} ends before byte {offset + size}, which is committed", code="segment_corrupt"
+                )
+            data += more
+        return data
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, path: str) -> int:
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        if len(self._open) >= SEGMENTS_OPEN_MAX:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]

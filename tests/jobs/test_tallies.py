@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchmill.jobs import adapter_sums
-from batchmill.jobs.adapter_sums import AdapterSums
+from batchmill.jobs import tallies
+from batchmill.jobs.tallies import AdapterSums
 from batchmill.types import AdapterStats
 
 
@@ -35,7 +35,7 @@ def test_an_engine_that_begins_anew_adds_up():
 
 def test_their_number_is_bounded(monkeypatch):
     """Adapters beyond the most that are told apart count as one."""
-    monkeypatch.setattr(adapter_sums, "ADAPTERS_MAX", 2)
+    monkeypatch.setattr(tallies, "ADAPTERS_MAX", 2)
     sums = AdapterSums()
     for number in range(4):
         sums.add("m", [], [stats(4, f"a/{number}")])
