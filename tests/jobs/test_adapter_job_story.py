@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,22 @@ async def test_a_bad_adapter_fails_its_own_rows(folder, fake, opened):
         ):
             await asyncio.sleep(0.05)
     assert sums.loads == 1 and sums.hits <= sums.rows == 2 * ROWS // len(names)
+
+
+async def test_a_retry_runs_with_an_adapter_that_was_repaired(folder, fake, opened):
+    """Rows that failed for their adapter run when they are retried after the adapter was repaired."""
+    places = {"high/1": write_adapter(folder / "high", rank=64)}
+    model = fake.model(
+        adapters=places, adapter_names={"high": "high/1"}, adapter_rank=16, allowed=["tiny", "high", "high/1"]
+    )
+    service = await opened()
+    dataset = DatasetSpec([write_rows(folder, ["high"])], format="openai")
+    job = (await service.submit(JobOrder(dataset, [model], origin={"door": "x"}))).id
+    async with asyncio.timeout(100):
+        view = [view async for view in service.watch(job, 0.05)][-1]
+        assert (view.state, view.errors) == (JobState.COMPLETED, {"bad_adapter": ROWS})
+        shutil.rmtree(folder / "high")
+        write_adapter(folder / "high", rank=8)
+        await service.retry(job)
+        view = [view async for view in service.watch(job, 0.05)][-1]
+    assert (view.state, view.rows_ok, view.errors) == (JobState.COMPLETED, ROWS, {})

@@ -115,11 +115,10 @@ class JobService:
         return self._dispatcher.live
 
     async def recover(self, *, resume_doors: bool = False) -> None:
-        """What an owner that died left running becomes paused: its rows are safe, and it goes on when asked.
+        """Pause the jobs that an earlier owner left running, and bring those that were CANCELLING to their end.
 
-        What was being ended early is brought to its end. On a full disk nothing can be written down, but all can be
-        looked at. With `resume_doors`, in a server: the jobs that came by its doors go on by themselves, also those
-        that wait for room on the disk.
+        On a full disk nothing can be written down, but all can be looked at. With `resume_doors`, in a server: the
+        jobs that came over HTTP are resumed, also those that wait for room on the disk.
         """
         await self._dispatcher.quarantine.load()
         await self.retention.finish()
@@ -133,7 +132,7 @@ class JobService:
                 ending.append(self._active.start(self._active.runner(spec)))
             elif state is JobState.PAUSED:
                 doors += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
-            elif await self._set_down(spec.id) or resume_doors:
+            elif await self._pause_interrupted(spec.id) or resume_doors:
                 doors += [spec.id] if spec.origin else []
         known = await self._read(job_records.ids)
         await asyncio.to_thread(sweep_orphans, self._data_dir, known)
@@ -145,8 +144,8 @@ class JobService:
         elif ending:
             await asyncio.wait({each.task for each in ending if each.task is not None}, timeout=ENDING_S)
 
-    async def _set_down(self, job_id: str) -> bool:
-        """Write down that a job was interrupted; False on a full disk: then it goes on looking as if it ran."""
+    async def _pause_interrupted(self, job_id: str) -> bool:
+        """Write down that a job was interrupted. False on a full disk: its record still says that it runs."""
         try:
             if (await self._record(job_id))["state"] != JobState.PAUSED:
                 await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
@@ -160,11 +159,11 @@ class JobService:
             await self._resume_or_note(job_id)
 
     async def _resume_or_note(self, job_id: str) -> None:
-        """Let a paused job go on; one that cannot says why."""
+        """Resume a paused job, or note in its record why it cannot be resumed."""
         is_stranded = job_id in self._stalled.stranded
         self._stalled.stranded.discard(job_id)
         try:
-            if not is_stranded or await self._set_down(job_id):
+            if not is_stranded or await self._pause_interrupted(job_id):
                 await self.resume(job_id)
         except InvalidTransition:
             return  # somebody else was faster
