@@ -58,7 +58,7 @@ JOB_GROUPS = {
         "row_index", "row_windows", "streaming_results",
     ),
     "intake": (
-        "adapters", "estimate", "orders", "policies", "preparation", "preview", "prompt_tokens", "retry", "routing",
+        "adapters", "estimate", "orders", "policies", "preparation", "preview", "prompt_tokens", "routing",
         "submissions",
     ),
     "scheduling": ("rates", "scheduler"),

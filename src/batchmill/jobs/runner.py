@@ -48,11 +48,10 @@ from batchmill.jobs.job_records import columns_of
 from batchmill.jobs.job_run import JobRun
 from batchmill.jobs.orders import has_run
 from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.preparation import Prepared, PrepareOrder, listed
+from batchmill.jobs.preparation import Prepared, PrepareOrder, RetryOrder, listed, plan_retry
 from batchmill.jobs.preview import seal_and_plan
 from batchmill.jobs.publishing import Publishing
 from batchmill.jobs.results import Manifest
-from batchmill.jobs.retry import RetryOrder, plan_retry
 from batchmill.jobs.ways import Ways, with_code
 from batchmill.models import redaction
 from batchmill.ports import Adapters, Clock
