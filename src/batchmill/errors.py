@@ -30,8 +30,8 @@ BatchmillError
 └── LedgerBroken            an invariant does not hold: stop rather than go on wrong
 
 `code` is stable, `blame` says whose fault it is (caller, model, system), and `retryable` whether the same call may
-succeed later. Messages say what happened, the offending value, and the way out. No HTTP status here: each dialect has
-its own table.
+succeed later. Messages say what happened, the offending value, and the way out. No HTTP status here: that
+is `wire/error_statuses.py`'s.
 """
 
 from __future__ import annotations

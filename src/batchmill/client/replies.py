@@ -11,6 +11,7 @@ from batchmill import errors
 from batchmill.client.messages import Ask, Reply
 from batchmill.errors import BatchmillError
 from batchmill.wire.native import ErrorDetail, ErrorReply
+from batchmill.wire.upstream_errors import decode_error
 
 T = TypeVar("T")
 
@@ -74,8 +75,9 @@ def _detail(status: int, body: bytes) -> ErrorDetail:
     try:
         return msgspec.json.decode(body, type=ErrorReply).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        told = " ".join(body[: 2 * SHOWN_CHARS].decode(errors="replace").split())[:SHOWN_CHARS]
-        text = f"this is no answer of batchmill's own API; status {status}: {told or 'no text'}"
+        text = decode_error(body).message or body[: 2 * SHOWN_CHARS].decode(errors="replace")
+        shown = " ".join(text.split())[:SHOWN_CHARS]
+        text = f"this is no answer of batchmill's own API; status {status}: {shown or 'no text'}"
         return ErrorDetail(f"http_{status}", text, retryable=status in (429, 502, 503, 504))
 
 

@@ -17,6 +17,7 @@ from batchmill.types import Outcome, Row, RowError, Usage
 from batchmill.wire.forms import counted, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 from batchmill.wire.json_oddities import oddity
+from batchmill.wire.upstream_errors import decode_error, error_in
 
 REPLY_BYTES_MAX = 64 * 1024 * 1024  # decoded
 MESSAGE_BYTES_MAX = 2048
@@ -151,33 +152,13 @@ def _usage(tokens: _Tokens) -> Usage:
 
 
 def _error_of(reply: dict[str, Any]) -> RowError:
-    """OpenAI's envelope, vLLM's older flat one, FastAPI's `detail`, or a bare message.
-
-    The code is the first of `code` and `type` that is a name; services also put an HTTP status into `code`.
-    """
-    error = reply.get("error")
-    if isinstance(error, str):
-        return RowError("", error)
-    source: dict[str, Any] = error if isinstance(error, dict) else reply
-    names = [source.get("code"), source.get("type")]
-    code = next((name for name in names if isinstance(name, str) and name and not name.isdigit()), "")
-    message = source.get("message") or source.get("detail") or ""
-    if not isinstance(message, str):
-        message = msgspec.json.encode(message).decode()
-    return RowError(code[:100], message)
+    error = error_in(reply)
+    return RowError(error.name[:100], error.message)
 
 
 def status_named(body: bytes) -> int | None:
-    """The HTTP status that an error envelope puts into `code` or `status`, as proxies do in a reply of status 200."""
-    reply = _object.decode(body)
-    error = reply.get("error")
-    source: dict[str, Any] = error if isinstance(error, dict) else reply
-    for name in ("code", "status"):
-        value = source.get(name)
-        number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else 0
-        if 400 <= number <= 599:
-            return number
-    return None
+    """The HTTP status that an error names in its body, as proxies do in a reply of status 200."""
+    return decode_error(body).status
 
 
 def _start_of(data: bytes) -> str:

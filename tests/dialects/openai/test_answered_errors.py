@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.dialects.openai.errors import Detail, as_ours
+from batchmill.dialects.openai.errors import Detail, upstream_envelope
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -35,11 +35,11 @@ INVALID, SERVER = "invalid_request_error", "server_error"
         (
             400,
             b'{"error":{"message":7,"code":"400"}}',
-            Detail("the model answered with status 400", INVALID, None, None),
+            Detail("7", INVALID, None, None),
         ),
         (500, b"\xff" + b"[" * 100_000, Detail("the model answered with status 500", SERVER, None, None)),
     ],
 )  # fmt: skip
 def test_every_error_has_this_apis_form(status, answer, detail):
     """Whoever made the error, its message is kept, and type, param and code are what the openai package expects."""
-    assert as_ours(status, answer).error == detail
+    assert upstream_envelope(status, answer).error == detail

@@ -9,7 +9,7 @@ from contract.dialect_suite import DialectSuite, known_errors
 from dialects.open_server import open_server
 
 from batchmill.dialects.openai.dialect import OpenAIDialect
-from batchmill.dialects.openai.errors import BY_CODE, UnknownParam
+from batchmill.dialects.openai.errors import NAMELESS, PARAMS, UnknownParam
 from batchmill.errors import Conflict, ModelFailed, Unavailable
 from batchmill.server.bodies import Refusal
 
@@ -25,9 +25,9 @@ class TestOpenAIDialect(DialectSuite):
     def dialect(self, services):
         return OpenAIDialect(services)
 
-    def test_the_table_holds_codes_that_there_are(self):
-        """A row for a code that nobody raises says nothing; the table has none."""
-        assert set(BY_CODE) - {error.code for error in known_errors()} == set()
+    def test_the_tables_hold_codes_that_there_are(self):
+        """A row for a code that nobody raises says nothing; the tables have none."""
+        assert {*PARAMS, *NAMELESS} - {error.code for error in known_errors()} == set()
 
     def test_a_parameter_is_named(self, dialect):
         """What is wrong with one parameter names it."""

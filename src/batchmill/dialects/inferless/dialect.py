@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
+from batchmill.server.error_replies import SCHEMA, Envelope, text_reply
 from batchmill.server.function_replies import ExpressCalls, answer, body_of, head_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
-from batchmill.server.text_errors import SCHEMA, Envelope, text_refusal
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
@@ -23,8 +23,6 @@ from batchmill.wire.json_bytes import encode
 
 FORM = "inferless_tensors"  # an integer may be wider than its tensor says
 PATHS = (("", "/api/v1/{model}/infer"), ("Version", "/api/v1/{model}/versions/{version}/infer"))
-# Inferless documents no statuses; its client raises for any but 200, and repeats nothing by itself.
-STATUS = {"method_not_allowed": 405, "unsupported_media_type": 415, "request_timeout": 408, "timeout": 504}
 _BODY = Content(
     "application/json",
     {
@@ -91,7 +89,7 @@ class InferlessDialect:
         return encode(Envelope(self._hide(error.message)))
 
     def refusal(self, error: BatchmillError) -> Response:
-        return text_refusal(error, self._hide(error.message), STATUS)
+        return text_reply(error, self._hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
         return SCHEMA

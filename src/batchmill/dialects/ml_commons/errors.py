@@ -1,50 +1,44 @@
 """How this API says that something is wrong: an exception's name in snake case, a reason, a status.
 
-A client's own mistake is a 4xx here, also where ML Commons answers 500. A code without a row falls back on its class.
+A client's own mistake is a 4xx here, also where ML Commons answers 500.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill import errors
 from batchmill.errors import BatchmillError
-from batchmill.server.operations import json_reply
+from batchmill.server.error_replies import error_reply
+from batchmill.wire.error_statuses import row_of, status_of, with_own
 
+# opensearch-py repeats 502, 503 and 504 blindly: what a person must mend would burn the quota.
+STATUSES = with_own({"paused": 500, "feature_disabled": 400, "task_under_way": 400, "timeout": 500})
 ARGUMENT, PARSE, STATUS = "illegal_argument_exception", "parse_exception", "status_exception"
-SECURITY, ILLEGAL_STATE = "security_exception", "illegal_state_exception"
-# Order matters: the first class that fits.
-BY_CLASS: tuple[tuple[type[BatchmillError], int, str], ...] = (
-    (errors.Gone, 410, STATUS),
-    (errors.UnknownName, 404, STATUS),
-    (errors.TooLarge, 413, STATUS),
-    (errors.Conflict, 409, STATUS),
-    (errors.InvalidTransition, 409, STATUS),
-    (errors.InvalidInput, 400, ARGUMENT),
-    (errors.Unauthenticated, 401, SECURITY),
-    (errors.RateLimited, 429, STATUS),
-    (errors.Refused, 403, SECURITY),
-    (errors.StorageFull, 503, STATUS),
-    (errors.Unavailable, 503, STATUS),
-    (errors.JobPaused, 500, STATUS),  # opensearch-py repeats 502, 503 and 504 blindly: it would burn the quota
-    (BatchmillError, 500, "exception"),
+SECURITY, ILLEGAL_STATE, NOT_FOUND = (
+    "security_exception",
+    "illegal_state_exception",
+    "resource_not_found_exception",
 )
-BY_CODE: dict[str, tuple[int, str]] = {
-    "missing_body": (400, PARSE),
-    "invalid_json": (400, PARSE),
-    "feature_disabled": (400, ILLEGAL_STATE),
-    "task_under_way": (400, ILLEGAL_STATE),
-    "unknown_file": (404, "resource_not_found_exception"),
-    "request_timeout": (408, STATUS),
-    "method_not_allowed": (405, ARGUMENT),
-    "unsupported_media_type": (415, ARGUMENT),
-    "parsing_exception": (400, "parsing_exception"),
-    "no_remote_job": (404, "resource_not_found_exception"),
-}
+TYPES: Mapping[str, str] = {  # by code, and then by class, as the statuses
+    "internal_error": "exception",
+    "invalid_input": ARGUMENT,
+    "missing_body": PARSE,
+    "invalid_json": PARSE,
+    "parsing_exception": "parsing_exception",
+    "feature_disabled": ILLEGAL_STATE,
+    "task_under_way": ILLEGAL_STATE,
+    "unknown_file": NOT_FOUND,
+    "no_remote_job": NOT_FOUND,
+    "refused": SECURITY,
+} | dict.fromkeys(
+    ("unknown_name", "too_large", "conflict", "invalid_transition", "request_timeout", "rate_limit_exceeded", "paused",
+     "unavailable"),
+    STATUS,
+)  # fmt: skip
 # What this API says, whatever we would.
 TEXTS = {
     "rate_limit_exceeded": "Request is throttled at user level. If you think there's an issue, please contact your "
@@ -75,18 +69,14 @@ def status_and_type(error: BatchmillError) -> tuple[int, str]:
     told = getattr(error, "status", None)
     if isinstance(told, int) and 400 <= told < 600:
         return told, STATUS
-    known = BY_CODE.get(error.code)
-    return known or next((status, kind) for each, status, kind in BY_CLASS if isinstance(error, each))
+    return status_of(error, STATUSES), row_of(error, TYPES) or "exception"
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
-    """The reply to a request that failed; `message` is the error's, fit for whoever asked. Never raises."""
+    """The reply to a request that failed; `message` may be shown to the caller. Never raises."""
     status, kind = status_and_type(error)
     reason = _reason(error, message)
-    headers = {}
-    if isinstance(error, errors.RateLimited):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return json_reply(Envelope(Detail([Cause(kind, reason)], kind, reason), status), status, headers)
+    return error_reply(error, Envelope(Detail([Cause(kind, reason)], kind, reason), status), status)
 
 
 def _reason(error: BatchmillError, message: str) -> str:

@@ -10,28 +10,11 @@ import re
 
 from starlette.responses import Response
 
-from batchmill import errors
 from batchmill.errors import BatchmillError
-from batchmill.server import text_errors
+from batchmill.server.error_replies import Envelope, text_reply
+from batchmill.wire.error_statuses import with_own
 
-# Where this API differs from others with such errors. Order matters: the first class that fits.
-BY_CLASS: tuple[tuple[type[BatchmillError], int], ...] = (
-    (errors.Conflict, 409),
-    (errors.InvalidTransition, 409),
-    (errors.StorageFull, 503),
-    (errors.JobPaused, 409),
-    (errors.ModelFailed, 422),
-    *text_errors.BY_CLASS,
-)
-BY_CODE: dict[str, int] = {
-    "function_error": 400,
-    "bad_return": 400,
-    "link_expired": 410,
-    "deleted": 410,
-    "method_not_allowed": 405,
-    "request_timeout": 408,
-    "unsupported_media_type": 415,
-}
+STATUSES = with_own({"function_error": 400, "bad_return": 400, "model_failed": 422, "timeout": 422, "paused": 409})
 # What stands before our own messages, as the name of an exception does before a function's.
 TYPES: dict[str, str] = {
     "timeout": "TimeoutError",
@@ -64,10 +47,10 @@ def text_of(error: BatchmillError, message: str) -> str:
     )
 
 
-def envelope(error: BatchmillError, message: str) -> text_errors.Envelope:
-    return text_errors.Envelope(text_of(error, message))
+def envelope(error: BatchmillError, message: str) -> Envelope:
+    return Envelope(text_of(error, message))
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
     """The reply to a request that failed; `message` is the error's, fit for whoever asked. Never raises."""
-    return text_errors.text_refusal(error, text_of(error, message), BY_CODE, BY_CLASS)
+    return text_reply(error, text_of(error, message), STATUSES)

@@ -11,9 +11,9 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.dialects.modelbit.urls import PATHS, SLASH, branch_of, is_ours
+from batchmill.server.error_replies import SCHEMA
 from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.server.text_errors import SCHEMA
 from batchmill.services.functions.names import MAIN
 from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor

@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from batchmill.dialects.open_inference import errors
 from batchmill.dialects.open_inference.generation import Generation
 from batchmill.dialects.open_inference.inference import Inference
 from batchmill.dialects.open_inference.metadata import Metadata
@@ -16,10 +15,12 @@ from batchmill.dialects.open_inference.repository import Repository
 from batchmill.dialects.open_inference.settings import Settings
 from batchmill.dialects.open_inference.statistics import StatisticsCalls
 from batchmill.errors import BatchmillError
+from batchmill.server.error_replies import SCHEMA, text_reply
 from batchmill.server.operations import Operation
-from batchmill.server.text_errors import SCHEMA
 from batchmill.services.places import Places
 from batchmill.services.services import Services
+
+WORDS = {"unknown_url": "Not Found", "method_not_allowed": "Method Not Allowed"}  # all that Triton says
 
 
 class OpenInferenceDialect:
@@ -41,7 +42,7 @@ class OpenInferenceDialect:
         return [replace(operation, has_free_query=True) for group in self._groups for operation in group.operations()]
 
     def refusal(self, error: BatchmillError) -> Response:
-        return errors.refusal(error, self._hide(error.message))
+        return text_reply(error, WORDS.get(error.code) or self._hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
         return SCHEMA

@@ -17,10 +17,10 @@ from batchmill.dialects.open_inference.inference import require_stream
 from batchmill.dialects.open_inference.urls import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.server.bodies import Refusal
+from batchmill.server.error_replies import Envelope
 from batchmill.server.function_replies import CLIENT_LEFT, JSON, as_accepted, body_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS, unless_gone
-from batchmill.server.text_errors import Envelope
 from batchmill.services.functions.calls import Target
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places

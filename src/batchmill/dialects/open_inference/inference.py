@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from batchmill.dialects.open_inference.urls import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.server.error_replies import Envelope
 from batchmill.server.function_replies import (
     OCTETS,
     ExpressCalls,
@@ -23,7 +24,6 @@ from batchmill.server.function_replies import (
 )
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
-from batchmill.server.text_errors import Envelope
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from batchmill.dialects.openai.embeddings import encoding_of, recode
-from batchmill.dialects.openai.errors import as_ours
+from batchmill.dialects.openai.errors import upstream_envelope
 from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
@@ -85,7 +85,7 @@ class Inference:
     @staticmethod
     async def _whole(call: Call, head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
         if head.status >= 400:
-            return json_reply(as_ours(head.status, answer), head.status)
+            return json_reply(upstream_envelope(head.status, answer), head.status)
         if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
             answer = await rewritten(call, recode, encoding.encode() + b"\n" + answer)
         return Response(answer, head.status, {"content-type": head.content_type})

@@ -7,13 +7,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from batchmill.dialects.predibase import errors, serving_errors
+from batchmill.dialects.predibase import errors
 from batchmill.dialects.predibase.batch_inference import BatchInference
 from batchmill.dialects.predibase.datasets import Datasets
 from batchmill.dialects.predibase.deployments import Deployments
 from batchmill.dialects.predibase.downloads import Downloads
 from batchmill.dialects.predibase.serving import Serving
-from batchmill.dialects.predibase.serving_errors import SCHEMA, Said
 from batchmill.dialects.predibase.users import Users
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
@@ -40,10 +39,10 @@ class PredibaseDialect:
         return [operation for group in self._groups for operation in group.operations()]
 
     def refusal(self, error: BatchmillError) -> Response:
-        said = self._places.hide(error.message)
-        if isinstance(error, Said):
-            return serving_errors.refusal(error.error, said, is_openai=error.is_openai)
-        return errors.refusal(error, said)
+        message = self._places.hide(error.message)
+        if isinstance(error, errors.LoraxRefused):
+            return errors.lorax_refusal(error.error, message, is_openai=error.is_openai)
+        return errors.refusal(error, message)
 
     def error_schema(self) -> dict[str, Any]:
-        return SCHEMA
+        return errors.SCHEMA

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from batchmill.dialects.predibase import classify, lorax, lorax_answers, serving_errors
+from batchmill.dialects.predibase import classify, errors, lorax, lorax_answers
 from batchmill.dialects.predibase.classify import Classified, Classify, Embed, Embedded
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
@@ -62,22 +62,22 @@ class Serving:
             Operation(
                 "loraxGenerate", "POST", PLACE, "Go on with a text by a deployment, as LoRAX does", Scope.SUBMIT,
                 self._said(self._generate), body=Generate, reply=(_GENERATED, _STREAMED),
-                errors=serving_errors.STATUSES, **limits,
+                errors=errors.LORAX_DOCUMENTED, **limits,
             ),
             Operation(
                 "loraxClassify", "POST", f"{PLACE}/classify", "Classify texts by a deployment", Scope.SUBMIT,
-                self._said(self._classify), body=Classify, reply=Classified, errors=serving_errors.STATUSES, **limits,
+                self._said(self._classify), body=Classify, reply=Classified, errors=errors.LORAX_DOCUMENTED, **limits,
             ),
             Operation(
                 "loraxEmbed", "POST", f"{PLACE}/embed", "Turn a text into a vector by a deployment", Scope.SUBMIT,
-                self._said(self._embed), body=Embed, reply=Embedded, errors=serving_errors.STATUSES, **limits,
+                self._said(self._embed), body=Embed, reply=Embedded, errors=errors.LORAX_DOCUMENTED, **limits,
             ),
         ]  # fmt: skip
         return own + [
             Operation(
                 f"deployment{name}", "POST", f"{PLACE}{url}", summary, Scope.SUBMIT,
                 self._said(partial(self._openai, url), is_openai=True), body=_JSON,
-                reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=serving_errors.STATUSES,
+                reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=errors.LORAX_DOCUMENTED,
                 body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX, admits=partial(self._admits, is_openai=True),
             )
             for name, url, summary in _OPENAI
@@ -92,7 +92,7 @@ class Serving:
             try:
                 answered = await unless_gone(call, answer(call))
             except BatchmillError as error:
-                return serving_errors.refusal(error, self._hide(error.message), is_openai=is_openai)
+                return errors.lorax_refusal(error, self._hide(error.message), is_openai=is_openai)
             return Response(status_code=CLIENT_LEFT) if answered is None else answered
 
         return handler
@@ -114,7 +114,7 @@ class Serving:
         window = self._window(served)
         try:
             return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
-        except serving_errors.EngineRefused as error:
+        except errors.EngineRefused as error:
             match = _WINDOW.search(error.message)
             if match is None or told.max_new_tokens is not None or int(match[1]) == window:
                 raise
@@ -159,7 +159,7 @@ class Serving:
         request = request_of(served, url, encode(body), stream=stream)
         head, pieces = await self._live.ask(call.caller, served, request)
         if head.status >= 400:
-            raise serving_errors.refused_by_engine(head.status, await whole_answer(pieces))
+            raise errors.refused_by_engine(head.status, await whole_answer(pieces))
         return pieces
 
     def _deployed(self, caller: Caller, path: dict[str, str]) -> tuple[LlmDeployment, Served]:
@@ -174,7 +174,7 @@ class Serving:
         try:
             self._deployed(caller, path)
         except BatchmillError as error:
-            raise serving_errors.Said(error, is_openai=is_openai) from None
+            raise errors.LoraxRefused(error, is_openai=is_openai) from None
 
     async def _served(self, call: Call, adapter: str | None, source: str | None) -> Served:
         """The deployment of the path with the adapter that is meant; one of a model hub is fetched first.
@@ -215,7 +215,7 @@ class Serving:
 
     def _say(self, error: BatchmillError, *, is_openai: bool = False) -> bytes:
         """The JSON of an error that comes as an event."""
-        return encode(serving_errors.envelope(error, self._hide(error.message), is_openai=is_openai))
+        return encode(errors.lorax_envelope(error, self._hide(error.message), is_openai=is_openai))
 
 
 def _engine_of(model: ModelSpec) -> str:

@@ -24,6 +24,7 @@ from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
 from batchmill.wire.forms import RESPONSES
 from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.upstream_errors import decode_error
 
 COMPLETED = b"response.completed"
 ENDS = {"incomplete": b"response.incomplete", "failed": b"response.failed"}  # by the status of the response
@@ -278,15 +279,7 @@ class LiveWay:
     async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:
         """The body of a 404. Raises: UnknownName for that of a path which this model does not have."""
         body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
-        if len(body) <= DETAIL_BYTES_MAX and not _has_error(body):
+        if len(body) <= DETAIL_BYTES_MAX and not decode_error(body).has_envelope:
             text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"
             raise UnknownName(text, code="url_not_supported")
         return body
-
-
-def _has_error(body: bytes) -> bool:
-    try:
-        reply = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return False
-    return isinstance(reply, dict) and "error" in reply

@@ -39,6 +39,7 @@ from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import CHAT, MESSAGES
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.upstream_errors import decode_error
 
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"
@@ -305,16 +306,11 @@ def _succeeded(message: bytes, is_chat: bool, created: int) -> RowReply:
 
 def _errored(error: bytes) -> RowReply:
     """`{"type":"error","error":{"type":…,"message":…},"request_id":…}`"""
-    code, told, id = "unknown_error", "the row failed, and the provider gives no reason", None
-    match msgspec.json.decode(error):
-        case {"error": {"type": str(code), "message": str(told)}, **rest}:
-            id = rest.get("request_id")
-        case {"type": str(code), "message": str(told)}:
-            pass
+    found = decode_error(error)
+    code, text = found.name or "unknown_error", found.message or "the row failed, and the provider gives no reason"
     status = _STATUSES.get(code, 500)
-    request_id = id if isinstance(id, str) else None
     is_undone = status >= _UNDONE_FROM
-    return RowReply(status, error, row_error(code, told), None, request_id, is_undone=is_undone)
+    return RowReply(status, error, row_error(code, text), None, found.request_id, is_undone=is_undone)
 
 
 def _gone(refusal: Refusal, job: RemoteJob) -> JobGone:

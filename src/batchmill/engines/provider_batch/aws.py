@@ -32,7 +32,7 @@ from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.signing import sign
 from batchmill.types import ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT
-from batchmill.wire.json_bytes import shallow
+from batchmill.wire.upstream_errors import decode_error
 
 KEY_NAMES = ("access_key", "secret_key", "session_token")
 ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
@@ -251,22 +251,15 @@ def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError
 
 def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
     """An error's code and message, in JSON or XML; empty where there is none."""
-    code = headers.get("x-amzn-errortype", "")
-    message = ""
+    code = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]
     if data.lstrip()[:1] == b"<":
         try:
             root = ElementTree.fromstring(data)
         except ElementTree.ParseError:
             return "", ""
-        code, message = root.findtext("Code") or "", root.findtext("Message") or ""
-    else:
-        try:
-            told = msgspec.json.decode(shallow(data), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            told = {}
-        code = code or str(told.get("__type") or told.get("code") or "")
-        message = str(told.get("message") or told.get("Message") or "")
-    return code.partition(":")[0].rpartition("#")[2], message
+        return root.findtext("Code") or "", root.findtext("Message") or ""
+    error = decode_error(data)
+    return code or error.code, error.message
 
 
 def is_host(url: str) -> bool:

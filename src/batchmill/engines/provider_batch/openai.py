@@ -36,6 +36,7 @@ from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError
 from batchmill.wire.forms import EMBEDDINGS, with_model
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.upstream_errors import error_in
 
 UNDONE = frozenset({"batch_expired", "batch_cancelled", "batch_canceled"})
 
@@ -424,10 +425,9 @@ def _rows_named(job: RemoteJob, errors: list[dict[str, Any]]) -> list[tuple[int,
         line = each.get("line")
         number = _nth(job.runs, line - 1) if type(line) is int and line > 0 else None
         if number is not None and number not in named:
-            error = RowError(
-                str(each.get("code") or "invalid_request"), str(each.get("message") or "the row is refused")
-            )
-            named[number] = RowReply(400, None, error)
+            error = error_in(each)
+            refused = RowError(error.name or "invalid_request", error.message or "the row is refused")
+            named[number] = RowReply(400, None, refused)
     return list(named.items())
 
 
@@ -442,5 +442,5 @@ def _nth(runs: list[tuple[int, int]], n: int) -> int | None:
 
 def _told(errors: list[dict[str, Any]]) -> str:
     """The provider's own words, as far as one can read them."""
-    words = [str(each.get("message") or each.get("code") or "") for each in errors[:3]]
+    words = [error.message or error.name for error in map(error_in, errors[:3])]
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from batchmill.dialects.open_inference.grpc.messages import SERVICE, DecodeError, Message, Method
 from batchmill.dialects.open_inference.grpc.receiving import Receiver
-from batchmill.dialects.open_inference.grpc.statuses import HTTP_STATUS, details_of, status_of
+from batchmill.dialects.open_inference.grpc.statuses import HTTP_STATUS, details_of, grpc_status_of
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
@@ -177,7 +177,7 @@ class Door:
             status = StatusCode.CANCELLED if left_s is None or left_s > 0 else StatusCode.DEADLINE_EXCEEDED
             raise
         except BatchmillError as error:
-            failure, status = error, status_of(error)
+            failure, status = error, grpc_status_of(error)
         except Exception as error:  # the edge: whoever asked is told that it is not their fault, and no more
             log.error("request %s failed", served.id, exc_info=error)
             failure = BatchmillError(f"the server failed to answer; its log has more under request {served.id}")

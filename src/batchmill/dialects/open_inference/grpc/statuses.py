@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from batchmill import errors
 from batchmill.errors import BatchmillError
+from batchmill.wire.error_statuses import row_of, status_of
 
 DETAILS_BYTES_MAX = 4096  # a status travels in a header, of which clients take 8 KiB
-# The most particular first: an error has the status of the first kind that it is.
-BY_KIND: tuple[tuple[type[BatchmillError], StatusCode], ...] = (
-    (errors.UnknownName, StatusCode.NOT_FOUND),
-    (errors.TooLarge, StatusCode.RESOURCE_EXHAUSTED),
-    (errors.InvalidTransition, StatusCode.FAILED_PRECONDITION),
-    (errors.Conflict, StatusCode.ALREADY_EXISTS),
-    (errors.InvalidInput, StatusCode.INVALID_ARGUMENT),
-    (errors.Unauthenticated, StatusCode.UNAUTHENTICATED),
-    (errors.RateLimited, StatusCode.RESOURCE_EXHAUSTED),
-    (errors.Refused, StatusCode.PERMISSION_DENIED),
-    (errors.StorageFull, StatusCode.RESOURCE_EXHAUSTED),
-    (errors.JobPaused, StatusCode.UNAVAILABLE),
-    (errors.Unavailable, StatusCode.UNAVAILABLE),
-    (errors.ModelFailed, StatusCode.INTERNAL),
-    (errors.LedgerBroken, StatusCode.INTERNAL),
-    (BatchmillError, StatusCode.INTERNAL),
-)
-# Codes that say more than their kind.
+# By HTTP status, where a code has no row of its own.
+BY_HTTP_STATUS = {
+    400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.NOT_FOUND,
+    405: StatusCode.UNIMPLEMENTED,
+    408: StatusCode.INVALID_ARGUMENT,
+    409: StatusCode.ALREADY_EXISTS,
+    410: StatusCode.NOT_FOUND,
+    413: StatusCode.RESOURCE_EXHAUSTED,
+    415: StatusCode.INVALID_ARGUMENT,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    500: StatusCode.INTERNAL,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
+}
 BY_CODE = {
-    "timeout": StatusCode.DEADLINE_EXCEEDED,
+    "invalid_transition": StatusCode.FAILED_PRECONDITION,
+    "storage_full": StatusCode.RESOURCE_EXHAUSTED,
     "streams_only": StatusCode.UNIMPLEMENTED,
 }
 # What logs and metrics call it, where every other request has an HTTP status. Source: google.rpc.Code.
@@ -48,11 +48,9 @@ HTTP_STATUS = {
 }
 
 
-def status_of(error: BatchmillError) -> StatusCode:
-    """By its code, or else by its kind."""
-    if error.code in BY_CODE:
-        return BY_CODE[error.code]
-    return next(status for kind, status in BY_KIND if isinstance(error, kind))
+def grpc_status_of(error: BatchmillError) -> StatusCode:
+    """By its code, or else by the HTTP status that it has everywhere."""
+    return row_of(error, BY_CODE) or BY_HTTP_STATUS[status_of(error)]
 
 
 def details_of(message: str) -> str:
