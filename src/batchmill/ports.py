@@ -21,7 +21,6 @@ from batchmill.types import (
     LiveHead,
     LiveRequest,
     ModelSpec,
-    Once,
     Outcome,
     Provision,
     RemoteJob,
@@ -214,12 +213,6 @@ class Jobs(Protocol):
         With `order.once` an order that was taken already is that job again: `how` is "repeated".
         Raises: Conflict for a key that stands for another order.
         """
-
-    async def ordered(self, once: Once) -> str | None:
-        """The job that an order with this name is already; None: it would be a new one. Raises: Conflict."""
-
-    async def answered(self, key: str) -> None:
-        """The reply to the order with this `once.key` has been delivered: a blind one that comes again is another."""
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
         """Jobs, the newest first; without their `problems`. Raises UnknownName for an `after` that is none of them."""

@@ -39,6 +39,7 @@ from batchmill.services.links import LinkService
 from batchmill.services.live_calls import LiveCalls
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.tasks import RemoteTasks
+from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
@@ -132,15 +133,21 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
         )
     )  # fmt: skip
     close_last(stack, lambda _: _end(sweeping))
+    repeats = RepeatedOrders(database, clock)
     tasks = RemoteTasks(
-        database, remote.models, remote.calls, JobTasks(database, desk, quotas), clock=clock, entry=config.ml_commons
+        database,
+        remote.models,
+        remote.calls,
+        JobTasks(database, desk, repeats, quotas),
+        clock=clock,
+        entry=config.ml_commons,
     )
     close_last(stack, lambda _: tasks.close())
     await tasks.open()
     late = LateReplies(database, clock, functions, webhooks.courier, quotas)
     close_last(stack, lambda at_once: late.close(at_once=at_once))
     return Services(
-        jobs=desk, files=files, uploads=uploads, links=links, datasets=datasets, keys=store.keys,
+        jobs=desk, repeats=repeats, files=files, uploads=uploads, links=links, datasets=datasets, keys=store.keys,
         directory=directory, live=LiveCalls(jobs.live, directory, clock, admit=remote.models.admit),
         functions=functions, versions=versions, webhooks=webhooks, vault=store.vault, connectors=remote.connectors,
         groups=remote.groups, remote_models=remote.models, programs=remote.programs, remote_tasks=tasks,

@@ -13,6 +13,7 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.tasks import RemoteTasks
+from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -45,7 +46,8 @@ class TaskRoom:
             config, self.database, self.vault, self.clock, ModelDirectory(ConfiguredModels(config))
         )
         self.connectors, self.models = self.remote.connectors, self.remote.models
-        jobs = JobTasks(self.database, None)  # type: ignore[arg-type]  # no task of these tests has a job
+        self.repeats = RepeatedOrders(self.database, self.clock)
+        jobs = JobTasks(self.database, None, self.repeats)  # type: ignore[arg-type]  # no task of these tests has a job
         self.tasks = RemoteTasks(
             self.database, self.models, self.remote.calls, jobs, clock=self.clock, entry=self.entry
         )  # fmt: skip

@@ -38,6 +38,7 @@ from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.task_records import DEPLOY_MODEL, RUNNING
 from batchmill.services.remote.tasks import RemoteTasks
+from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.services.uploads import NewUpload, UploadService
@@ -81,7 +82,7 @@ class Room:
         self.vault = Vault(database, box, clock, self.quotas)
         self.keys = KeyService(database, clock, self.quotas)
         self.remote = make_remote(config, database, self.vault, clock, directory)
-        jobs = JobTasks(database, None, self.quotas)  # type: ignore[arg-type]  # no task here has a job
+        jobs = JobTasks(database, None, RepeatedOrders(database, clock), self.quotas)  # type: ignore[arg-type]  # no task here has a job
         self.tasks = RemoteTasks(
             database, self.remote.models, self.remote.calls, jobs, clock=clock, entry=config.ml_commons
         )  # fmt: skip

@@ -129,7 +129,7 @@ async def test_a_lost_reply_makes_no_second_batch(room, service, model, wrong):
     (task,) = await room.tasks.all(ANN)
     assert (task.state, task.is_unknown) == ("FAILED", True)
     assert refused.value.message in task.error and "nobody can say whether the provider took it" in task.error
-    await room.tasks.answered(order())
+    await room.repeats.delivered(order())
     taken = len(service.jobs)
     with pytest.raises(Conflict, match=f"the same request came before as task {task.id}") as conflict:
         await room.tasks.predict(ANN, model, GIVEN, order())
@@ -176,7 +176,7 @@ async def test_a_look_does_not_bring_a_forgotten_order_back(room, service, model
     looking = asyncio.ensure_future(room.tasks.get(ANN, first.id))
     while not room.tasks._looking:
         await asyncio.sleep(0)
-    await room.tasks.answered(order())
+    await room.repeats.delivered(order())
     await looking
     assert (await room.tasks.predict(ANN, model, GIVEN, order())).id != first.id
 
@@ -193,14 +193,14 @@ async def test_repeats_join(room, service, model):
     service.gate.set()
     assert await first == await second == await room.tasks.predict(ANN, model, GIVEN, order())
     assert len(service.jobs) == 1
-    await room.tasks.answered(order())
+    await room.repeats.delivered(order())
     assert (await room.tasks.predict(ANN, model, GIVEN, order())).id != (await first).id
 
 
 async def test_a_key_is_one_order_for_ever(room, service, model):
     """With an Idempotency-Key an order is the same after its reply too; another order under the key is refused."""
     first = await room.tasks.predict(ANN, model, GIVEN, order(key="k"))
-    await room.tasks.answered(order(key="k"))
+    await room.repeats.delivered(order(key="k"))
     assert (await room.tasks.predict(ANN, model, GIVEN, order(key="k"))).id == first.id
     with pytest.raises(Conflict):
         await room.tasks.predict(ANN, model, GIVEN, order(b'{"other": 1}', key="k"))

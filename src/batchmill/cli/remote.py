@@ -131,9 +131,6 @@ class RemoteJobs:
         self._orders[job.id] = order
         return Submitted(job.id, "started")
 
-    async def answered(self, key: str) -> None:
-        """The SDK gives each order a key of its own: none is blind."""
-
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
         found = []
         if query.project is not None:

@@ -310,12 +310,6 @@ class JobService:
             await self._move(job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
             await self._move(job_id, JobState.CANCELLED, finished=now)
 
-    async def ordered(self, once: Once) -> str | None:
-        return await submissions.known(self._ledger.database, once, self._clock.now())
-
-    async def answered(self, key: str) -> None:
-        await self._ledger.database.write(submissions.answered, key, self._clock.now())
-
     # -- looking ------------------------------------------------------------------------------------------------------
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:

@@ -1,4 +1,16 @@
-"""Whether a reply has arrived: written whole to a client that was there, and acknowledged by its machine."""
+"""Whether a reply has arrived: written whole to a client that was there, and acknowledged by its machine.
+
+Two promises stand on this proof, and nothing else does:
+
+* An order without an idempotency key, from a client that sends no retry header (requests, predibase, opensearch-py),
+  makes one job when its reply is lost and the client sends it again, and a second job when the client has its reply
+  and means another. Only the acknowledgement tells these apart: `take_order`, `services/repeats.py`.
+* A link that works once is used up by a download that arrived, and not by one that broke off: `services/links.py`.
+
+A reply without a callback costs one comparison. One with a callback costs two system calls where the acknowledgement is
+there at once, and a duplicate of the socket until it comes, 15 s at the most, where it is not. Requests that come
+meanwhile take the normal way, never the fast path, since they may be the repeat.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +21,28 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from batchmill.server.operations import Callback
+from batchmill.server.operations import Call, Callback
+from batchmill.services.repeats import RepeatedOrders
+from batchmill.types import Once
 
 POLLS_S = (0.001, 0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0)  # how long to wait for an acknowledgement, step by step
 ESTABLISHED, CLOSED = 1, 7  # of TCP_INFO; a client that has closed its end leaves CLOSE_WAIT
 CAN_ASK = sys.platform == "linux"
+
+
+async def take_order(call: Call, repeats: RepeatedOrders, once: Once, submit: Callable[[], Awaitable[str]]) -> str:
+    """The id of the job that an order is or becomes; from then on it is stored, and nothing may fail.
+
+    An order that is known already is answered whatever has become of its input, its model or the key's rate.
+    """
+    job = await repeats.find(once)
+    if job is None:
+        call.spend()
+        job = await submit()
+    call.on_delivered(lambda: repeats.delivered(once))
+    return job
 
 
 class Delivery:
@@ -28,7 +55,7 @@ class Delivery:
             self._socket.shutdown(socket.SHUT_WR)  # the transport's own close would wait for ours
         self.is_over = False
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Run the callbacks, once, if the reply has arrived."""
         if self.is_over or self._transport.get_write_buffer_size():
             return
@@ -36,7 +63,7 @@ class Delivery:
             self.is_over = True  # it was reset: what had not been read is lost
         elif _unacknowledged(self._socket) == 0:
             self.is_over = True
-            await told(self._callbacks)
+            await _run(self._callbacks)
 
     def close(self) -> None:
         self.is_over = True
@@ -44,7 +71,7 @@ class Delivery:
 
 
 class Deliveries:
-    """Replies that somebody wants to know about and that are still on their way."""
+    """Replies with callbacks that are still on their way."""
 
     def __init__(self) -> None:
         self._open: set[Delivery] = set()
@@ -54,11 +81,11 @@ class Deliveries:
         """Call back when the reply that was just written arrives: now, or from the background."""
         sock = transport.get_extra_info("socket")
         if not CAN_ASK or sock is None:
-            return await told(callbacks)
+            return await _run(callbacks)
         if sock.fileno() < 0 or _state(sock) == CLOSED:
             return None
         if not transport.get_write_buffer_size() and _unacknowledged(sock) == 0:
-            return await told(callbacks)
+            return await _run(callbacks)
         delivery = Delivery(transport, callbacks)
         self._open.add(delivery)
         task = asyncio.create_task(self._wait(delivery))
@@ -68,19 +95,19 @@ class Deliveries:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits to hear of a reply."""
+        """No reply is waited for."""
         return not self._open
 
-    async def look(self) -> None:
-        """Before a request is looked at: what has arrived counts as arrived, whenever it was noticed."""
+    async def check(self) -> None:
+        """Before a request is handled: what has arrived counts as arrived, whenever it was noticed."""
         for delivery in list(self._open):
-            await delivery.look()
+            await delivery.check()
 
     async def _wait(self, delivery: Delivery) -> None:
         try:
             for seconds in POLLS_S:
                 await asyncio.sleep(seconds)
-                await delivery.look()
+                await delivery.check()
                 if delivery.is_over:
                     return
         finally:
@@ -95,7 +122,7 @@ class Deliveries:
             await asyncio.wait(self._tasks)
 
 
-async def told(callbacks: Sequence[Callback]) -> None:
+async def _run(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         await callback()
 

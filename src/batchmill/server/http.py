@@ -153,7 +153,7 @@ class HttpRoot:
     async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> tuple[Call, Response]:
         headers, served = scope["headers"], reply.served
         self.hosts.check(scope["method"], headers)
-        await self.deliveries.look()
+        await self.deliveries.check()
         if found.route is None:
             raise _no_route(scope, found)
         operation = found.route.operation

@@ -26,7 +26,6 @@ from batchmill.types import (
     JobQuery,
     JobView,
     LedgerReport,
-    Once,
     RemoteJob,
     Submitted,
     Wait,
@@ -60,14 +59,6 @@ class JobDesk:
         if order.origin is not None and (trace := traceparent.get()) is not None:
             order = msgspec.structs.replace(order, origin=order.origin | {"traceparent": trace})
         return await self._jobs.submit(order)
-
-    async def ordered(self, once: Once) -> str | None:
-        """As `ports.Jobs.ordered`."""
-        return await self._jobs.ordered(once)
-
-    async def answered(self, key: str) -> None:
-        """As `ports.Jobs.answered`."""
-        await self._jobs.answered(key)
 
     async def show(self, caller: Caller, job_id: str) -> JobView:
         return (await self._shown(await self._own(caller, job_id)))[0]

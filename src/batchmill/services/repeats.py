@@ -1,7 +1,8 @@
-"""How an order that arrives again is known: by the caller's own key, or by being the same to the byte.
+"""Orders that arrive again: known by the caller's own key, or by being the same to the byte.
 
-Clients repeat their POSTs blindly when a reply is late or lost. What becomes of a repeat is decided where jobs are
-stored; here it is only given its name. Source: draft-ietf-httpapi-idempotency-key-header.
+Clients repeat their POSTs blindly when a reply is late or lost. `once_for` names an order, `RepeatedOrders` says which
+job it is already, and hears from `server/delivery.py` that its reply has arrived. Which job an order becomes is written
+in the transaction that stores the job (`jobs/submissions.py`). Source: draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
@@ -10,13 +11,37 @@ import hashlib
 import re
 
 import msgspec
+import sqlalchemy as sa
 
 from batchmill.errors import InvalidInput
+from batchmill.jobs import submissions
+from batchmill.ports import Clock
+from batchmill.services.remote import task_records
+from batchmill.store.database import Database
 from batchmill.types import Caller, Once
 
 KEY_CHARS_MAX = 255
 AGAIN_S = 900.0  # a client that says "I have asked before" means an order it sent at most so long ago
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
+
+
+class RepeatedOrders:
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database, self._clock = database, clock
+
+    async def find(self, once: Once) -> str | None:
+        """The job that this order is already; None: it would be a new one. Raises: Conflict."""
+        return await submissions.known(self._database, once, self._clock.now())
+
+    async def delivered(self, once: Once) -> None:
+        """The reply to this order has arrived: the same order without a key is another one from now on."""
+        if once.blind:
+            await self._database.write(_delivered, once.key, self._clock.now())
+
+
+def _delivered(db: sa.Connection, key: str, now: float) -> None:
+    submissions.answered(db, key, now)
+    task_records.forget_order(db, key)
 
 
 def once_for(

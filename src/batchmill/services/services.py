@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from batchmill.services.remote.groups import ModelGroups
     from batchmill.services.remote.models import RemoteModels
     from batchmill.services.remote.tasks import RemoteTasks
+    from batchmill.services.repeats import RepeatedOrders
     from batchmill.services.secrets.vault import Vault
     from batchmill.services.uploads import UploadService
     from batchmill.services.webhooks import WebhookService
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 class Services(Struct, frozen=True):
     jobs: JobDesk
+    repeats: RepeatedOrders
     files: FileService
     uploads: UploadService
     links: LinkService  # that carry what they allow

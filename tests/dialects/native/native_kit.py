@@ -35,7 +35,7 @@ class Kit:
         directory = ModelDirectory(ConfiguredModels(self.config))
         nothing: Any = None
         self.services = Services(
-            jobs=JobDesk(nothing, self.files, directory), files=self.files, uploads=nothing,
+            jobs=JobDesk(nothing, self.files, directory), repeats=nothing, files=self.files, uploads=nothing,
             keys=KeyService(self.database, self.clock), directory=directory, live=nothing, webhooks=nothing,
             links=nothing, datasets=nothing, adapters=nothing, llms=nothing,
             functions=nothing, versions=nothing, late=nothing, vault=nothing, connectors=nothing, groups=nothing,

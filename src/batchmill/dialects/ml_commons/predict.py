@@ -26,10 +26,9 @@ from batchmill.services.model_rows import Served
 from batchmill.services.remote import interfaces
 from batchmill.services.remote.models import RemoteModel
 from batchmill.services.remote.specs import ONLINE
-from batchmill.services.remote.task_records import TaskRecord
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
-from batchmill.types import Caller, LiveHead, LiveRequest, Once, Scope
+from batchmill.types import Caller, LiveHead, LiveRequest, Scope
 from batchmill.types.connectors import (
     BATCH_PREDICT,
     BATCH_PREDICT_STATUS,
@@ -154,15 +153,8 @@ class Predict:
             _check_fields(told)
             parameters = _parameters(told)
             task = await self._tasks.predict(call.caller, model.id, parameters, once)
-        self._once_delivered(call, task, once)
+        call.on_delivered(lambda: self._services.repeats.delivered(once))
         return reply(call, {"task_id": task.id, "status": "CREATED", "remote_job": task.remote_job})
-
-    def _once_delivered(self, call: Call, task: TaskRecord, once: Once) -> None:
-        """A client that has its reply and sends the same again means another batch."""
-        if task.has_dataset:
-            call.on_delivered(lambda: self._services.jobs.answered(once.key))
-        else:
-            call.on_delivered(lambda: self._tasks.answered(once))
 
 
 class _Said(Struct, frozen=True):

@@ -76,16 +76,16 @@ class Jobs:
             retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
         # An order that is known already is answered whatever has become of its files, its models or the key's rate.
-        known = await self._desk.ordered(once)
+        repeats = self._services.repeats
+        known = await repeats.find(once)
+        call.on_delivered(lambda: repeats.delivered(once))
         if known is not None:
-            call.on_delivered(lambda: self._desk.answered(once.key))
             view = self._shown.job(*await self._desk.show_with_results(call.caller, known))
             return json_reply(Accepted("repeated", view), 201)
         call.spend()
         async with self._orders.inputs(call.caller, asked) as records:
             order = self._orders.job(call.caller, asked, records, once)
             submitted = await self._desk.submit(call.caller, order)
-        call.on_delivered(lambda: self._desk.answered(once.key))
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
             view = self._shown.job(*await self._desk.show_with_results(call.caller, submitted.id))

@@ -16,8 +16,8 @@ from batchmill.dialects.openai.batch_object import Batch, batch_id, batch_of, jo
 from batchmill.dialects.openai.errors import UnknownParam
 from batchmill.dialects.openai.files import ExpiresAfter
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
-from batchmill.server import orders
 from batchmill.server.bodies import Refusal
+from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
 from batchmill.services.job_desk import NO_RESULTS, ResultIds
@@ -87,7 +87,7 @@ class Batches:
 
     async def create(self, call: Call) -> Response:
         once = self._once(call)
-        job = await orders.take(call, self._desk, once, lambda: self._submit(call, once))
+        job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
             view, results = await self._desk.show_with_results(call.caller, job)

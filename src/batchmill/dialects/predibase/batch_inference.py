@@ -15,7 +15,7 @@ from batchmill.dialects.predibase.datasets import CONFLICT, MISSING, why_failed
 from batchmill.dialects.predibase.downloads import Downloads
 from batchmill.dialects.predibase.server_config import ServerConfig, of_server_config
 from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
-from batchmill.server import orders
+from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.datasets.records import OPENAI, DatasetRecord, DatasetState
 from batchmill.services.files import FileRecord
@@ -91,7 +91,7 @@ class BatchInference:
     async def create(self, call: Call) -> Response:
         key, arrived = call.request.headers.get("idempotency-key"), self._services.clock.now()
         once = once_for(call.caller, ROUTE, call.raw, key, 0, arrived=arrived)
-        job = await orders.take(call, self._desk, once, lambda: self._submit(call, once))
+        job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the client gets its id, and does not send the order again.
         try:
             view, results = await self._desk.show_with_results(call.caller, job)

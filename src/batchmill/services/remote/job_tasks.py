@@ -16,6 +16,7 @@ from batchmill.services.job_desk import JobDesk, ResultIds
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.states import state_of_job
 from batchmill.services.remote.task_records import BATCH_PREDICTION, FAILED, RUNNING, TaskRecord
+from batchmill.services.repeats import RepeatedOrders
 from batchmill.states import JobState
 from batchmill.store.database import Database
 from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, ProjectQuotas, RemoteJob, Scope
@@ -38,12 +39,14 @@ WORDS = {
 
 
 class JobTasks:
-    def __init__(self, database: Database, desk: JobDesk, quotas: ProjectQuotas = ProjectQuotas()) -> None:
-        self._database, self._desk, self.quotas = database, desk, quotas
+    def __init__(
+        self, database: Database, desk: JobDesk, repeats: RepeatedOrders, quotas: ProjectQuotas = ProjectQuotas()
+    ) -> None:
+        self._database, self._desk, self._repeats, self.quotas = database, desk, repeats, quotas
 
     async def known(self, caller: Caller, once: Once) -> TaskRecord | None:
         """The task that an order is already."""
-        job = await self._desk.ordered(once)
+        job = await self._repeats.find(once)
         return None if job is None else await self._of_job(caller, job)
 
     async def submit(self, caller: Caller, task: TaskRecord, order: JobOrder, tasks_max: int) -> TaskRecord:

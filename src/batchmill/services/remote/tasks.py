@@ -190,11 +190,6 @@ class RemoteTasks:
         )  # fmt: skip
         return await self._jobs.submit(caller, task, order, self._entry.max_batch_inference_tasks)
 
-    async def answered(self, once: Once) -> None:
-        """The reply to this order has been delivered: a blind one that comes again is another."""
-        if once.blind:
-            await self._database.write(records.forget_order, once.key)
-
     async def record(self, caller: Caller, model_id: str, kind: str, state: str) -> TaskRecord:
         """Something else that was done with a model, and is over."""
         now = self._clock.now()
