@@ -21,10 +21,10 @@ from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import Gate
+from batchmill.server.fast_path import FastPath
 from batchmill.server.health import Health
 from batchmill.server.hosts import Hosts, is_loopback
 from batchmill.server.http import HttpRoot
-from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
 from batchmill.server.own import Own
@@ -188,8 +188,9 @@ async def _open_front(
     close_last(stack, lambda _: root.close())
     closing: list[Close] = []
     close_last(stack, lambda at_once: _close_front(services.stopping, closing, at_once=at_once))
-    lane = Lane(root) if app is root else None  # the span of a traced request is made on the normal way
-    listener = Listener(app, sock, root=root, drain_s=REQUESTS_DRAIN_S, lane=lane)
+    # The span of a traced request is made on the normal way.
+    fast_path = FastPath(root) if app is root else None
+    listener = Listener(app, sock, root=root, drain_s=REQUESTS_DRAIN_S, fast_path=fast_path)
     closing.append(lambda at_once: listener.close(at_once=at_once))
     await listener.open()
     if config.server.grpc_port is None:

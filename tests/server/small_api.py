@@ -17,9 +17,9 @@ from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge
 from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.server.connection import Connection
+from batchmill.server.fast_path import FastPath
 from batchmill.server.hosts import Hosts
 from batchmill.server.http import HttpRoot
-from batchmill.server.lane import Lane
 from batchmill.server.listening import Listener, bind
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.types import Caller, Scope
@@ -177,7 +177,7 @@ async def small_api(
     connection: type[Connection] = Connection,
     body_bytes_max: int = 1000,
     dialect: SmallDialect | None = None,
-    has_lane: bool = True,
+    has_fast_path: bool = True,
     admission: Admission | None = None,
 ) -> AsyncIterator[Small]:
     sock = bind("127.0.0.1", 0)
@@ -193,7 +193,9 @@ async def small_api(
         admission=admission,
         programs=programs,
     )
-    listener = Listener(root, sock, root=root, drain_s=1, connection=connection, lane=Lane(root) if has_lane else None)
+    listener = Listener(
+        root, sock, root=root, drain_s=1, connection=connection, fast_path=FastPath(root) if has_fast_path else None
+    )
     await listener.open()
     address = sock.getsockname()[:2]
     try:

@@ -84,7 +84,7 @@ async def test_wrong_keys_are_counted_by_address():
 
 async def test_minted_keys_pay_with_the_rate_of_their_minter():
     """All keys that a key minted, whoever of them asks, have its rate together with it; one that has none of its own
-    has the server's default. A refused request costs nobody anything, and the express lane counts the same."""
+    has the server's default. A refused request costs nobody anything, and the fast path counts the same."""
     for rate, default in ((10, None), (None, 10)):
         gate = Gate(HeldKeys(), HeldClock(), default)
         minter = Caller("one", Scope.ADMIN, "m", None, rate)

@@ -1,7 +1,7 @@
 """A connection of a client that may be slow, broken or hostile: uvicorn's protocol with limits on time and size.
 
-Plain requests to express operations leave uvicorn's way here: see `lane`. Of what is no request, and of what follows a
-refusal, nothing is kept.
+Plain requests to operations with a fast handler leave uvicorn's way here: see `server/fast_path.py`. Of what is no
+request, and of what follows a refusal, nothing is kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable
 from batchmill.server.admission.addresses import group_of
 from batchmill.server.admission.connections import ConnectionPool, Stage
-from batchmill.server.lane import Asked, Flight, Lane
+from batchmill.server.fast_path import FastPath, FastReply, FastRequest
 
 HEAD_BYTES_MAX = 64 * 1024
 HEADERS_MAX = 128  # of one head
 HEAD_PATIENCE_S = 5.0  # a head that is so old has come at the least rate
 HEAD_RATE_MIN = 64  # bytes a second
-LANE_BODY_S = 0.1  # on the lane, from the first read to the end of the body
+FAST_BODY_S = 0.1  # on the fast path, from the first read to the end of the body
 PIPELINED_MAX = 64  # requests sent before the first of them was answered
 LEFTOVER_BYTES_MAX = 64 * 1024  # the length of a refused body that is read past, of a client that showed a key
 # What comes with a body and is none of it: sizes of chunks, their extensions, trailers.
@@ -49,7 +49,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lane: Lane | None = self.config.lane  # type: ignore[attr-defined]
+        self._fast_path: FastPath | None = self.config.fast_path  # type: ignore[attr-defined]
         self._pool: ConnectionPool = self.config.pool  # type: ignore[attr-defined]
         self._unreadable: Callable[[BatchmillError], Response] = self.config.unreadable  # type: ignore[attr-defined]
         self.address, self.project, self.url = "", "", b""
@@ -64,10 +64,10 @@ class Connection(HttpToolsProtocol):
         self._has_begun = self._is_timed = False  # a head that is not complete; its time runs
         self._lingers = False  # the reply under way is the last one
         self._is_over = False  # nothing that still comes is looked at
-        self._asked: Asked | None = None  # its headers fit the lane, and its body comes
+        self._fast_request: FastRequest | None = None  # its headers fit the fast path, and its body comes
         self._body: list[bytes] = []
-        self._leaving: asyncio.TimerHandle | None = None  # when a body that is still coming has to leave the lane
-        self._flight: Flight | None = None  # under way on the lane
+        self._leaving: asyncio.TimerHandle | None = None  # when a body that is still coming has to leave the fast path
+        self._fast_reply: FastReply | None = None  # under way on the fast path
         self._unsent = 0  # bytes of replies that the client had not taken when that was looked at last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -86,11 +86,11 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self._timer is not None:
             self._timer.cancel()
-        flight, self._flight = self._flight, None
+        reply, self._fast_reply = self._fast_reply, None
         self._stay()
-        self._asked, self._body = None, []
-        if flight is not None:
-            flight.drop()
+        self._fast_request, self._body = None, []
+        if reply is not None:
+            reply.drop()
         super().connection_lost(exc)
         self.app_state = {}  # which leads back here
 
@@ -119,8 +119,8 @@ class Connection(HttpToolsProtocol):
         if self._has_begun and not self._is_timed:
             self._is_timed = True
             self._within(min(HEAD_PATIENCE_S, self.head_s))
-        if self._asked is not None and self._leaving is None and self.parser is not None:
-            self._leaving = self.loop.call_later(LANE_BODY_S, self._leave_late)
+        if self._fast_request is not None and self._leaving is None and self.parser is not None:
+            self._leaving = self.loop.call_later(FAST_BODY_S, self._leave_late)
         if self._in_head and (self._head_bytes > HEAD_BYTES_MAX or len(self.headers or ()) > HEADERS_MAX):
             self._refuse(self._too_long())
         elif len(self.pipeline) > PIPELINED_MAX or self._framing > FRAMING_BYTES_MAX:
@@ -130,7 +130,7 @@ class Connection(HttpToolsProtocol):
 
     def stage(self) -> Stage:
         """What it is doing, for the pool: a stranger's request that has no place yet is no reason to stay."""
-        if self._flight is not None or self.is_placed:
+        if self._fast_reply is not None or self.is_placed:
             return Stage.BUSY
         if self._is_over or self._lingers:
             return Stage.REFUSED
@@ -169,11 +169,11 @@ class Connection(HttpToolsProtocol):
         """Answer what cannot be read, and read no further."""
         is_open = not self.transport.is_closing()
         cycle = self.cycle
-        is_behind = self._flight is not None or bool(self.pipeline)
+        is_behind = self._fast_reply is not None or bool(self.pipeline)
         if cycle is not None and not cycle.response_complete:  # the broken body is its own, or what came behind it
             is_behind = is_behind or cycle.response_started or not cycle.more_body
         self._is_over = True
-        self._asked, self._body = None, []
+        self._fast_request, self._body = None, []
         self._stay()
         response = self._unreadable(error)
         if not is_open:
@@ -221,9 +221,9 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = self._has_begun = True
-        if self._lane is None:
+        if self._fast_path is None:
             super().on_message_begin()
-        else:  # which is done only for those that leave the lane
+        else:  # which is done only for those that leave the fast path
             self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -240,12 +240,12 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._has_begun = self._is_timed = False
         self._head_bytes = self._framing = 0
         self._deadline = None
-        if self._lane is None:
+        if self._fast_path is None:
             super().on_headers_complete()
             return
         if self._is_free() and self.parser.get_method() == b"POST" and self.parser.get_http_version() == "1.1":
-            self._asked = self._lane.look(self.url, self.headers)
-        if self._asked is None:
+            self._fast_request = self._fast_path.match(self.url, self.headers)
+        if self._fast_request is None:
             self._go_normally()
 
     def _size(self) -> int:
@@ -268,12 +268,12 @@ class Connection(HttpToolsProtocol):
     def _leave_late(self) -> None:
         """The body takes longer: it is read piece by piece, within its time."""
         self._leaving = None
-        if self._asked is not None and not self.transport.is_closing():
-            self._leave_lane(self._asked)
+        if self._fast_request is not None and not self.transport.is_closing():
+            self._leave_fast_path(self._fast_request)
 
     def shutdown(self) -> None:
-        if self._asked is not None:  # uvicorn knows only of requests that go its way
-            self._leave_lane(self._asked)
+        if self._fast_request is not None:  # uvicorn knows only of requests that go its way
+            self._leave_fast_path(self._fast_request)
         super().shutdown()
 
     def _stay(self) -> None:
@@ -281,10 +281,10 @@ class Connection(HttpToolsProtocol):
             self._leaving.cancel()
             self._leaving = None
 
-    def _leave_lane(self, asked: Asked) -> None:
+    def _leave_fast_path(self, request: FastRequest) -> None:
         """The normal way, with what has come of the body."""
         self._stay()
-        self._asked = None
+        self._fast_request = None
         self._go_normally()
         body, self._body = b"".join(self._body), []
         if body:
@@ -292,26 +292,26 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._framing -= (FRAMING_TIMES + 1) * len(body)
-        if self._asked is not None:
+        if self._fast_request is not None:
             self._body.append(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        asked = self._asked
+        request = self._fast_request
         self._in_head = True
-        if asked is not None and self._lane is not None:
+        if request is not None and self._fast_path is not None:
             self._stay()
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            flight = None if self.transport.is_closing() else self._lane.begin(asked, body, self._answered)
-            if flight is None:
-                self._leave_lane(asked)
+            reply = None if self.transport.is_closing() else self._fast_path.begin(request, body, self._answered)
+            if reply is None:
+                self._leave_fast_path(request)
             else:
-                self._asked, self._body = None, []
-                if flight.has_key and not self.is_known:
-                    self.know(flight.project)
-                if not flight.response_complete:
-                    self.cycle = self._flight = flight  # type: ignore[assignment]
+                self._fast_request, self._body = None, []
+                if reply.has_key and not self.is_known:
+                    self.know(reply.project)
+                if not reply.response_complete:
+                    self.cycle = self._fast_reply = reply  # type: ignore[assignment]
                 return
         is_answered = self.cycle.response_complete  # then nobody else waits for the next request
         self._within(self.timeout_keep_alive if is_answered else None)
@@ -319,14 +319,14 @@ class Connection(HttpToolsProtocol):
 
     # -- what becomes of requests -------------------------------------------------------------------------------------
 
-    def _answered(self, flight: Flight, data: bytes) -> None:
-        """Send the reply of a request on the lane; then comes the next one."""
-        self._flight = None
+    def _answered(self, reply: FastReply, data: bytes) -> None:
+        """Send the reply of a request on the fast path; then comes the next one."""
+        self._fast_reply = None
         if self.transport.is_closing():
             return
         self.transport.write(data)
         self.server_state.total_requests += 1
-        if not flight.keep_alive:
+        if not reply.keep_alive:
             self.transport.close()
             self._within(self.timeout_keep_alive)
         elif self.pipeline:
@@ -335,10 +335,10 @@ class Connection(HttpToolsProtocol):
         else:
             self._within(self.timeout_keep_alive if self._in_head and not self._head_bytes else self.head_s)
 
-    def end_flight(self) -> None:
+    def end_fast_reply(self) -> None:
         """The time that requests had when the server stopped is over."""
-        if self._flight is not None:
-            self._flight.stop(Unavailable("the server is stopping; try again"))
+        if self._fast_reply is not None:
+            self._fast_reply.stop(Unavailable("the server is stopping; try again"))
 
     def on_response_complete(self) -> None:
         is_last, cycle = not self.pipeline, self.cycle
@@ -390,7 +390,7 @@ class Connection(HttpToolsProtocol):
         return self._head_bytes >= HEAD_RATE_MIN * HEAD_PATIENCE_S
 
     def _has_taken(self) -> bool:
-        """The client reads a long reply: there is less of it than when this was asked last."""
+        """The client reads a long reply: there is less of it than when this was request last."""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         return self._unsent != before
 

@@ -1,4 +1,4 @@
-"""Answers of functions as HTTP replies: whole, by the express way, or event by event. Knows no dialect's envelope."""
+"""Answers of functions as HTTP replies: whole, by the fast path, or event by event. Knows no dialect's envelope."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from batchmill.errors import BatchmillError
 from batchmill.server.bodies import Refusal, parse_json
 from batchmill.server.encodings import is_wanted, packed, unpacked
-from batchmill.server.express import Cancel, Headers, Reply
+from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.operations import BODY_BYTES_MAX, Call
 from batchmill.server.piece_reply import EVENTS, PieceReply, unless_gone
 from batchmill.services.functions.paths import locate
@@ -104,14 +104,14 @@ async def stream(
     return Response(status_code=CLIENT_LEFT) if begun is None else Events(told(begun[1]), say)
 
 
-class ExpressCalls:
-    """The short way of calls that are answered in one piece. See `server.express.Express`."""
+class FastCalls:
+    """The fast path of calls that are answered in one piece. See `server.fast_path.FastHandler`."""
 
     def __init__(self, functions: FunctionCalls, form: str, *, packs: bool = False) -> None:
         self._functions, self._form, self._packs = functions, form, packs
 
     def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
-        """As `Express.begin`: whatever is wrong with a request is told by its handler."""
+        """As `FastHandler.begin`: whatever is wrong with a request is told by its handler."""
         head = b""
         for name, value in headers:
             if name == b"content-encoding" or (self._packs and name == b"accept-encoding" and is_wanted(value)):

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from batchmill.errors import BatchmillError, InvalidConfig
 from batchmill.server.admission.connections import ConnectionPool
 from batchmill.server.connection import Connection
+from batchmill.server.fast_path import FastPath
 from batchmill.server.http import HttpRoot
-from batchmill.server.lane import Lane
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
@@ -27,7 +27,7 @@ CANCELLED_S = 2.0  # for requests that were cancelled to say so
 class _Config(uvicorn.Config):
     """What uvicorn hands to each connection."""
 
-    lane: Lane | None
+    fast_path: FastPath | None
     pool: ConnectionPool
     unreadable: Callable[[BatchmillError], Response]
 
@@ -59,15 +59,15 @@ class Listener:
         root: HttpRoot,
         drain_s: int,
         connection: type[Connection] = Connection,
-        lane: Lane | None = None,
+        fast_path: FastPath | None = None,
     ) -> None:
-        """Args: app: `root`, or what is around it; lane: of requests that need not go through `app`."""
+        """Args: app: `root`, or what is around it; fast_path: of requests that need not go through `app`."""
         config = _Config(
             app, http=connection, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
             backlog=ACCEPTED_MAX,
         )  # fmt: skip
-        config.lane, config.pool, config.unreadable = lane, root.admission.pool, root.unreadable
+        config.fast_path, config.pool, config.unreadable = fast_path, root.admission.pool, root.unreadable
         self._sock, self._server = sock, _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -91,7 +91,7 @@ class Listener:
                 task.cancel()
         await asyncio.wait({self._serving})
         for connection in list(state.connections):
-            connection.end_flight()
+            connection.end_fast_reply()
         if state.tasks:  # they were cancelled, by us or at the end of the time that they had
             await asyncio.wait(state.tasks, timeout=CANCELLED_S)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
 from batchmill.server.error_replies import SCHEMA, Envelope, text_reply
-from batchmill.server.function_replies import ExpressCalls, answer, body_of, head_of, stream
+from batchmill.server.function_replies import FastCalls, answer, body_of, head_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.piece_reply import EVENTS
 from batchmill.services.functions.paths import locate
@@ -66,12 +66,12 @@ class InferlessDialect:
         self._hide = Places(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
-        express = ExpressCalls(self._functions, FORM)
+        fast_handler = FastCalls(self._functions, FORM)
         return [
             Operation(
                 f"callInferlessApp{suffix}", "POST", path, "Call an app with tensors", Scope.SUBMIT, self.infer,
                 body=_BODY, reply=(_REPLY, Content(EVENTS, {"type": "string"})), errors=(404, 504), is_raw=True,
-                body_bytes_max=None, express=express,
+                body_bytes_max=None, fast_handler=fast_handler,
             )
             for suffix, path in PATHS
         ]  # fmt: skip

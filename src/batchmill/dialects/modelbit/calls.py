@@ -13,11 +13,11 @@ import msgspec
 from starlette.responses import Response
 
 from batchmill.dialects.modelbit.errors import envelope
-from batchmill.dialects.modelbit.express import ExpressRows
+from batchmill.dialects.modelbit.express import FastRows
 from batchmill.dialects.modelbit.later import Later
 from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.requests import Wanted, is_batch, read_wanted
-from batchmill.dialects.modelbit.urls import PATHS, branch_of, is_certain, is_ours
+from batchmill.dialects.modelbit.metadata import PATHS, branch_of, is_certain, is_ours
 from batchmill.errors import BatchmillError, ModelFailed, UnknownName
 from batchmill.server.bodies import Refusal
 from batchmill.server.function_replies import Events, answer, reply_of
@@ -65,12 +65,12 @@ class Calls:
         self._hide = Places(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
-        express = ExpressRows(self._functions)
+        fast_handler = FastRows(self._functions)
         return [
             Operation(
                 f"callDeployment{suffix}", "POST", path, "Call a function once, or for many rows", Scope.SUBMIT,
                 self.call, body=_BODY, reply=_REPLY, errors=(404, 409, 422), is_raw=True, claims=is_ours,
-                body_bytes_max=None, express=express,
+                body_bytes_max=None, fast_handler=fast_handler,
             )
             for suffix, path in PATHS.items()
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The short way of calls that want nothing but an answer. See `server.express.Express`."""
+"""The fast path of calls that want nothing but an answer. See `server.fast_path.FastHandler`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from batchmill.dialects.modelbit.requests import is_plain
 from batchmill.dialects.modelbit.urls import branch_of
 from batchmill.errors import BatchmillError
-from batchmill.server.express import Cancel, Headers, Reply
+from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.types import Caller
 from batchmill.wire.call_forms import ROWS
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _JSON = [(b"content-type", b"application/json")]
 
 
-class ExpressRows:
+class FastRows:
     def __init__(self, functions: FunctionCalls) -> None:
         self._functions = functions
 
     def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
-        """As `Express.begin`: whatever is wrong with a request is told by its handler."""
+        """As `FastHandler.begin`: whatever is wrong with a request is told by its handler."""
         if not is_plain(body):
             return None
         for name, _ in headers:

@@ -15,7 +15,7 @@ from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.server.error_replies import Envelope
 from batchmill.server.function_replies import (
     OCTETS,
-    ExpressCalls,
+    FastCalls,
     answer,
     as_accepted,
     body_of,
@@ -84,14 +84,14 @@ class Inference:
         self._hide = Places(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
-        express = ExpressCalls(self._functions, FORM, packs=True)
+        fast_handler = FastCalls(self._functions, FORM, packs=True)
         found = []
         for suffix, path in MODEL_PATHS:
             found += [
                 Operation(
                     f"inferModel{suffix}", "POST", f"{path}/infer", "Call a function with tensors", Scope.SUBMIT,
                     self.infer, body=_BODY, reply=(_REPLY, Content(OCTETS)), errors=(404, 504), is_raw=True,
-                    body_bytes_max=None, express=express,
+                    body_bytes_max=None, fast_handler=fast_handler,
                 ),
                 Operation(
                     f"inferModelStream{suffix}", "POST", f"{path}/infer_stream", "Hear a function event by event",

@@ -1,4 +1,4 @@
-"""The express lane: the same answers as the normal way, in less time; what is unusual never takes it."""
+"""The fast path: the same answers as the normal way, in less time; what is unusual never takes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from batchmill.errors import InvalidRow, Unavailable
 from batchmill.server.connection import Connection
-from batchmill.server.express import Cancel, Headers, Reply
+from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.types import Caller, Scope
 
@@ -30,7 +30,7 @@ class Hot(SmallDialect):
 
     def __init__(self) -> None:
         super().__init__()
-        self.short: list[bytes] = []  # bodies that took the lane
+        self.short: list[bytes] = []  # bodies that took the fast path
         self.long: list[bytes] = []
         self.replies: list[Reply] = []  # that wait for `answer_all`
         self.cancelled = 0
@@ -38,7 +38,7 @@ class Hot(SmallDialect):
     def operations(self) -> list[Operation]:
         hot = Operation(
             "infer", "POST", "/hot/{model}/infer", "Hot", Scope.SUBMIT, self.infer, body=Content("*/*"),
-            body_bytes_max=None, express=self,
+            body_bytes_max=None, fast_handler=self,
         )  # fmt: skip
         return [*super().operations(), hot]
 
@@ -105,13 +105,13 @@ async def read_reply(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("body", [b'{"data": 1}', b"x" * 900, b"bad"])
 async def test_the_same_bytes_as_the_normal_way(body):
-    """A reply of the lane and one of the normal way differ in nothing, errors included."""
+    """A reply of the fast path and one of the normal way differ in nothing, errors included."""
     short, long = Hot(), Hot()
     async with api(short) as small:
-        by_lane = await talk_kept(small, post(body), 1)
-    async with api(long, has_lane=False) as small:
+        by_fast_path = await talk_kept(small, post(body), 1)
+    async with api(long, has_fast_path=False) as small:
         normally = await talk_kept(small, post(body), 1)
-    assert by_lane == normally
+    assert by_fast_path == normally
     assert (short.short, short.long, long.short, long.long) == ([body], [], [], [body])
 
 
@@ -141,7 +141,7 @@ async def test_the_same_bytes_as_the_normal_way(body):
     ],
 )
 async def test_what_is_unusual_goes_the_normal_way(data, status):
-    """Whatever the lane does not know is answered as it always was."""
+    """Whatever the fast path does not know is answered as it always was."""
     dialect = Hot()
     async with api(dialect) as small:
         reader, writer = await asyncio.open_connection(*small.address)
@@ -152,7 +152,7 @@ async def test_what_is_unusual_goes_the_normal_way(data, status):
 
 
 async def test_a_key_without_the_scope_is_refused():
-    """The lane lets nobody in whom the normal way refuses."""
+    """The fast path lets nobody in whom the normal way refuses."""
     dialect = Hot()
     async with small_api(keys=HeldKeys(**{KEY: Caller("one", Scope.READ, "k1")}), dialect=dialect) as small:
         (reply,) = await talk_kept(small, post(b"a"), 1)
@@ -160,7 +160,7 @@ async def test_a_key_without_the_scope_is_refused():
 
 
 async def test_the_rate_is_counted_once():
-    """A request on the lane costs one of the minute's, and the one too many is told when to come again."""
+    """A request on the fast path costs one of the minute's, and the one too many is told when to come again."""
     dialect = Hot()
     async with api(dialect, requests_per_minute=2) as small:
         replies = await talk_kept(small, post(b"a") * 1, 1)
@@ -241,12 +241,12 @@ class Impatient(Connection):
         return taken
 
 
-@pytest.mark.parametrize("has_lane", [True, False])
+@pytest.mark.parametrize("has_fast_path", [True, False])
 @pytest.mark.parametrize("more", [(), (b"Connection: close",)])
-async def test_who_reads_slowly_gets_the_whole_reply(has_lane, more):
+async def test_who_reads_slowly_gets_the_whole_reply(has_fast_path, more):
     """A long reply may take longer than a connection may idle, as long as some of it is taken."""
     dialect, loop = Hot(), asyncio.get_running_loop()
-    async with api(dialect, has_lane=has_lane, connection=Impatient) as small:
+    async with api(dialect, has_fast_path=has_fast_path, connection=Impatient) as small:
         with socket.socket() as client:
             client.setblocking(False)
             await loop.sock_connect(client, small.address)
@@ -262,12 +262,12 @@ async def test_who_reads_slowly_gets_the_whole_reply(has_lane, more):
                 taken += len(piece)
 
 
-@pytest.mark.parametrize("has_lane", [True, False])
+@pytest.mark.parametrize("has_fast_path", [True, False])
 @pytest.mark.parametrize("more", [(), (b"Connection: close",)])
-async def test_who_reads_nothing_is_left(has_lane, more):
+async def test_who_reads_nothing_is_left(has_fast_path, more):
     """A client that takes nothing of its reply keeps it in memory no longer than a connection may idle."""
     dialect = Hot()
-    async with api(dialect, has_lane=has_lane, connection=Impatient) as small:
+    async with api(dialect, has_fast_path=has_fast_path, connection=Impatient) as small:
         with socket.create_connection(small.address) as client:
             client.sendall(post(b"much", *more))
             connections = small.listener._server.server_state.connections
@@ -278,7 +278,7 @@ async def test_who_reads_nothing_is_left(has_lane, more):
 
 
 async def test_our_own_fault_is_hidden():
-    """What the express way of an operation raises is told as any other failure of ours."""
+    """What the fast handler of an operation raises is told as any other failure of ours."""
     dialect = Hot()
     async with api(dialect) as small:
         (reply,) = await talk_kept(small, post(b"raises"), 1)
@@ -286,12 +286,12 @@ async def test_our_own_fault_is_hidden():
 
 
 async def test_it_is_told_as_the_others_are():
-    """Route, status, sizes, project and key of a request on the lane are those of the normal way."""
+    """Route, status, sizes, project and key of a request on the fast path are those of the normal way."""
     told = {}
-    for has_lane in (True, False):
+    for has_fast_path in (True, False):
         dialect = Hot()
-        async with api(dialect, has_lane=has_lane) as small:
-            served = told[has_lane] = []
+        async with api(dialect, has_fast_path=has_fast_path) as small:
+            served = told[has_fast_path] = []
             small.root.watch(served.append)
             await talk_kept(small, post(b"abc"), 1)
             await talk_kept(small, post(b"bad"), 1)
@@ -304,7 +304,7 @@ async def test_it_is_told_as_the_others_are():
 
 
 async def test_requests_under_way_may_end_when_the_server_stops():
-    """A request on the lane is answered while the server drains, and its connection closed behind it."""
+    """A request on the fast path is answered while the server drains, and its connection closed behind it."""
     dialect = Hot()
     async with api(dialect) as small:
         reader, writer = await asyncio.open_connection(*small.address)
@@ -322,7 +322,7 @@ async def test_requests_under_way_may_end_when_the_server_stops():
 
 
 async def test_a_stop_without_time_answers_what_is_under_way():
-    """A request on the lane whose time is over hears that the server is stopping."""
+    """A request on the fast path whose time is over hears that the server is stopping."""
     dialect = Hot()
     async with api(dialect) as small:
         reader, writer = await asyncio.open_connection(*small.address)

@@ -1,12 +1,19 @@
-"""The way of a plain request to an express operation: looked at, begun and answered without a task. See `express`.
+"""The fast path: a plain call of a deployed function is matched, begun and answered without a task and without ASGI.
 
-Everything else gets None here and goes through `HttpRoot`, which this shares its gate, routes and watchers with.
+What it earns: a request of 12 bytes that is echoed costs the server's process 123 µs on the fast path and 470 µs on
+the normal one (64 connections, medians of three runs of 6,000 replies in turn). With it `benchmarks/live_functions.py`
+serves 12,700 requests a second, 1.91 times as many as mosec; the normal path alone would serve fewer than mosec.
+
+A request that is in any way unusual takes the normal way, through `HttpRoot`, with which the fast path shares gate,
+routes, admission and watchers: what a client sees is the same to the byte. `server/connection.py` hands over the heads
+and bodies that uvicorn parses, so this file and that one depend on the insides of uvicorn (see pyproject.toml).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -14,7 +21,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from batchmill.errors import BatchmillError
 from batchmill.server.access_log import Served
 from batchmill.server.auth import ANYBODY
-from batchmill.server.express import Cancel, Express, Headers
 from batchmill.server.http import REQUEST_ID, HttpRoot
 from batchmill.server.operations import JSON, Content, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
@@ -22,9 +28,34 @@ from batchmill.server.routing import Route
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 
+Headers = Sequence[tuple[bytes, bytes]]
+Cancel = Callable[[], None]  # nobody waits for the answer any more
+
+
+class Reply(Protocol):
+    """The one reply to a request; `__call__` or `refuse` ends it, whichever comes first."""
+
+    def __call__(self, status: int, headers: Headers, body: bytes) -> None:
+        """Answer. `headers` without Content-Length and those that every reply has; names in lower case."""
+
+    def refuse(self, error: BatchmillError) -> None:
+        """Answer as the operation's dialect says it: its `refusal`, as if the handler had raised."""
+
+
+class FastHandler(Protocol):
+    """How an operation answers plain requests, beside its handler: see `Operation.fast_handler`."""
+
+    def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
+        """Begin to answer, or return None without having done anything: the handler then gets the request.
+
+        Never waits and never raises. The host, the key and its rate have been looked at; `path` is decoded, `body` is
+        whole, and there is no query. `reply` may be called before this returns.
+        """
+
+
 BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, within its time
 SMALL_BYTES = 16 * 1024  # a body that is longer is counted, and is only waited for where it is known who sends it
-WAYS_MAX = 1024  # paths that are remembered
+ROUTES_MAX = 1024  # paths that are remembered
 HOSTS_MAX = 64  # Host headers that are remembered as right
 HEADS_MAX = 256  # of replies, that are remembered as they are written
 FORGET_S = 1.0  # what a path means may change
@@ -39,11 +70,11 @@ _HEADER = re.compile(rb"[a-z0-9!#$%&'*+.^_`|~-]+")
 _UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-class Way(Struct, frozen=True, eq=False):
-    """What a path means on the lane."""
+class FastRoute(Struct, frozen=True, eq=False):
+    """What a path means on the fast path."""
 
     route: Route
-    express: Express
+    handler: FastHandler
     parameters: dict[str, str]
     media: str | None  # the Content-Type that a body must have; None: any
     bytes_max: int
@@ -52,32 +83,32 @@ class Way(Struct, frozen=True, eq=False):
     operation: Operation
 
 
-class Asked(Struct, eq=False):
-    """A request whose headers are there and fit the lane."""
+class FastRequest(Struct, eq=False):
+    """A request whose headers are there and fit the fast path."""
 
-    way: Way
+    way: FastRoute
     headers: list[tuple[bytes, bytes]]
     named: dict[bytes, bytes]
 
 
-class Lane:
+class FastPath:
     def __init__(self, root: HttpRoot) -> None:
         self._root, self._clock, self._places = root, root.clock, root.admission.places
-        self._ways: dict[bytes, Way | None] = {}
+        self._routes: dict[bytes, FastRoute | None] = {}
         self._hosts: set[bytes] = set()
         self._heads: dict[tuple[tuple[bytes, bytes], ...], tuple[bytes, bytes]] = {}
-        self._looked = self._dated = -FORGET_S
+        self._cleared = self._dated = -FORGET_S
         self._date = b""
 
     # -- whether ------------------------------------------------------------------------------------------------------
 
-    def look(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> Asked | None:
-        """Whether a POST of HTTP/1.1 with these headers may take the lane, before its body is there."""
+    def match(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> FastRequest | None:
+        """Whether a POST of HTTP/1.1 with these headers may take the fast path, before its body is there."""
         now = self._clock.monotonic()
-        if now - self._looked >= FORGET_S:
-            self._ways.clear()
-            self._looked = now
-        way = self._ways.get(url, False)
+        if now - self._cleared >= FORGET_S:
+            self._routes.clear()
+            self._cleared = now
+        way = self._routes.get(url, False)
         if way is False:
             way = self._find(url)
         if way is None:
@@ -90,10 +121,10 @@ class Lane:
         size = named.get(b"content-length", b"")
         if not 0 < len(size) <= 9 or not size.isdigit() or int(size) > way.bytes_max or not self._is_right(way, named):
             return None
-        asked = Asked(way, headers, named)
-        return None if int(size) > SMALL_BYTES and self._caller(asked) is None else asked
+        request = FastRequest(way, headers, named)
+        return None if int(size) > SMALL_BYTES and self._caller(request) is None else request
 
-    def _is_right(self, way: Way, named: dict[bytes, bytes]) -> bool:
+    def _is_right(self, way: FastRoute, named: dict[bytes, bytes]) -> bool:
         host = named.get(b"host", b"")
         if host not in self._hosts:
             try:
@@ -106,83 +137,83 @@ class Lane:
             return False
         return way.media is None or named.get(b"content-type", b"").partition(b";")[0].decode("latin-1") == way.media
 
-    def _find(self, url: bytes) -> Way | None:
-        """None for what is not on the lane; a path with escapes or a query never is."""
+    def _find(self, url: bytes) -> FastRoute | None:
+        """None for what is not on the fast path; a path with escapes or a query never is."""
         way = None
         if not url.startswith(b"/") or not url.isascii() or any(each in url for each in (b"%", b"?", b"#")):
             return None
         found = self._root.routes.find("POST", url.decode())
-        if found.route is not None and (express := found.route.operation.express) is not None:
-            way = self._way(found.route, express, found.parameters)
-        if len(self._ways) < WAYS_MAX:
-            self._ways[url] = way
+        if found.route is not None and (handler := found.route.operation.fast_handler) is not None:
+            way = self._way(found.route, handler, found.parameters)
+        if len(self._routes) < ROUTES_MAX:
+            self._routes[url] = way
         return way
 
-    def _way(self, route: Route, express: Express, parameters: dict[str, str]) -> Way:
+    def _way(self, route: Route, handler: FastHandler, parameters: dict[str, str]) -> FastRoute:
         operation = route.operation
-        assert not operation.spends_itself, "an express operation is counted before it begins"
+        assert not operation.spends_itself, "an operation with a fast handler is counted before it begins"
         media = operation.body.media if isinstance(operation.body, Content) else JSON
         scopes = list(Scope)
-        return Way(
-            route, express, parameters, None if operation.is_raw or media == "*/*" else media,
+        return FastRoute(
+            route, handler, parameters, None if operation.is_raw or media == "*/*" else media,
             min(operation.bytes_max(self._root.admission.body_bytes_max), BODY_BYTES_MAX), operation.is_raw,
             frozenset(scopes if operation.scope is None else scopes[scopes.index(operation.scope) :]), operation,
         )  # fmt: skip
 
-    def _caller(self, asked: Asked) -> Caller | None:
+    def _caller(self, request: FastRequest) -> Caller | None:
         """Who asks, if they may and have a request left; None: the normal way finds out, or says what is wrong."""
-        operation = asked.way.operation
-        caller = ANYBODY if operation.scope is None else self._root.gate.known(asked.named.get(b"authorization"))
-        if caller is None or caller.scope not in asked.way.scopes or not self._root.gate.has_room(caller):
+        operation = request.way.operation
+        caller = ANYBODY if operation.scope is None else self._root.gate.known(request.named.get(b"authorization"))
+        if caller is None or caller.scope not in request.way.scopes or not self._root.gate.has_room(caller):
             return None
         return caller
 
     # -- the way ------------------------------------------------------------------------------------------------------
 
-    def begin(self, asked: Asked, body: bytes, done: Callable[[Flight, bytes], None]) -> Flight | None:
+    def begin(self, request: FastRequest, body: bytes, done: Callable[[FastReply, bytes], None]) -> FastReply | None:
         """Begin to answer a request that is whole. `done` gets the bytes of the reply."""
-        root, way = self._root, asked.way
+        root, way = self._root, request.way
         if not root.deliveries.is_idle:
             return None
         claims = way.operation.claims
-        caller = self._caller(asked) if claims is None or claims(way.parameters) else None
+        caller = self._caller(request) if claims is None or claims(way.parameters) else None
         if caller is None or not self._places.try_take(caller.project):
             return None
-        given = asked.named.get(b"x-request-id", b"")
+        given = request.named.get(b"x-request-id", b"")
         name = given.decode() if given and REQUEST_ID.fullmatch(given) else new_request_id()
         served = Served(name, "POST", way.operation.path, started=self._clock.monotonic(), bytes_in=len(body))
         served.project, served.key = caller.project, caller.key
-        flight = Flight(self, way.route, served, done, caller.project)
+        reply = FastReply(self, way.route, served, done, caller.project)
         if len(body) > SMALL_BYTES:
             if not root.admission.memory.has_room(caller.project, len(body)):
                 self._places.leave(caller.project)
                 return None
-            flight.held = len(body)
-            root.admission.memory.take(caller.project, flight.held)
+            reply.held = len(body)
+            root.admission.memory.take(caller.project, reply.held)
         token = request_id.set(name)
         try:
-            flight.cancel = way.express.begin(way.parameters, asked.headers, body, caller, flight)
+            reply.cancel = way.handler.begin(way.parameters, request.headers, body, caller, reply)
         except Exception as error:  # the edge, as in HttpRoot
-            flight.refuse(hidden(error, name))
+            reply.refuse(hidden(error, name))
         finally:
             request_id.reset(token)
-        if flight.cancel is None and not flight.response_complete:
-            flight.is_ours = False
-            self.left(flight)
+        if reply.cancel is None and not reply.response_complete:
+            reply.is_ours = False
+            self.left(reply)
             return None
         if way.operation.scope is not None:
             root.gate.spend(caller)
-        flight.go()
-        return flight
+        reply.go()
+        return reply
 
     def ended(self, served: Served) -> None:
         served.seconds = self._clock.monotonic() - served.started
         self._root.ended(served)
 
-    def left(self, flight: Flight) -> None:
-        self._places.leave(flight.project)
-        if flight.held:
-            self._root.admission.memory.give(flight.project, flight.held)
+    def left(self, reply: FastReply) -> None:
+        self._places.leave(reply.project)
+        if reply.held:
+            self._root.admission.memory.give(reply.project, reply.held)
 
     # -- the reply ----------------------------------------------------------------------------------------------------
 
@@ -221,14 +252,14 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
-class Flight:
-    """A request on the lane, and the one reply to it. It stands where uvicorn has the cycle of a request."""
+class FastReply:
+    """A request on the fast path, and the one reply to it. It stands where uvicorn has the cycle of a request."""
 
     def __init__(
-        self, lane: Lane, route: Route, served: Served, done: Callable[[Flight, bytes], None], project: str
+        self, fast_path: FastPath, route: Route, served: Served, done: Callable[[FastReply, bytes], None], project: str
     ) -> None:
         self.project, self.held = project, 0  # bytes of its body that are counted
-        self._lane, self._route, self._served, self._done = lane, route, served, done
+        self._fast_path, self._route, self._served, self._done = fast_path, route, served, done
         self._reply: bytes | None = None  # that came before `go`
         self._has_begun = False
         self.cancel: Cancel | None = None
@@ -246,7 +277,7 @@ class Flight:
         end = b"x-request-id: %b\r\n" % self._served.id.encode()
         if not self.keep_alive:
             end += b"connection: close\r\n"
-        data = self._lane.written(status, headers, body, end + b"\r\n")
+        data = self._fast_path.written(status, headers, body, end + b"\r\n")
         self.response_complete = True
         self._served.status, self._served.bytes_out = status, len(body)
         self._reply = data
@@ -283,16 +314,16 @@ class Flight:
         if cancel is not None:
             cancel()
         self._served.status = CLIENT_LEFT
-        self._lane.left(self)
-        self._lane.ended(self._served)
+        self._fast_path.left(self)
+        self._fast_path.ended(self._served)
 
     def _end(self) -> None:
         data, self._reply = self._reply, None
         self.cancel = None  # which leads back here: what goes round has to be found to be freed
         assert data is not None
-        self._lane.left(self)
+        self._fast_path.left(self)
         self._done(self, data)
-        self._lane.ended(self._served)
+        self._fast_path.ended(self._served)
 
 
 def _lines(headers: Headers) -> bytes:
