@@ -347,7 +347,7 @@ async def test_deliveries_are_looked_at_first():
 
 
 class _Pending:
-    async def look(self) -> None:
+    async def check(self) -> None:
         """It is still on its way."""
 
 

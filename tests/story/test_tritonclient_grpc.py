@@ -8,7 +8,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from story.client_envs import client_python
 from story.deployed_functions import batchmill, page_file, run_example, run_script, server_of
 
-from batchmill.dialects.open_inference.grpc.messages import METHODS
+from batchmill.dialects.open_inference.grpc.bodies import METHODS
 
 FUNCTIONS = '''
 import asyncio

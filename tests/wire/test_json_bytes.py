@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from batchmill.dialects.modelbit.requests import read_wanted
-from batchmill.dialects.open_inference.generation import _members
-from batchmill.dialects.predibase.openai_fields import read_body
+from batchmill.dialects.modelbit.calls import read_wanted
+from batchmill.dialects.open_inference.inference import _members
+from batchmill.dialects.predibase.serving import read_body
 from batchmill.engines.provider_batch import anthropic, bedrock, cohere, openai, sagemaker
 from batchmill.engines.provider_batch.calls import Answer
 from batchmill.engines.provider_batch.provider import TryAgain

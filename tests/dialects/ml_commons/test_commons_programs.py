@@ -10,8 +10,7 @@ from fakes.held_clock import HeldClock
 from batchmill.children.bounds import Bounds
 from batchmill.children.programs import Programs
 from batchmill.dialects.ml_commons import programs as work
-from batchmill.dialects.ml_commons.filter_path import filtered
-from batchmill.dialects.ml_commons.programs import Shape, found
+from batchmill.dialects.ml_commons.programs import Shape, filtered, found
 from batchmill.errors import InvalidInput, TooComplex
 from batchmill.services.documents.search import Document
 

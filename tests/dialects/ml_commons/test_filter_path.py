@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.dialects.ml_commons.filter_path import filtered
+from batchmill.dialects.ml_commons.programs import filtered
 
 REPLY = {
     "took": 3,

@@ -6,8 +6,7 @@ import struct
 import pytest
 
 from batchmill.dialects.open_inference.grpc import bodies
-from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, read_reply, response_of
-from batchmill.dialects.open_inference.grpc.messages import message
+from batchmill.dialects.open_inference.grpc.bodies import body_of, is_raw, message, read_reply, response_of
 from batchmill.errors import InvalidInput, LedgerBroken, TooLarge
 
 MAX = 1024 * 1024

@@ -6,7 +6,7 @@ from dialects.open_inference.tensor_kit import deploy
 from msgspec.structs import replace
 
 from batchmill.config import load
-from batchmill.dialects.open_inference.grpc.messages import METHODS, SERVICE
+from batchmill.dialects.open_inference.grpc.bodies import METHODS, SERVICE
 from batchmill.serving import serve
 
 STREAM = METHODS["ModelStreamInfer"]

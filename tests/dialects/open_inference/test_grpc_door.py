@@ -8,8 +8,8 @@ import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.config import ServerEntry
+from batchmill.dialects.open_inference.grpc.bodies import METHODS, SERVICE
 from batchmill.dialects.open_inference.grpc.door import Door
-from batchmill.dialects.open_inference.grpc.messages import METHODS, SERVICE
 from batchmill.errors import ModelFailed, RateLimited, Unauthenticated, UnknownName
 from batchmill.server.admission.admission import Admission
 from batchmill.server.admission.places import RequestPlaces

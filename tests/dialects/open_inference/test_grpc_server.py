@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from batchmill.config import load
-from batchmill.dialects.open_inference.grpc.messages import METHODS, SERVICE
+from batchmill.dialects.open_inference.grpc.bodies import METHODS, SERVICE
 from batchmill.errors import InvalidConfig
 from batchmill.serving import serve
 

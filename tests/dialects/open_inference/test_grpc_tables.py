@@ -8,14 +8,13 @@ from contract.dialect_suite import failing, known_errors
 from grpc import StatusCode
 
 from batchmill import errors
-from batchmill.dialects.open_inference.grpc.bodies import CONTENTS, InferResponse, message
-from batchmill.dialects.open_inference.grpc.door import address_of
-from batchmill.dialects.open_inference.grpc.messages import METHODS
-from batchmill.dialects.open_inference.grpc.statuses import (
+from batchmill.dialects.open_inference.grpc.bodies import CONTENTS, METHODS, InferResponse, message
+from batchmill.dialects.open_inference.grpc.door import (
     BY_CODE,
     BY_HTTP_STATUS,
     DETAILS_BYTES_MAX,
     HTTP_STATUS,
+    address_of,
     details_of,
     grpc_status_of,
 )

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from batchmill.dialects.open_inference.metadata import config_of, metadata_of
-from batchmill.dialects.open_inference.statistics import stats_of
+from batchmill.dialects.open_inference.models import config_of, metadata_of, stats_of
 from batchmill.services.functions.calls import Target
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, Interface, ModelSpec, Tensor
 

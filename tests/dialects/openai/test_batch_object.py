@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from openai.types import Batch as OpenAIBatch
 
-from batchmill.dialects.openai.batch_object import batch_id, batch_of, job_id
+from batchmill.dialects.openai.batches import batch_id, batch_of, job_id
 from batchmill.services.job_desk import ResultIds
 from batchmill.states import EXPIRED, JobState
 from batchmill.types import JobView, Price, Problem, Usage

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from dialects.predibase.llm_server import WINDOW, open_llms
 
-from batchmill.dialects.predibase.compute_events import STARTS_WITHIN_S, asked, compute_events
+from batchmill.dialects.predibase.deployments import STARTS_WITHIN_S, asked, compute_events
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.types import Caller, EngineEvent, EngineView, LlmSettings, ModelSpec, Scope
 

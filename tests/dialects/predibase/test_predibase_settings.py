@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from batchmill.dialects.predibase.launcher_flags import NONE_SUCH
 from batchmill.dialects.predibase.server_config import (
     NO_COUNTERPART,
+    NONE_SUCH,
     REFUSED,
     REFUSED_TRUE,
     DeploymentConfig,

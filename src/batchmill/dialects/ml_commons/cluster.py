@@ -1,19 +1,22 @@
-"""What clients ask of a cluster: that it is there, what it calls itself, and what its one node is doing."""
+"""What clients ask of a cluster: its name and version, its health, its nodes, statistics and plugins."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from starlette.responses import Response
 
 import batchmill
 from batchmill.dialects.ml_commons.documents import node_id, task_document
-from batchmill.dialects.ml_commons.requests import PREFIX, Search, reply, search_of
-from batchmill.dialects.ml_commons.routes import MISSING, operation
-from batchmill.errors import InvalidInput
+from batchmill.dialects.ml_commons.requests import MISSING, PREFIX, Common, Flag, Search, operation, reply, search_of
+from batchmill.errors import InvalidInput, UnknownName
 from batchmill.server.operations import Call, Operation
+from batchmill.services.live_calls import LiveCall
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -114,3 +117,125 @@ def _asked(call: Call, name: str) -> list[str]:
             f"{str(value)[:80]}"
         )
     return [str(each) for each in told.get(name, [])]
+
+
+HEALTH, STATS = "/_cluster/health", "stats"
+PROJECTS_MAX = 10_000  # whose calls are counted
+INDEXES = ("connector", "model", "task", "config", "controller")
+_NODES = re.compile(r"(?P<sign>>=|<=|>|<|ge\(|le\(|gt\(|lt\()?(?P<number>[0-9]{1,6})\)?")
+Text = Annotated[str, Meta(max_length=64)]
+
+
+class Waiting(Common, frozen=True, forbid_unknown_fields=True):
+    """What a health may wait for. It is all so, but for a number of nodes that is another."""
+
+    level: Literal["cluster", "indices", "shards", "awareness_attributes"] = "cluster"
+    wait_for_status: Literal["", "green", "yellow", "red"] = ""
+    wait_for_nodes: Text = ""
+    wait_for_active_shards: Text = ""
+    wait_for_events: Text = ""
+    wait_for_no_initializing_shards: Flag = "false"
+    wait_for_no_relocating_shards: Flag = "false"
+    timeout: Text = ""
+    cluster_manager_timeout: Text = ""
+    master_timeout: Text = ""
+    expand_wildcards: Text = ""
+    local: Flag = "false"
+
+
+class Health:
+    def __init__(self, services: Services) -> None:
+        self._connectors, self._models = services.connectors, services.remote_models
+        self._tasks = services.remote_tasks
+        self._node = node_id(services.config.data_dir)
+        self._requests: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        services.live.listen(self._count)
+
+    def operations(self) -> Sequence[Operation]:
+        each, named = f"{PREFIX}/{STATS}", f"{PREFIX}/{{node_id}}/{STATS}"
+        return [
+            operation("getClusterHealth", f"GET {HEALTH}", "How the cluster is", Scope.READ, self.health,
+                      query=Waiting, errors=(408,)),
+            operation("getIndexHealth", f"GET {HEALTH}/{{index}}", "The same", Scope.READ, self.health,
+                      query=Waiting, errors=(408,)),
+            operation("getStats", f"GET {each}", "What is counted", Scope.READ, self.stats, errors=()),
+            operation("getStat", f"GET {each}/{{stat}}", "Some of it", Scope.READ, self.stats, errors=()),
+            operation("getNodeStats", f"GET {named}", "What a node counts", Scope.READ, self.stats),
+            operation("getNodeStat", f"GET {named}/{{stat}}", "Some of it", Scope.READ, self.stats),
+        ]  # fmt: skip
+
+    async def health(self, call: Call) -> Response:
+        query: Waiting = call.query
+        in_time = _is_met(query.wait_for_nodes)
+        told = {
+            "cluster_name": "batchmill",
+            "status": "green",
+            "timed_out": not in_time,
+            "number_of_nodes": 1,
+            "number_of_data_nodes": 1,
+            "discovered_master": True,
+            "discovered_cluster_manager": True,
+            **dict.fromkeys(
+                (
+                    "active_primary_shards", "active_shards", "relocating_shards", "initializing_shards",
+                    "unassigned_shards", "delayed_unassigned_shards", "number_of_pending_tasks",
+                    "number_of_in_flight_fetch", "task_max_waiting_in_queue_millis",
+                ),
+                0,
+            ),
+            "active_shards_percent_as_number": 100.0,
+        }  # fmt: skip
+        return reply(call, told, 200 if in_time else 408)
+
+    async def stats(self, call: Call) -> Response:
+        """Counts of the caller's project; calls since the server was started."""
+        if (node := call.path.get("node_id", "_all")) not in (self._node, "_all", "_local"):
+            raise UnknownName(f"there is no node {node[:80]!r}: this one is {self._node}", code="unknown_node")
+        project, models = call.caller.project, self._models.all(call.caller)
+        tasks = await self._tasks.all(call.caller)
+        cluster: dict[str, Any] = {
+            "ml_connector_count": len(self._connectors.all(call.caller)),
+            "ml_model_count": len(models),
+            **{f"ml_{each}_index_status": "green" for each in INDEXES},
+        }
+        node_told: dict[str, Any] = {
+            "ml_deployed_model_count": sum(each.is_deployed for each in models),
+            "ml_executing_task_count": sum(not each.has_ended for each in tasks),
+            "ml_request_count": self._requests[project],
+            "ml_failure_count": self._failures[project],
+            "ml_circuit_breaker_trigger_count": 0,
+        }
+        asked = [each for each in call.path.get("stat", "").split(",") if each not in ("", "_all")]
+        for name in asked:
+            if name not in cluster and name not in node_told:
+                known = ", ".join((*cluster, *node_told))
+                raise InvalidInput(f"there is no stat {name[:80]!r}; there are {known}", code="unknown_stat")
+        of_node = {name: value for name, value in node_told.items() if not asked or name in asked}
+        told = {name: value for name, value in cluster.items() if not asked or name in asked}
+        if "node_id" in call.path:
+            told = {}
+        return reply(call, told | {"nodes": {self._node: of_node}} if of_node else told)
+
+    def _count(self, call: LiveCall) -> None:
+        """Of a call that has ended: whether it was one of a remote model."""
+        if self._models.find(call.model, call.project) is None:
+            return
+        if call.project not in self._requests and len(self._requests) >= PROJECTS_MAX:
+            self._requests.clear()
+            self._failures.clear()
+        self._requests[call.project] += 1
+        self._failures[call.project] += call.error is not None or call.status >= 400
+
+
+def _is_met(nodes: str) -> bool:
+    """Whether one node is as many as are waited for: "1", ">=1", "ge(1)". Raises: InvalidInput."""
+    if not nodes:
+        return True
+    match = _NODES.fullmatch(nodes)
+    if match is None:
+        raise InvalidInput(f'wait_for_nodes is a number, ">=N" or "<=N", not {nodes!r}', code="invalid_value")
+    number, sign = int(match["number"]), match["sign"] or ""
+    nearest = {">=": number <= 1, "ge(": number <= 1, "<=": number >= 1, "le(": number >= 1}
+    strictly = {">": number < 1, "gt(": number < 1, "<": number > 1, "lt(": number > 1}
+    return (nearest | strictly).get(sign, number == 1)

@@ -14,8 +14,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from batchmill.config import MlCommonsEntry
-from batchmill.dialects.ml_commons.requests import Common, Flag, body_of, is_set, reply
-from batchmill.dialects.ml_commons.routes import operation
+from batchmill.dialects.ml_commons.requests import Common, Flag, body_of, is_set, operation, reply
 from batchmill.errors import InvalidInput
 from batchmill.server.operations import Call, Operation
 from batchmill.services.services import Services

@@ -8,15 +8,10 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons import errors
-from batchmill.dialects.ml_commons.cluster import Cluster
+from batchmill.dialects.ml_commons.cluster import Cluster, Health
 from batchmill.dialects.ml_commons.cluster_settings import ClusterSettings
-from batchmill.dialects.ml_commons.connectors import Connectors
-from batchmill.dialects.ml_commons.datasets import Datasets
-from batchmill.dialects.ml_commons.groups import Groups
-from batchmill.dialects.ml_commons.health import Health
-from batchmill.dialects.ml_commons.models import Models
-from batchmill.dialects.ml_commons.predict import Predict
-from batchmill.dialects.ml_commons.tasks import Tasks
+from batchmill.dialects.ml_commons.predict import Datasets, Predict
+from batchmill.dialects.ml_commons.resources import Connectors, Groups, Models, Tasks
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
 from batchmill.services.places import Places

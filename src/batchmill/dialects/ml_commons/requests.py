@@ -1,8 +1,11 @@
-"""What requests and replies of this API have in common: parameters that any of them takes, and JSON objects."""
+"""What requests and replies of this API have in common: parameters that any of them takes, and JSON objects.
+
+How the operations of this API are described: what all of them have in common is said once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,8 +15,9 @@ from starlette.responses import Response
 from batchmill.dialects.ml_commons.programs import Shape, ShapedReply, found, write_shaped
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
-from batchmill.server.operations import Call, Content
+from batchmill.server.operations import Call, Content, Operation
 from batchmill.services.documents.search import Document
+from batchmill.types import Scope
 
 PREFIX = "/_plugins/_ml"
 Flag = Literal["", "true", "false"]  # `?pretty` alone is true
@@ -99,3 +103,37 @@ def search_of(call: Call) -> dict[str, Any]:
     query: Search = call.query
     told = call.raw.strip() or query.source.encode()
     return parse_object(told) if told else {}
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+MISSING, TAKEN = 404, 409
+
+
+def operation(
+    name: str, route: str, summary: str, scope: Scope, handler: Handler, *,
+    query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,), **more: Any,
+) -> Operation:  # fmt: skip
+    """One operation; a slash may stand at the end of its path.
+
+    Args:
+        route: "METHOD PATH".
+        body: "required" or "optional" for a JSON object; empty for none.
+        more: other fields of an Operation.
+    """
+    method, path = route.split()
+    return Operation(
+        name, method, path, summary, scope, handler,
+        query=query, body=OBJECT if body else None, body_is_optional=body == "optional", reply=OBJECT, errors=errors,
+        last_slash_is_optional=path != "/", **more,
+    )  # fmt: skip
+
+
+def searches(name: str, path: str, summary: str, handler: Handler) -> list[Operation]:
+    """A search, which clients send with either method; it takes a body in both."""
+    return [
+        operation(
+            f"{name}{suffix}", f"{method} {path}", summary, Scope.READ, handler,
+            query=Search, body="optional", errors=(),
+        )
+        for method, suffix in (("GET", ""), ("POST", "ByPost"))
+    ]  # fmt: skip

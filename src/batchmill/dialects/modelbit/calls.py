@@ -1,7 +1,4 @@
-"""Calls of deployments. Bodies are read where the function runs; here they are handed on, and answers handed back.
-
-Source: Modelbit's REST API; what its published client sends and reads.
-"""
+"""Calls of deployments, rows as Modelbit's clients write them: answered at once, or later to a webhook."""
 
 from __future__ import annotations
 
@@ -10,27 +7,175 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Raw, Struct
 from starlette.responses import Response
 
 from batchmill.dialects.modelbit.errors import envelope
-from batchmill.dialects.modelbit.express import FastRows
-from batchmill.dialects.modelbit.later import Later
 from batchmill.dialects.modelbit.links import Links
-from batchmill.dialects.modelbit.requests import Wanted, is_batch, read_wanted
 from batchmill.dialects.modelbit.metadata import PATHS, branch_of, is_certain, is_ours
-from batchmill.errors import BatchmillError, ModelFailed, UnknownName
-from batchmill.server.bodies import Refusal
+from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, UnknownName
+from batchmill.server.bodies import SHOWN_CHARS, Refusal
+from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.function_replies import Events, answer, reply_of
 from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Elsewhere, Operation, json_reply
+from batchmill.services.functions.late_replies import LateCall, Order
 from batchmill.services.places import Places
 from batchmill.services.services import Services
-from batchmill.types import Scope
+from batchmill.types import Caller, Scope
 from batchmill.wire.call_forms import ROWS
 from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:
-    from batchmill.services.functions.calls import Target
+    from batchmill.services.functions.calls import FunctionCalls, Target
+
+
+LINKS = "links"
+_OURS = ("response_format", "response_webhook", "response_webhook_ignore_timeout")
+TIMEOUT_MAX_S = 86_400.0
+LATE_S = 3.0  # the published client waits five seconds longer than it asks the function to take, and then asks again
+
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Wanted(Struct, frozen=True):
+    """`body` is what is left for the form."""
+
+    body: bytes
+    as_link: bool = False
+    webhook: str | None = None
+    ignores_timeout: bool = False
+    patience_s: float | None = None  # how long its client waits at least; None: it does not say
+
+
+def is_plain(body: bytes) -> bool:
+    """It wants nothing but an answer, as far as its bytes can tell. A name may be written with escapes, too."""
+    return b'"response_' not in body and b'"timeout_seconds"' not in body and b"\\u" not in body
+
+
+def read_wanted(body: bytes) -> Wanted:
+    """Raises: InvalidRow for a value that none of these fields may have."""
+    if is_plain(body):
+        return Wanted(body)
+    try:
+        fields = _fields.decode(shallow(body))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return Wanted(body)  # the form says what is wrong with it
+    asked = {name: _read(name, fields.pop(name)) for name in _OURS if name in fields}
+    as_link, webhook = _format(asked.get(_OURS[0])), _webhook(asked.get(_OURS[1]))
+    ignores = asked.get(_OURS[2])
+    if ignores is not None and not isinstance(ignores, bool):
+        raise _wrong(_OURS[2], ignores, "true or false")
+    if ignores is not None and webhook is None:
+        raise InvalidRow(
+            "The response_webhook parameter is required when using response_webhook_ignore_timeout.",
+            code="invalid_field",
+        )
+    rest = msgspec.json.encode(fields) if asked else body
+    return Wanted(rest, as_link, webhook, bool(ignores), _patience(fields))
+
+
+def is_batch(body: bytes) -> bool:
+    """Its data is a list of lists, as far as its beginning tells: rows with ids."""
+    try:
+        data = bytes(_fields.decode(body).get("data", b""))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return data[:1] == b"[" and data[1:].lstrip()[:1] == b"["
+
+
+def _read(name: str, raw: Raw) -> object:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRow(f"{name} cannot be read: {error}", code="invalid_field") from None
+
+
+def _format(value: object) -> bool:
+    if value is None or value == LINKS:
+        return value == LINKS
+    raise _wrong(_OURS[0], value, f"{LINKS!r}, or leave it out")
+
+
+def _webhook(value: object) -> str | None:
+    """Where it leads is for the courier to judge."""
+    if value is not None and not isinstance(value, str):
+        raise _wrong(_OURS[1], value, "an https URL")
+    return value
+
+
+def _wrong(name: str, value: object, wanted: str) -> InvalidRow:
+    return InvalidRow(f"{name} must be {wanted}, not {str(value)[:SHOWN_CHARS]!r}", code="invalid_field")
+
+
+def _patience(fields: dict[str, Raw]) -> float | None:
+    """How long a caller with `timeout_seconds` waits. What is no number of seconds is for the form to refuse."""
+    if "timeout_seconds" not in fields:
+        return None
+    try:
+        seconds = msgspec.json.decode(fields["timeout_seconds"], type=float)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return min(max(seconds, 0.0), TIMEOUT_MAX_S) + LATE_S
+
+
+_JSON = [(b"content-type", b"application/json")]
+
+
+class FastRows:
+    def __init__(self, functions: FunctionCalls) -> None:
+        self._functions = functions
+
+    def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
+        """As `FastHandler.begin`: whatever is wrong with a request is told by its handler."""
+        if not is_plain(body):
+            return None
+        for name, _ in headers:
+            if name == b"content-encoding":
+                return None
+        try:
+            target = self._functions.find(caller, path["deployment"], branch_of(path), path["version"])
+        except BatchmillError:
+            return None
+        if target.interface.streams:
+            return None
+
+        def hear(answered: Answer) -> None:
+            if answered.raised is None:
+                reply(200, _JSON, answered.body)
+            else:
+                reply.refuse(answered.raised.error())
+
+        return self._functions.ask_now(caller, target, ROWS, body, b"", hear)
+
+
+DOOR = "modelbit"
+HEADER = "x-mb-batch-id"
+
+
+class Later:
+    """Concurrency: one for each server; it writes the answers of calls that an earlier one took, too."""
+
+    def __init__(self, services: Services) -> None:
+        self._late, self._links = services.late, Links(services)
+        self._hide = Places(services.config.data_dir).hide
+        self._late.speak(DOOR, self.write)
+
+    async def promise(self, caller: Caller, target: Target, wanted: Wanted, links: str | None) -> str:
+        """The id of an answer that will be sent to the webhook. Raises: InvalidInput for one that leads nowhere."""
+        assert wanted.webhook is not None
+        order = Order(DOOR, ROWS, wanted.webhook, HEADER, ignores_timeout=wanted.ignores_timeout, told=links or "")
+        return await self._late.promise(caller, target, wanted.body, order)
+
+    async def write(self, call: LateCall, answered: Answer | BatchmillError) -> bytes:
+        """The body that the webhook gets: as the reply's would have been."""
+        if isinstance(answered, BatchmillError):
+            return encode(envelope(answered, self._hide(answered.message)))
+        if call.order.told:
+            return (await self._links.save(call.project, call.order.told, answered.body)).body
+        return answered.body
+
 
 BODY: dict[str, Any] = {
     "type": "object",

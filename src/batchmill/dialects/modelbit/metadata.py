@@ -1,4 +1,4 @@
-"""What a deployment takes and returns, with a call to copy and an OpenAPI document of its own."""
+"""What is deployed, and under which addresses: the metadata that Modelbit's client reads before it calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,43 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill.dialects.modelbit.urls import PATHS, SLASH, branch_of, is_ours
 from batchmill.server.error_replies import SCHEMA
 from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.services.functions.names import MAIN
+from batchmill.services.functions.names import MAIN, RESERVED_NAMES
 from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor
 
 if TYPE_CHECKING:
     from batchmill.services.functions.calls import Target
+
+
+PREFIX = "/:5000"
+SLASH = "~"  # for the "/" of a branch
+# What an operation's name ends with -> its path.
+PATHS = {
+    "": "/v1/{deployment}/{version}",
+    "OnBranch": "/v1/{deployment}/{branch}/{version}",
+    "Prefixed": PREFIX + "/v1/{deployment}/{version}",
+    "OnBranchPrefixed": PREFIX + "/v1/{deployment}/{branch}/{version}",
+}
+
+
+def is_ours(path: dict[str, str]) -> bool:
+    """Its first word means nothing in another API."""
+    return path["deployment"] not in RESERVED_NAMES
+
+
+def is_certain(url: str) -> bool:
+    """Nobody else has such paths."""
+    return url.startswith(PREFIX)
+
+
+def branch_of(path: dict[str, str]) -> str | None:
+    """None: the path names none."""
+    branch = path.get("branch")
+    return None if branch is None else branch.replace(SLASH, "/")
+
 
 # Datatype -> what Modelbit calls it, its JSON schema, a value of it.
 _TEXT = ("str", {"type": "string"}, "text")

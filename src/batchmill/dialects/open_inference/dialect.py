@@ -8,12 +8,9 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from batchmill.dialects.open_inference.generation import Generation
-from batchmill.dialects.open_inference.inference import Inference
-from batchmill.dialects.open_inference.metadata import Metadata
-from batchmill.dialects.open_inference.repository import Repository
+from batchmill.dialects.open_inference.inference import Generation, Inference
+from batchmill.dialects.open_inference.models import Metadata, Repository, StatisticsCalls
 from batchmill.dialects.open_inference.settings import Settings
-from batchmill.dialects.open_inference.statistics import StatisticsCalls
 from batchmill.errors import BatchmillError
 from batchmill.server.error_replies import SCHEMA, text_reply
 from batchmill.server.operations import Operation

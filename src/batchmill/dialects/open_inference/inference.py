@@ -1,19 +1,29 @@
 """Inference with tensors: JSON, or JSON and binary behind it. Reads no body: the function's worker does.
 
 Source: the Open Inference Protocol over REST with Triton's binary data extension; `infer_stream` is MLServer's.
+
+Calls of a function by name, for clients of language models: its arguments are members of the request itself.
+
+Source: Triton's generate extension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+from msgspec import Raw
 from starlette.responses import Response
 
-from batchmill.dialects.open_inference.urls import MODEL_PATHS
+from batchmill.dialects.open_inference.models import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.server.bodies import Refusal
 from batchmill.server.error_replies import Envelope
 from batchmill.server.function_replies import (
+    CLIENT_LEFT,
+    JSON,
     OCTETS,
     FastCalls,
     answer,
@@ -23,12 +33,13 @@ from batchmill.server.function_replies import (
     stream,
 )
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import EVENTS
+from batchmill.server.piece_reply import EVENTS, unless_gone
+from batchmill.services.functions.calls import Target
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, join_object, shallow, split_object
 
 FORM = "tensors"
 _PARAMETERS = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
@@ -132,3 +143,117 @@ def require_stream(streams: bool, name: str) -> None:
             f"{name} answers in one piece: leave `_stream` out, or write the function with `yield`",
             code="streaming_not_supported",
         )
+
+
+GENERATION_FORM = "arguments"
+TEXT_OUTPUT = "text_output"  # of a function that returns one value, and no dict
+OWN = ("id", "parameters")  # members that are no arguments, unless the function has them
+_DATA, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+_GENERATION_BODY = Content("application/json", {"type": "object", "additionalProperties": True})
+_GENERATION_REPLY = Content("application/json", {"type": "object", "required": ["model_name", "model_version"]})
+
+_id = msgspec.json.Decoder(str).decode
+
+
+class Generation:
+    def __init__(self, services: Services) -> None:
+        self._functions = services.functions
+        self._bytes_max = services.config.server.body_bytes_max
+        self._hide = Places(services.config.data_dir).hide
+
+    def operations(self) -> Sequence[Operation]:
+        found = []
+        for suffix, path in MODEL_PATHS:
+            found += [
+                Operation(
+                    f"generate{suffix}", "POST", f"{path}/generate", "Call a function with arguments by name",
+                    Scope.SUBMIT, self.generate, body=_GENERATION_BODY, reply=_GENERATION_REPLY, errors=(404, 504),
+                    is_raw=True, body_bytes_max=None,
+                ),
+                Operation(
+                    f"generateStream{suffix}", "POST", f"{path}/generate_stream", "The same, event by event",
+                    Scope.SUBMIT, self.stream, body=_GENERATION_BODY, reply=Content(EVENTS, {"type": "string"}),
+                    errors=(404, 504), is_raw=True, body_bytes_max=None,
+                ),
+            ]  # fmt: skip
+        return found
+
+    async def generate(self, call: Call) -> Response:
+        target = self._target(call)
+        if target.interface.streams:
+            raise InvalidInput(
+                "generate expects model to produce exactly 1 response, use generate_stream for models that generate "
+                f"various number of responses: {target.name} is one",
+                code="streams_only",
+            )
+        own, body = await self._read(call, target)
+        answered = await unless_gone(call, self._functions.ask(call.caller, target, GENERATION_FORM, body))
+        if answered is None:
+            return Response(status_code=CLIENT_LEFT)
+        return await as_accepted(call, Response(_whole(own, answered.body), media_type=JSON))
+
+    async def stream(self, call: Call) -> Response:
+        target = self._target(call)
+        require_stream(target.interface.streams, target.name)
+        own, body = await self._read(call, target)
+        return await stream(
+            call, self._functions, target, GENERATION_FORM, (body, b""), say=self.say, told=partial(_events, own)
+        )
+
+    def say(self, error: BatchmillError) -> bytes:
+        """The JSON of an error that comes as an event."""
+        return encode(Envelope(self._hide(error.message)))
+
+    def _target(self, call: Call) -> Target:
+        return locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+
+    async def _read(self, call: Call, target: Target) -> tuple[dict[str, Any], bytes]:
+        """What each answer begins with, and the arguments as a JSON object.
+
+        Raises: Refusal for a body that is no object, or says something twice.
+        """
+        members = _members(await body_of(call, self._bytes_max), "the body")
+        taken = {each.name for each in target.interface.inputs}
+        rest = {name: members.pop(name) for name in OWN if name in members and name not in taken}
+        own: dict[str, Any] = {}
+        if "id" in rest:
+            try:
+                own["id"] = _id(rest["id"])
+            except msgspec.ValidationError:
+                raise Refusal("`id` must be a string", code="invalid_value", param="id") from None
+        own |= {"model_name": target.name, "model_version": target.version}
+        for name, value in _members(bytes(rest.get("parameters", b"{}")), "`parameters`").items():
+            if name in members:
+                raise Refusal(f"{name[:80]!r} stands in the body and in `parameters`", code="repeated_parameter")
+            members[name] = value
+        return own, join_object(members)
+
+
+def _members(data: bytes, what: str) -> dict[str, Raw]:
+    try:
+        return split_object(shallow(data))
+    except msgspec.ValidationError:
+        raise Refusal(f"{what} must be a JSON object", code="invalid_value") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(f"{what} is not JSON: {error}", code="invalid_json") from None
+
+
+def _whole(own: dict[str, Any], value: bytes) -> bytes:
+    """An answer: a dict's members beside ours, any other value as `text_output`."""
+    is_dict = value.lstrip()[:1] == b"{"
+    members = split_object(value) if is_dict else {TEXT_OUTPUT: Raw(value)}
+    return join_object(own | {name: each for name, each in members.items() if name not in own})
+
+
+async def _events(own: dict[str, Any], pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Each event with what an answer begins with. What ends a stream in OpenAI's API is left out."""
+    waiting = b""
+    try:
+        async for piece in pieces:
+            *whole, waiting = (waiting + piece).split(_END)
+            for event in whole:
+                value = event.removeprefix(_DATA)
+                if value != _DONE:
+                    yield _DATA + _whole(own, value) + _END
+    finally:
+        await pieces.aclose()

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from batchmill.dialects.openai import errors, files, uploads, webhook_endpoints
 from batchmill.dialects.openai.batches import Batches
-from batchmill.dialects.openai.inference import Inference
-from batchmill.dialects.openai.models import Models
+from batchmill.dialects.openai.inference import Inference, Models
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
 from batchmill.services.places import Places

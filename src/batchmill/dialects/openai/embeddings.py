@@ -1,6 +1,8 @@
 """Vectors as this API's clients ask for them: numbers, or base64 of little-endian float32; both ways exact.
 
 The openai package asks for base64 unless it is told otherwise; an engine may know one of the two only.
+
+The answer to a live request, event by event.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ import base64
 import binascii
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 from msgspec import Raw, Struct
 
+from batchmill.dialects.openai.errors import envelope
+from batchmill.errors import BatchmillError
+from batchmill.server.piece_reply import PieceReply
+from batchmill.types import LiveHead
 from batchmill.wire.json_bytes import decode, encode, join_object, split_object
 
 ENCODINGS = ("float", "base64")
@@ -76,3 +82,15 @@ def _little_endian(numbers: array) -> array:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
+
+
+class EventReply(PieceReply):
+    """Server-sent events, handed on as they come."""
+
+    def __init__(self, head: LiveHead, pieces: AsyncGenerator[bytes], hide: Callable[[str], str]) -> None:
+        self._hide = hide
+        super().__init__(pieces, media=head.content_type, status=head.status)
+
+    def late(self, error: BatchmillError) -> bytes:
+        """The openai package raises what such an event says."""
+        return b"data: " + encode(envelope(error, self._hide(error.message))) + b"\n\n"

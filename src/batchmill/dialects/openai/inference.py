@@ -1,22 +1,21 @@
-"""Live inference: a request goes to its model ahead of every batch row. Source: OpenAI's API reference.
-
-Besides OpenAI's own paths, a model may answer any other POST below /v1.
-"""
+"""Live requests, and the models that take them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill.dialects.openai.embeddings import encoding_of, recode
+from batchmill.dialects.openai.embeddings import EventReply, encoding_of, recode
 from batchmill.dialects.openai.errors import upstream_envelope
-from batchmill.dialects.openai.live_reply import EventReply
 from batchmill.errors import UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.long_replies import rewritten
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
+from batchmill.services.model_rows import Served
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, LiveHead, Scope
@@ -89,3 +88,43 @@ class Inference:
         if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
             answer = await rewritten(call, recode, encoding.encode() + b"\n" + answer)
         return Response(answer, head.status, {"content-type": head.content_type})
+
+
+class Model(Struct, frozen=True):
+    id: str
+    created: int
+    parent: str | None  # of an adapter: the model it belongs to
+    owned_by: str = "batchmill"
+    object: Literal["model"] = "model"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Models:
+    def __init__(self, services: Services) -> None:
+        self._directory = services.directory
+        self._created = int(services.clock.now())  # the configuration was read with the server's start
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "listModels", "GET", "/v1/models", "Models and adapters", Scope.READ, self.list, reply=ModelList
+            ),
+            # A name may hold slashes: "org/model".
+            Operation(
+                "retrieveModel", "GET", "/v1/models/{model:path}", "One model or adapter", Scope.READ, self.retrieve,
+                reply=Model, errors=(404,),
+            ),
+        )  # fmt: skip
+
+    async def list(self, call: Call) -> Response:
+        return json_reply(ModelList([self._model(served) for served in self._directory.list(call.caller)]))
+
+    async def retrieve(self, call: Call) -> Response:
+        return json_reply(self._model(self._directory.find(call.caller, call.path["model"])))
+
+    def _model(self, served: Served) -> Model:
+        return Model(served.name, self._created, served.model.name if served.adapter else None)

@@ -8,10 +8,9 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.dialects.predibase import errors
-from batchmill.dialects.predibase.batch_inference import BatchInference
-from batchmill.dialects.predibase.datasets import Datasets
+from batchmill.dialects.predibase.batches import BatchInference
 from batchmill.dialects.predibase.deployments import Deployments
-from batchmill.dialects.predibase.downloads import Downloads
+from batchmill.dialects.predibase.files import Datasets, Downloads
 from batchmill.dialects.predibase.serving import Serving
 from batchmill.dialects.predibase.users import Users
 from batchmill.errors import BatchmillError

@@ -1,4 +1,6 @@
-"""Calls of a deployment: LoRAX's own, and OpenAI's below it. Source: predibase 2025.10.3, `resources/lorax/client.py`.
+"""A body of OpenAI's API as a deployment takes it: `model` is empty or names an adapter, and LoRAX's fields count.
+
+Calls of a deployment: LoRAX's own, and OpenAI's below it. Source: predibase 2025.10.3, `resources/lorax/client.py`.
 
 A request names its adapter; no name means the base model. Errors have LoRAX's form.
 """
@@ -11,13 +13,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import msgspec
+from msgspec import Raw, Struct
 from starlette.responses import Response
 
 from batchmill.dialects.predibase import classify, errors, lorax, lorax_answers
 from batchmill.dialects.predibase.classify import Classified, Classify, Embed, Embedded
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
-from batchmill.dialects.predibase.openai_fields import read_body
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
@@ -31,8 +34,45 @@ from batchmill.services.model_rows import Served
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope
+from batchmill.wire import lorax_fields
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
-from batchmill.wire.json_bytes import encode
+from batchmill.wire.json_bytes import encode, shallow, split_object
+
+
+class Asked(Struct, frozen=True):
+    """What is left for the engine, and which adapter is meant; None: the base model."""
+
+    members: dict[str, Raw]
+    adapter: str | None = None
+    adapter_source: str | None = None
+    stream: bool = False
+
+
+class _Head(Struct, frozen=True):
+    model: str | None = None
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    stream: bool | None = None
+
+
+_head = msgspec.json.Decoder(_Head).decode
+
+
+def read_body(raw: bytes) -> Asked:
+    """Raises: InvalidInput, naming the field."""
+    try:
+        head, members = _head(shallow(raw)), split_object(raw)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"the body is no request: {error}", code="invalid_field") from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the body is not JSON: {error}", code="invalid_json") from None
+    if head.adapter_id and head.model and head.adapter_id != head.model:
+        told = f"`model` names {head.model[:80]!r} and `adapter_id` {head.adapter_id[:80]!r}: name one adapter"
+        raise InvalidInput(told, code="invalid_field")
+    rest = {name: value for name, value in members.items() if name not in ("model", "adapter_id", "adapter_source")}
+    adapter = head.adapter_id or head.model or None
+    return Asked(lorax_fields.translated(rest), adapter, head.adapter_source, bool(head.stream))
+
 
 PLACE = "/{tenant}/deployments/v2/llms/{name}"
 CLIENT_LEFT = 499  # nobody sees it but the log

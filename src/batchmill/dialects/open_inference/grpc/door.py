@@ -1,4 +1,13 @@
-"""What every gRPC call passes: whose it is, how often they may, its line in the log; errors become statuses."""
+"""Messages as they are taken from gRPC: not before somebody may send them, and never more of them than memory holds.
+
+gRPC tells the length of a message only once it has all of it. So one call of a project reads at a time, which takes no
+time for a message that has come; one that takes longer either gets room for the largest message there may be, and lets
+the others read beside it, or keeps its turn until it ends.
+
+Which gRPC status an error has, and how much of its message travels.
+
+What every gRPC call passes: whose it is, how often they may, its line in the log; errors become statuses.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +20,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc
 from grpc import StatusCode
+from grpc.aio import EOF
 from msgspec import Struct
 
-from batchmill.dialects.open_inference.grpc.messages import SERVICE, DecodeError, Message, Method
-from batchmill.dialects.open_inference.grpc.receiving import Receiver
-from batchmill.dialects.open_inference.grpc.statuses import HTTP_STATUS, details_of, grpc_status_of
-from batchmill.errors import BatchmillError, InvalidInput, RateLimited
+from batchmill.dialects.open_inference.grpc.bodies import SERVICE, DecodeError, Message, Method
+from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
 from batchmill.server.admission.admission import Admission, Place
@@ -27,6 +36,135 @@ from batchmill.server.admission.memory import Hold
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
+from batchmill.wire.error_statuses import row_of, status_of
+
+QUICK_S = 0.05  # a message that has come by then was small, or was there
+ROOM_S, LOOK_S = 30.0, 0.02  # how long a stream waits for memory, and how often it looks
+
+
+class Receiver:
+    def __init__(self, admission: Admission, bytes_max: int) -> None:
+        """Args: bytes_max: of one message."""
+        self._memory, self._total_s, self._bytes_max = admission.memory, admission.pace.total_s, bytes_max
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def one(self, context: Context, project: str, hold: Hold) -> bytes:
+        """The message of a call, counted in `hold`. Raises: Unavailable; InvalidInput where none comes in time."""
+        turn = self._turns.get(project) or asyncio.Lock()
+        self._turns[project] = turn
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(turn)
+            reading = asyncio.ensure_future(context.read())
+            try:
+                done, _ = await asyncio.wait({reading}, timeout=QUICK_S)
+                if not done:
+                    with contextlib.suppress(Unavailable):
+                        hold.grow_to(self._bytes_max)
+                        await stack.aclose()
+                    done, _ = await asyncio.wait({reading}, timeout=self._total_s)
+                if not done:
+                    raise InvalidInput(
+                        f"the message did not come within {self._total_s:.0f} s: see server.body_timeout_s",
+                        code="request_timeout",
+                    )
+            finally:
+                reading.cancel()
+        data = reading.result()
+        if data is EOF:
+            raise InvalidInput("the call ended without a message", code="missing_body")
+        hold.shrink_to(len(data))
+        hold.grow_to(len(data))
+        return data
+
+    async def of_stream(self, context: Context, project: str, size: int, hold: Hold) -> bytes | None:
+        """The next message of a stream that holds `size` bytes of others; None: there are no more.
+
+        Raises: Unavailable, where there is no room for it, nor comes any.
+        """
+        data = await context.read()
+        if data is EOF:
+            return None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_S):
+                while not self._memory.has_room(project, len(data)):
+                    await asyncio.sleep(LOOK_S)
+        hold.grow_to(size + len(data))
+        return data
+
+
+DETAILS_BYTES_MAX = 4096  # a status travels in a header, of which clients take 8 KiB
+# By HTTP status, where a code has no row of its own.
+BY_HTTP_STATUS = {
+    400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.NOT_FOUND,
+    405: StatusCode.UNIMPLEMENTED,
+    408: StatusCode.INVALID_ARGUMENT,
+    409: StatusCode.ALREADY_EXISTS,
+    410: StatusCode.NOT_FOUND,
+    413: StatusCode.RESOURCE_EXHAUSTED,
+    415: StatusCode.INVALID_ARGUMENT,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    500: StatusCode.INTERNAL,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
+}
+BY_CODE = {
+    "invalid_transition": StatusCode.FAILED_PRECONDITION,
+    "storage_full": StatusCode.RESOURCE_EXHAUSTED,
+    "streams_only": StatusCode.UNIMPLEMENTED,
+}
+# What logs and metrics call it, where every other request has an HTTP status. Source: google.rpc.Code.
+HTTP_STATUS = {
+    StatusCode.OK: 200,
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.FAILED_PRECONDITION: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.ALREADY_EXISTS: 409,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.CANCELLED: 499,
+    StatusCode.INTERNAL: 500,
+    StatusCode.UNIMPLEMENTED: 501,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
+def grpc_status_of(error: BatchmillError) -> StatusCode:
+    """By its code, or else by the HTTP status that it has everywhere."""
+    return row_of(error, BY_CODE) or BY_HTTP_STATUS[status_of(error)]
+
+
+def details_of(message: str) -> str:
+    """The message, without its middle where it is too long: a traceback's last line says most."""
+    message = message.encode("utf-8", "replace").decode()  # what is half a character would end the call itself
+    if _travelling(message) <= DETAILS_BYTES_MAX:
+        return message
+    half = DETAILS_BYTES_MAX // 2 - 16
+    first, last = _fitting(message, half), _fitting(message[::-1], half)[::-1]
+    return f"{first}\n[…]\n{last}"
+
+
+def _travelling(text: str) -> int:
+    """The bytes of a text in a header: whatever is not printable ASCII takes three for each of its own."""
+    return sum(_cost(char) for char in text)
+
+
+def _cost(char: str) -> int:
+    return 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode())
+
+
+def _fitting(text: str, bytes_max: int) -> str:
+    used = 0
+    for at, char in enumerate(text):
+        used += _cost(char)
+        if used > bytes_max:
+            return text[:at]
+    return text
+
 
 log = logging.getLogger("batchmill.server")
 

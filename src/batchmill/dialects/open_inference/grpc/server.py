@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from batchmill.dialects.open_inference.grpc.bodies import SERVICE
 from batchmill.dialects.open_inference.grpc.door import Door
-from batchmill.dialects.open_inference.grpc.messages import SERVICE
 from batchmill.dialects.open_inference.grpc.service import Service
 from batchmill.errors import InvalidConfig
 from batchmill.server.access_log import Served
