@@ -111,7 +111,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.models.adapters.late.load": "what fetches adapters, which needs huggingface_hub or obstore",
     "batchmill.models.connectors.late.load": "signatures, which need botocore, and JSONPath filters",
     "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
-    "batchmill.server.traces.load_tracing": "what sends traces, which needs OpenTelemetry",
+    "batchmill.server.observers.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",
     "batchmill.function_side.loading._import_module": "the user's own function, deployed",
     "batchmill.function_side.installed.installed": "what the environment of a deployed function has installed",

@@ -20,14 +20,12 @@ from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_st
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
 from batchmill.server.admission.admission import Admission
-from batchmill.server.auth import Gate
+from batchmill.server.auth import Gate, Hosts, is_loopback
 from batchmill.server.fast_path import FastPath
-from batchmill.server.health import Health
-from batchmill.server.hosts import Hosts, is_loopback
 from batchmill.server.http import HttpRoot
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.server.observers import Observers
-from batchmill.server.own import Own
+from batchmill.server.system_routes import Health, Own
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import prepare_data_dir, try_lock
 from batchmill.services.datasets.service import DatasetService

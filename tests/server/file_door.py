@@ -15,8 +15,7 @@ from batchmill.config import ServerEntry
 from batchmill.dialects.openai import errors, files, uploads
 from batchmill.engines.clock import SystemClock
 from batchmill.server.admission.admission import Admission
-from batchmill.server.auth import Gate
-from batchmill.server.hosts import Hosts
+from batchmill.server.auth import Gate, Hosts
 from batchmill.server.http import HttpRoot
 from batchmill.server.listening import Listener, bind, url_of
 from batchmill.services.files import FileService

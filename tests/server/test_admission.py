@@ -4,12 +4,8 @@ import pytest
 
 from batchmill.config import ServerEntry
 from batchmill.errors import InvalidConfig, Unavailable
-from batchmill.server.admission.addresses import PROXIES_MAX, Proxies
-from batchmill.server.admission.admission import Admission
-from batchmill.server.admission.connections import connections_for
-from batchmill.server.admission.memory import BodyMemory, Hold, memory_for
-from batchmill.server.admission.pace import Pace, Pacer
-from batchmill.server.admission.places import RequestPlaces
+from batchmill.server.admission.admission import Admission, BodyMemory, Hold, Pace, Pacer, RequestPlaces, memory_for
+from batchmill.server.admission.connections import PROXIES_MAX, Proxies, connections_for
 
 
 def taken(places: RequestPlaces, name: str, most: int = 10_000) -> int:

@@ -8,10 +8,9 @@ import pytest
 from small_api import Body, HeldKeys, SmallDialect, free_admission, small_api
 
 from batchmill.errors import UnknownName
-from batchmill.server.admission.addresses import Proxies
-from batchmill.server.admission.pace import Pace
-from batchmill.server.admission.places import RequestPlaces
-from batchmill.server.hosts import base_of
+from batchmill.server.admission.admission import Pace, RequestPlaces
+from batchmill.server.admission.connections import Proxies
+from batchmill.server.auth import base_of
 from batchmill.server.operations import Operation, json_reply
 from batchmill.types import Caller, Scope
 

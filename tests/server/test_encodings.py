@@ -8,8 +8,8 @@ import pytest
 from starlette.responses import Response
 
 from batchmill.errors import InvalidInput, TooLarge, Unavailable
-from batchmill.server import encodings
-from batchmill.server.encodings import INLINE_BYTES_MAX, MEMBERS_MAX, PIECE_BYTES, STEP_BYTES, packed
+from batchmill.server import function_replies
+from batchmill.server.function_replies import INLINE_BYTES_MAX, MEMBERS_MAX, PIECE_BYTES, STEP_BYTES, packed
 
 SMALL, LARGE = b'{"inputs":[]}', random.Random(7).randbytes(4 * INLINE_BYTES_MAX)
 MAX = 1024 * 1024
@@ -18,7 +18,7 @@ READ = {"gzip": gzip.decompress, "deflate": zlib.decompress}
 
 
 async def unpacked(body: bytes, name: str | None, most: int) -> bytes:
-    return await encodings.unpacked(body, name, most, lambda _: None)
+    return await function_replies.unpacked(body, name, most, lambda _: None)
 
 
 async def test_a_body_is_counted_while_it_grows():
@@ -31,7 +31,7 @@ async def test_a_body_is_counted_while_it_grows():
             raise Unavailable("no room")
 
     with pytest.raises(Unavailable):
-        await encodings.unpacked(gzip.compress(bytes(MANY)), "gzip", MANY, hold)
+        await function_replies.unpacked(gzip.compress(bytes(MANY)), "gzip", MANY, hold)
     assert len(held) == 2
 
 

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from batchmill.server.function_metrics import BATCH_SIZES, Counted, functions
+from batchmill.server.metrics import BATCH_SIZES, Counted, functions
 from batchmill.types import BatchTimes, CallStats
 
 STATS = CallStats(

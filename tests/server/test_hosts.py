@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.errors import Forbidden, InvalidInput
-from batchmill.server.hosts import Hosts, is_everywhere, is_loopback
+from batchmill.server.auth import Hosts, is_everywhere, is_loopback
 
 
 def host(value):

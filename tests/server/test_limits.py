@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.server.limits import Buckets
+from batchmill.server.auth import Buckets
 
 
 def test_a_minutes_worth_at_once_and_then_evenly():

@@ -17,10 +17,10 @@ from batchmill.dialects.openai import embeddings
 from batchmill.dialects.openai.embeddings import recode
 from batchmill.dialects.predibase import classify, lorax_answers
 from batchmill.dialects.predibase.lorax import Generate, Parameters
-from batchmill.server import long_replies
+from batchmill.server import replies
 from batchmill.server.access_log import Served
 from batchmill.server.http import PIECE_BYTES, _Reply
-from batchmill.server.long_replies import rewritten
+from batchmill.server.replies import rewritten
 from batchmill.types import Caller, Scope
 from batchmill.wire.json_bytes import encode
 
@@ -65,7 +65,7 @@ async def test_long_replies_are_rewritten_in_a_child(call, monkeypatch):
     """A long reply comes to what a short one does, and not a byte of it is read on the loop."""
     expected = [await rewritten(call, rewrite, order) for rewrite, order in CASES]
     assert json.loads(expected[0])["data"][0]["embedding"] == "AAAAPwAAgD8="
-    monkeypatch.setattr(long_replies, "INLINE_BYTES_MAX", 10)
+    monkeypatch.setattr(replies, "INLINE_BYTES_MAX", 10)
     monkeypatch.setattr(embeddings, "with_encoding", None)
     monkeypatch.setattr(classify, "_read", None)
     monkeypatch.setattr(lorax_answers, "read_answer", None)

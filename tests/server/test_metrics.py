@@ -12,8 +12,7 @@ from services.webhook_support import EndedJobs
 
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.access_log import Served
-from batchmill.server.metric_families import MODEL_GAUGES, MODEL_RATIOS
-from batchmill.server.metrics import Metrics, models
+from batchmill.server.metrics import MODEL_GAUGES, MODEL_RATIOS, Metrics, models
 from batchmill.services.events import EVENT_TYPES, Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox

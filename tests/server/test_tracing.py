@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from batchmill.errors import InvalidConfig
 from batchmill.server.access_log import Served
-from batchmill.server.traces import load_tracing
+from batchmill.server.observers import load_tracing
 from batchmill.server.tracing import NANOS, Tracing
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall

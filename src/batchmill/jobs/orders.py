@@ -19,7 +19,7 @@ from batchmill.jobs.results import check_kind, check_output, errors_path, stored
 from batchmill.models import functions
 from batchmill.states import JobState
 from batchmill.types import JobOrder, ModelSpec, Seal
-from batchmill.wire import templates
+from batchmill.wire import forms
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -139,7 +139,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
     if order.system is not None and url not in (CHAT, RESPONSES):
         raise InvalidInput(f"{url} knows no system prompt: put the text into --prompt", code="invalid_url")
     for text in (order.prompt, order.system):
-        templates.parse(text or "")
+        forms.parse(text or "")
     return TableForm(prompt=order.prompt, system=order.system, url=url, params=order.params)
 
 

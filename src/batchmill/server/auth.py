@@ -1,20 +1,55 @@
-"""Who is asking: the key of a request in each form that clients send it, its scope, and how often it may ask."""
+"""Who asks and how often: keys, requests a minute, and the hosts and origins that a request may name."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
+import re
 import secrets
+import socket
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from batchmill.errors import Forbidden, RateLimited, Refused, Unauthenticated
+from starlette.requests import Request
+
+from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated
+from batchmill.models import addresses
 from batchmill.ports import Clock
-from batchmill.server.admission.addresses import Proxies
-from batchmill.server.limits import Buckets
+from batchmill.server.admission.connections import Proxies
 from batchmill.services.keys import ANYBODY
 from batchmill.types import Caller, Scope
+
+BUCKETS_MAX = 20_000  # those that were used longest ago are forgotten: full again
+
+
+class Buckets:
+    """Each name has a bucket that holds a minute's worth and fills evenly."""
+
+    def __init__(self, buckets_max: int = BUCKETS_MAX) -> None:
+        self._max = buckets_max
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> tokens, and when that was
+
+    def take(self, name: str, per_minute: int, now: float) -> float:
+        """Take one token. Returns the seconds until there is one: 0 when it was taken."""
+        tokens = self._filled(name, per_minute, now)
+        is_there = tokens >= 1.0
+        self._buckets[name] = (tokens - 1.0 if is_there else tokens, now)
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > self._max:
+            self._buckets.popitem(last=False)
+        return 0.0 if is_there else (1.0 - tokens) * 60.0 / per_minute
+
+    def wait_s(self, name: str, per_minute: int, now: float) -> float:
+        """The seconds until there is a token, taking none."""
+        return max(0.0, 1.0 - self._filled(name, per_minute, now)) * 60.0 / per_minute
+
+    def _filled(self, name: str, per_minute: int, now: float) -> float:
+        tokens, then = self._buckets.get(name, (float(per_minute), now))
+        return min(float(per_minute), tokens + max(0.0, now - then) * per_minute / 60.0)
+
 
 FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a right one is never held up
 TOKEN_CHARS_MAX = 4096
@@ -138,3 +173,69 @@ class Gate:
             if wait_s:
                 raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s) from None
             raise
+
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Hosts:
+    """The names of this server: those of the address it listens on, and `allowed` ("*": any)."""
+
+    def __init__(self, bound: str, allowed: Sequence[str] = ()) -> None:
+        self._any = "*" in allowed
+        self._is_everywhere = is_everywhere(bound)
+        names = {bound, *allowed}
+        if self._is_everywhere or is_loopback(bound):
+            names |= set(LOOPBACK_NAMES)
+        if self._is_everywhere:
+            names |= {socket.gethostname(), socket.getfqdn()}
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    def check(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raises: InvalidInput for a Host that is none of ours, Forbidden for a page of another site."""
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) != 1 or not self._is_ours(hosts[0].decode("latin-1")):
+            told = hosts[0].decode("latin-1")[:80] if hosts else ""
+            raise InvalidInput(
+                f"this server is not called {told!r}: use the address it listens on, or add the name to "
+                "server.allowed_hosts",
+                code="invalid_host",
+            )
+        if method in SAFE_METHODS:
+            return
+        for name, value in headers:
+            if name == b"origin" and not self._is_ours(value.decode("latin-1").partition("://")[2]):
+                raise Forbidden("a page of another site may not call this server", code="cross_origin")
+            if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
+                raise Forbidden("a page of another site may not call this server", code="cross_origin")
+
+    def _is_ours(self, text: str) -> bool:
+        match = _HOST.fullmatch(text)
+        if match is None:
+            return False
+        name = match[1].strip("[]").lower().rstrip(".")
+        return self._any or name in self._names or (self._is_everywhere and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    """A page's own name is never an address, so an address is no rebound name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_everywhere(bound: str) -> bool:
+    return _is_address(bound) and addresses.is_every(ipaddress.ip_address(bound))
+
+
+def is_loopback(bound: str) -> bool:
+    return bound.lower() == "localhost" or (_is_address(bound) and addresses.is_local(ipaddress.ip_address(bound)))
+
+
+def base_of(request: Request) -> str:
+    """The server's address as whoever asks has written it, and so the one that he can reach it by."""
+    return f"{request.url.scheme}://{request.headers['host']}"

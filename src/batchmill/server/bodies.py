@@ -18,8 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, TooLarge
-from batchmill.server.admission.memory import PARSED_TIMES, STREAM_BYTES, Hold
-from batchmill.server.admission.pace import NO_BODY_S, Pace, Pacer
+from batchmill.server.admission.admission import NO_BODY_S, PARSED_TIMES, STREAM_BYTES, Hold, Pace, Pacer
 from batchmill.server.json_inspection import inspect
 from batchmill.server.operations import JSON, Content, Operation
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep

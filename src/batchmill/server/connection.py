@@ -16,8 +16,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable
-from batchmill.server.admission.addresses import group_of
-from batchmill.server.admission.connections import ConnectionPool, Stage
+from batchmill.server.admission.connections import ConnectionPool, Stage, group_of
 from batchmill.server.fast_path import FastPath, FastReply, FastRequest
 
 HEAD_BYTES_MAX = 64 * 1024

@@ -22,10 +22,9 @@ from batchmill.ports import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import Served
 from batchmill.server.admission.admission import Admission, Place
-from batchmill.server.auth import ANYBODY, Gate
+from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
-from batchmill.server.hosts import Hosts
 from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.server.routing import Found, Routes

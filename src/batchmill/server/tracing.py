@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import batchmill
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
-from batchmill.server.traces import Application
+from batchmill.server.observers import Application
 from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent

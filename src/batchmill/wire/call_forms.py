@@ -14,7 +14,7 @@ from batchmill.wire.calls import Asked, Results
 
 ARGUMENTS, ROWS, TENSORS, INFERLESS_TENSORS = "arguments", "rows", "tensors", "inferless_tensors"
 FORMS = {
-    ARGUMENTS: "batchmill.wire.arguments_form:ArgumentsForm",
+    ARGUMENTS: "batchmill.wire.modelbit_rows:ArgumentsForm",
     ROWS: "batchmill.wire.modelbit_rows:RowsForm",
     TENSORS: "batchmill.wire.tensors:TensorsForm",
     INFERLESS_TENSORS: "batchmill.wire.tensors:InferlessTensorsForm",

@@ -1,21 +1,59 @@
-"""How a row is read and how its result is written: OpenAI batch rows, and rows of a table.
+"""Prompt templates: text with {column} placeholders. `{{` and `}}` stand for the braces themselves.
+
+How a row is read and how its result is written: OpenAI batch rows, and rows of a table.
 
 A form is part of a job's description. It knows bytes and JSON only: no files, no engines, no ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.errors import InvalidRow
+from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import Outcome, Request, Row, RowError, Usage
-from batchmill.wire import templates
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
+
+Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
+
+
+@lru_cache(maxsize=64)
+def parse(template: str) -> Parts:
+    """Split a template. Only bare column names stand in braces: no attributes, indexes or format specs.
+
+    Raises: InvalidInput (`invalid_template`).
+    """
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise InvalidInput(
+            f"the template {template!r} cannot be read: {error}; write {{{{ and }}}} for braces that are text",
+            code="invalid_template",
+        ) from None
+    for _, name, spec, conversion in pieces:
+        if name is not None and (spec or conversion or not name.strip()):
+            raise InvalidInput(
+                f"{{{name}}} in the template {template!r} must be a column name alone; "
+                "write {{ and }} for braces that are text",
+                code="invalid_template",
+            )
+    return tuple((text, name) for text, name, _, _ in pieces)
+
+
+def columns(template: str) -> list[str]:
+    """The columns a template needs, each once, in the order of their first use."""
+    return list(dict.fromkeys(name for _, name in parse(template) if name is not None))
+
+
+def render(template: str, values: Mapping[str, str]) -> str:
+    """Fill a template. Raises: KeyError for a column that `values` lacks."""
+    return "".join(text if name is None else text + values[name] for text, name in parse(template))
+
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
@@ -195,7 +233,7 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def columns(self) -> list[str]:
         """The columns that the templates need."""
-        needed = [templates.columns(text) for text in (self.system, self.prompt) if text is not None]
+        needed = [columns(text) for text in (self.system, self.prompt) if text is not None]
         return list(dict.fromkeys(name for names in needed for name in names))
 
     def request(self, row: Row) -> Request:
@@ -206,8 +244,8 @@ class TableForm(Struct, frozen=True, tag="table"):
             )
         cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
         try:
-            text = templates.render(self.prompt, cells)
-            system = None if self.system is None else templates.render(self.system, cells)
+            text = render(self.prompt, cells)
+            system = None if self.system is None else render(self.system, cells)
         except KeyError as missing:
             raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
         return Request(self.url, join_object({**self._input(text, system), **self.params}))

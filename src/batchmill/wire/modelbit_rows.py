@@ -1,4 +1,6 @@
-"""The form "rows": Modelbit's bodies. `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
+"""The form "arguments": the body is a JSON object of arguments by name, the answer the result as JSON.
+
+The form "rows": Modelbit's bodies. `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
 
 Ids and values are cut out of the bytes and put together again, never decoded: an id comes back as it was written.
 Source: Modelbit's REST documentation, and what its SDK sends.
@@ -14,12 +16,47 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from batchmill.errors import InvalidInput, TooLarge
+from batchmill.errors import InvalidInput, ModelFailed, TooLarge
 from batchmill.types import Interface
-from batchmill.wire.arguments_form import only_value
 from batchmill.wire.call_errors import CALLER_CODES, check_text, failure, last_line, parse
 from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, Asked, CallError, Results
-from batchmill.wire.json_bytes import shallow
+from batchmill.wire.json_bytes import join_object, shallow
+
+ADDRESSES = ("model", "stream")  # fields that say where a body goes and how, unless the function takes them itself
+
+_argument_members = msgspec.json.Decoder(dict[str, Raw])
+
+
+class ArgumentsForm:
+    """One row a body. Values are not looked at: they go through as they were written."""
+
+    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> Asked:
+        """Raises: InvalidInput for what is no JSON object."""
+        check_text(body)
+        members = parse(_argument_members, body)
+        taken = {each.name for each in interface.inputs}
+        strange = [name for name in ADDRESSES if name in members and name not in taken]
+        if strange:
+            body = join_object({name: value for name, value in members.items() if name not in strange})
+        return Asked(1, NAMED, b"[" + body + b"]")
+
+    def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
+        """Raises: ModelFailed, InvalidInput where the row failed."""
+        if results.errors:
+            raise failure(results.errors[0])
+        return only_value(results.values), b""
+
+    def event(self, asked: Asked, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+        return values
+
+
+def only_value(values: bytes) -> bytes:
+    """The item of a JSON array that has one, with its own bytes."""
+    data = values.strip()
+    if data[:1] != b"[" or data[-1:] != b"]":
+        raise ModelFailed("the results are no list", code="bad_return")
+    return bytes(data[1:-1].strip())
+
 
 ROWS_MAX = 1_000_000  # of one body
 ID_CHARS_SHOWN = 60

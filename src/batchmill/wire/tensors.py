@@ -16,12 +16,20 @@ from batchmill.wire import tensor_binary
 from batchmill.wire.call_errors import failure
 from batchmill.wire.calls import COLUMNS, Asked, Results
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, INT64_MAX, TEXT, Datatype, wire_name
-from batchmill.wire.tensor_kept import Kept, as_received, kept_of
-from batchmill.wire.tensor_layout import NONE, Layout, check_datatype, declared_datatype, lay, pair
-from batchmill.wire.tensor_reply import check_names, reply_of
-from batchmill.wire.tensor_request import Received, Wanted, read_request
-from batchmill.wire.tensor_results import ARRAY, Buffers, Output, outputs_of_columns, outputs_of_rows
-from batchmill.wire.tensor_values import elements, elements_leniently, nest
+from batchmill.wire.tensor_binary import NONE, Layout, check_datatype, declared_datatype, lay, pair
+from batchmill.wire.tensor_request import Received, Wanted, elements, elements_leniently, nest, read_request
+from batchmill.wire.tensor_results import (
+    ARRAY,
+    Buffers,
+    Kept,
+    Output,
+    as_received,
+    check_names,
+    kept_of,
+    outputs_of_columns,
+    outputs_of_rows,
+    reply_of,
+)
 
 _encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()

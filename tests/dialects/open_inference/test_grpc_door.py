@@ -11,8 +11,7 @@ from batchmill.config import ServerEntry
 from batchmill.dialects.open_inference.grpc.bodies import METHODS, SERVICE
 from batchmill.dialects.open_inference.grpc.door import Door
 from batchmill.errors import ModelFailed, RateLimited, Unauthenticated, UnknownName
-from batchmill.server.admission.admission import Admission
-from batchmill.server.admission.places import RequestPlaces
+from batchmill.server.admission.admission import Admission, RequestPlaces
 from batchmill.server.auth import Gate
 from batchmill.types import Caller, Scope
 

@@ -11,10 +11,9 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import SCHEMA, Envelope, text_reply
 from batchmill.server.function_replies import FastCalls, answer, body_of, head_of, stream
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import EVENTS
+from batchmill.server.replies import EVENTS, SCHEMA, Envelope, text_reply
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services

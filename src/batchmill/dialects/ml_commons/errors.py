@@ -12,7 +12,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import error_reply
+from batchmill.server.replies import error_reply
 from batchmill.wire.error_statuses import row_of, status_of, with_own
 
 # opensearch-py repeats 502, 503 and 504 blindly: what a person must mend would burn the quota.

@@ -36,7 +36,7 @@ from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.server.bodies import parse_json, parse_object
 from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
-from batchmill.server.piece_reply import unless_gone, whole_answer
+from batchmill.server.replies import unless_gone, whole_answer
 from batchmill.services.files import FileRecord
 from batchmill.services.model_rows import Served
 from batchmill.services.remote import interfaces

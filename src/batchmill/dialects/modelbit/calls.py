@@ -14,10 +14,10 @@ from batchmill.dialects.modelbit.errors import envelope
 from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.metadata import PATHS, branch_of, is_certain, is_ours
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, UnknownName
+from batchmill.server.auth import base_of
 from batchmill.server.bodies import SHOWN_CHARS, Refusal
 from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.function_replies import Events, answer, reply_of
-from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Elsewhere, Operation, json_reply
 from batchmill.services.functions.late_replies import LateCall, Order
 from batchmill.services.places import Places

@@ -12,8 +12,8 @@ from batchmill.dialects.modelbit.calls import Calls
 from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.metadata import Metadata
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import SCHEMA
 from batchmill.server.operations import Operation
+from batchmill.server.replies import SCHEMA
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 

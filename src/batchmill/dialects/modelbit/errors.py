@@ -11,7 +11,7 @@ import re
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import Envelope, text_reply
+from batchmill.server.replies import Envelope, text_reply
 from batchmill.wire.error_statuses import with_own
 
 STATUSES = with_own({"function_error": 400, "bad_return": 400, "model_failed": 422, "timeout": 422, "paused": 409})

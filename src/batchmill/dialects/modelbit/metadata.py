@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from starlette.responses import Response
 
-from batchmill.server.error_replies import SCHEMA
-from batchmill.server.hosts import base_of
+from batchmill.server.auth import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.replies import SCHEMA
 from batchmill.services.functions.names import MAIN, RESERVED_NAMES
 from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor

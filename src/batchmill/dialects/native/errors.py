@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import error_reply
+from batchmill.server.replies import error_reply
 from batchmill.wire.error_statuses import status_of, with_own
 from batchmill.wire.native import ErrorDetail, ErrorReply
 

@@ -17,7 +17,7 @@ from batchmill.dialects.native.views import Shown
 from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Operation
-from batchmill.server.piece_reply import PieceReply
+from batchmill.server.replies import PieceReply
 from batchmill.services.files import FileRecord, Removal, Result
 from batchmill.services.services import Services
 from batchmill.states import JobState

@@ -12,7 +12,7 @@ from batchmill.dialects.native.orders import Orders
 from batchmill.dialects.native.views import Shown
 from batchmill.jobs.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.server.piece_reply import unless_gone
+from batchmill.server.replies import unless_gone
 from batchmill.services.previews import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState

@@ -12,8 +12,8 @@ from batchmill.dialects.open_inference.inference import Generation, Inference
 from batchmill.dialects.open_inference.models import Metadata, Repository, StatisticsCalls
 from batchmill.dialects.open_inference.settings import Settings
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import SCHEMA, text_reply
 from batchmill.server.operations import Operation
+from batchmill.server.replies import SCHEMA, text_reply
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 

@@ -20,7 +20,6 @@ from starlette.responses import Response
 from batchmill.dialects.open_inference.models import MODEL_PATHS
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.server.bodies import Refusal
-from batchmill.server.error_replies import Envelope
 from batchmill.server.function_replies import (
     CLIENT_LEFT,
     JSON,
@@ -33,7 +32,7 @@ from batchmill.server.function_replies import (
     stream,
 )
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import EVENTS, unless_gone
+from batchmill.server.replies import EVENTS, Envelope, unless_gone
 from batchmill.services.functions.calls import Target
 from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places

@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 
 from batchmill.dialects.openai.errors import envelope
 from batchmill.errors import BatchmillError
-from batchmill.server.piece_reply import PieceReply
+from batchmill.server.replies import PieceReply
 from batchmill.types import LiveHead
 from batchmill.wire.json_bytes import decode, encode, join_object, split_object
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.bodies import Refusal
-from batchmill.server.error_replies import error_reply
+from batchmill.server.replies import error_reply
 from batchmill.wire.error_statuses import status_of
 from batchmill.wire.upstream_errors import decode_error
 

@@ -12,9 +12,8 @@ from batchmill.dialects.openai.embeddings import EventReply, encoding_of, recode
 from batchmill.dialects.openai.errors import upstream_envelope
 from batchmill.errors import UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
-from batchmill.server.long_replies import rewritten
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
+from batchmill.server.replies import EVENTS, rewritten, unless_gone, whole_answer
 from batchmill.services.model_rows import Served
 from batchmill.services.places import Places
 from batchmill.services.services import Services

@@ -15,7 +15,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
-from batchmill.server.error_replies import error_reply, text_reply
+from batchmill.server.replies import error_reply, text_reply
 from batchmill.wire.error_statuses import status_of, with_own
 from batchmill.wire.upstream_errors import decode_error
 

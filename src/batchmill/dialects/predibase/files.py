@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchmill.errors import InvalidInput
+from batchmill.server.auth import base_of
 from batchmill.server.file_reply import FileReply
-from batchmill.server.hosts import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.services.datasets.names import CONNECTION, extension_of
 from batchmill.services.datasets.records import DatasetRecord, DatasetState

@@ -13,7 +13,7 @@ from msgspec import Struct
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.dialects.predibase.lorax_answers import Choice, Token, finish_of, read_answer, tokens_of
 from batchmill.errors import BatchmillError
-from batchmill.server.piece_reply import EVENTS, PieceReply
+from batchmill.server.replies import EVENTS, PieceReply
 from batchmill.wire.json_bytes import encode
 
 EVENT_BYTES_MAX = 16 * 1024 * 1024  # of one event of the engine

@@ -24,9 +24,8 @@ from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
-from batchmill.server.long_replies import rewritten
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.piece_reply import EVENTS, unless_gone, whole_answer
+from batchmill.server.replies import EVENTS, rewritten, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment

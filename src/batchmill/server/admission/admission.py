@@ -1,15 +1,210 @@
-"""The bounds of one server together, and what one request holds of them."""
+"""Who is let in: places by project and address, memory for bodies, and the pace at which bodies come."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct
+
 from batchmill.config import ServerEntry
-from batchmill.server.admission.addresses import Proxies
-from batchmill.server.admission.connections import ConnectionPool, connections_for
-from batchmill.server.admission.memory import BodyMemory, Hold, memory_for
-from batchmill.server.admission.pace import Pace
-from batchmill.server.admission.places import RequestPlaces, of_projects, of_strangers
+from batchmill.errors import Unavailable
+from batchmill.server.admission.connections import CONNECTIONS_MAX, ConnectionPool, Proxies, connections_for
+
+REQUESTS_MAX = 5000  # under way at once, of all projects
+RESERVE = 1000  # besides these, for projects that hold fewer than FLOOR
+FLOOR = 50
+STRANGERS_MAX, STRANGERS_RESERVE, STRANGERS_FLOOR = 800, 200, 8  # of requests that need no key, by address
+
+
+class RequestPlaces:
+    """Counts the requests of each name (a project, an address). Pure.
+
+    One that is alone may have all places. Where several ask, none is let in beyond its even share once three quarters
+    are taken, so that places come free for the others; and each has `floor` places that the rest never get.
+    """
+
+    def __init__(self, requests_max: int = REQUESTS_MAX, reserve: int = RESERVE, floor: int = FLOOR) -> None:
+        self._max, self._reserve, self._floor = requests_max, reserve, floor
+        self._held: dict[str, int] = {}
+        self.total = 0
+
+    def try_take(self, name: str) -> bool:
+        """Whether there was a place; whoever took one calls `leave` once."""
+        held = self._held.get(name, 0)
+        if held < self._floor:
+            has_room = self.total < self._max + self._reserve
+        elif self.total >= self._max:
+            has_room = False
+        else:
+            names = len(self._held)
+            has_room = names == 1 or self.total < self._max * 3 // 4 or held < self._max // names
+        if has_room:
+            self._held[name] = held + 1
+            self.total += 1
+        return has_room
+
+    def take(self, name: str) -> None:
+        """Raises: Unavailable."""
+        if not self.try_take(name):
+            raise Unavailable(
+                f"too many requests are under way: {self._held.get(name, 0):,} of yours, {self.total:,} in all; "
+                f"at most {self._max:,} are, shared between all who ask; try again",
+                code="too_many_requests",
+            )
+
+    def leave(self, name: str) -> None:
+        held = self._held[name] - 1
+        self.total -= 1
+        if held:
+            self._held[name] = held
+        else:
+            del self._held[name]
+
+    def held(self, name: str) -> int:
+        return self._held.get(name, 0)
+
+
+def of_projects(connections_max: int) -> RequestPlaces:
+    """The places of requests with a key. Each keeps a connection: some are always left for who comes."""
+    return RequestPlaces(_share(REQUESTS_MAX, connections_max), _share(RESERVE, connections_max))
+
+
+def of_strangers(connections_max: int) -> RequestPlaces:
+    """The places of requests that need no key."""
+    share = _share(STRANGERS_MAX, connections_max), _share(STRANGERS_RESERVE, connections_max)
+    return RequestPlaces(*share, STRANGERS_FLOOR)
+
+
+def _share(places: int, connections_max: int) -> int:
+    """Fewer of them where there are fewer connections than usual."""
+    return max(1, places * min(connections_max, CONNECTIONS_MAX) // CONNECTIONS_MAX)
+
+
+MEMORY_BYTES_MAX = 256 * 1024 * 1024  # of the server, unless a setting says more; a project may have half of it
+PARSED_TIMES = 8  # what is parsed takes several times the bytes it came in
+STREAM_BYTES = 256 * 1024  # of an upload, however long it is: what is on its way between socket and disk
+
+
+def memory_for(body_bytes_max: int, told: int | None) -> int:
+    """The bound of the server: room for four bodies of the largest size, unless it is told."""
+    return max(MEMORY_BYTES_MAX, 4 * body_bytes_max) if told is None else told
+
+
+class BodyMemory:
+    """Counts what requests hold. Nothing waits here: what does not fit is told to come again. Pure."""
+
+    def __init__(self, bytes_max: int = MEMORY_BYTES_MAX) -> None:
+        self.bytes_max, self.project_bytes_max = bytes_max, bytes_max // 2
+        self._held: dict[str, int] = {}
+        self.total = 0
+
+    def has_room(self, project: str, size: int) -> bool:
+        return self.total + size <= self.bytes_max and self._held.get(project, 0) + size <= self.project_bytes_max
+
+    def take(self, project: str, size: int) -> None:
+        """Raises: Unavailable; whoever took bytes gives them back."""
+        if not self.has_room(project, size):
+            raise Unavailable(
+                f"too many bodies are in memory: {self._held.get(project, 0):,} bytes of this project's, "
+                f"{self.total:,} in all, and {size:,} more would be above server.body_memory_bytes_max, of which a "
+                f"project may have {self.project_bytes_max:,}; try again",
+                code="body_memory_full",
+            )
+        self._held[project] = self._held.get(project, 0) + size
+        self.total += size
+
+    def give(self, project: str, size: int) -> None:
+        held = self._held[project] - size
+        self.total -= size
+        if held:
+            self._held[project] = held
+        else:
+            del self._held[project]
+
+    def held(self, project: str) -> int:
+        return self._held.get(project, 0)
+
+
+class Hold:
+    """What one request holds of the memory, until `release`."""
+
+    __slots__ = ("_memory", "_project", "bytes")
+
+    def __init__(self, memory: BodyMemory, project: str) -> None:
+        self._memory, self._project = memory, project
+        self.bytes = 0
+
+    def grow_to(self, size: int) -> None:
+        """Hold `size` bytes, if it is more than it holds. One request alone always fits. Raises: Unavailable."""
+        more = min(size, self._memory.project_bytes_max) - self.bytes
+        if more > 0:
+            self._memory.take(self._project, more)
+            self.bytes += more
+
+    def shrink_to(self, size: int) -> None:
+        less = self.bytes - size
+        if less > 0:
+            self._memory.give(self._project, less)
+            self.bytes = size
+
+    def move(self, project: str) -> None:
+        """It is this project's from now on. Raises: Unavailable."""
+        size = self.bytes
+        self.release()
+        self._project = project
+        self.grow_to(size)
+
+    def release(self) -> None:
+        self.shrink_to(0)
+
+
+WINDOW_S = 30.0  # of waiting for the client, over which the rate is measured
+SPREAD = 1 / 3  # a window is longer by up to so much of it, so that bodies that began at once are not refused at once
+NO_BODY_S = 5.0  # for the few bytes that may come where a request has no body
+
+
+class Pace(Struct, frozen=True):
+    """`total_s` of a body that is read whole; `rate_min` bytes a second of every body."""
+
+    total_s: float = 300.0
+    rate_min: int = 1024
+    window_s: float = WINDOW_S
+
+
+class Pacer:
+    """Measures one body: it is told how long a wait was, and how much came of it. `jitter`: from 0 to 1."""
+
+    def __init__(self, pace: Pace, total_s: float | None, jitter: Callable[[], float] = random.random) -> None:
+        self._pace, self._left_s = pace, total_s
+        self._window_s = pace.window_s * (1 + SPREAD * jitter())
+        self._waited_s, self._bytes = 0.0, 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for the next piece before `late` is asked."""
+        window_s = self._window_s - self._waited_s
+        return window_s if self._left_s is None else min(window_s, self._left_s)
+
+    def waited(self, seconds: float, size: int) -> None:
+        self._waited_s += seconds
+        self._bytes += size
+        if self._left_s is not None:
+            self._left_s -= seconds
+
+    def late(self) -> str:
+        """Why the client is left now; empty: it goes on, and a new window begins once this one is over."""
+        if self._left_s is not None and self._left_s <= 0:
+            return "the body did not end in time: server.body_timeout_s says how long it may take"
+        if self._waited_s < self._window_s:
+            return ""
+        if self._bytes < self._pace.rate_min * self._waited_s:
+            return (
+                f"less than {self._pace.rate_min:,} bytes a second of the body came for {self._waited_s:.0f} s: "
+                "server.body_rate_min is the least"
+            )
+        self._waited_s, self._bytes = 0.0, 0
+        return ""
 
 
 class Admission:

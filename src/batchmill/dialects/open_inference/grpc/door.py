@@ -31,8 +31,7 @@ from batchmill.dialects.open_inference.grpc.bodies import SERVICE, DecodeError, 
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, Unavailable
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
-from batchmill.server.admission.admission import Admission, Place
-from batchmill.server.admission.memory import Hold
+from batchmill.server.admission.admission import Admission, Hold, Place
 from batchmill.server.auth import ANYBODY, Gate
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
