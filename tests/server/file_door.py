@@ -12,7 +12,7 @@ from typing import Any
 
 from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
-from batchmill.dialects.openai import errors, files, uploads
+from batchmill.dialects.openai import errors, files
 from batchmill.engines.clock import SystemClock
 from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import Gate, Hosts
@@ -35,7 +35,7 @@ class FileDialect:
         self._services = services
 
     def operations(self) -> list[Any]:
-        return [*files.operations(self._services), *uploads.operations(self._services)]
+        return [*files.operations(self._services), *files.upload_operations(self._services)]
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 from services.file_room import FileRoom
 from starlette.requests import Request
 
-from batchmill.server.file_reply import NOTHING, FileReply, Span, disposition, span_of
+from batchmill.server.replies import NOTHING, FileReply, Span, disposition, span_of
 from batchmill.services.files import READ_BYTES
 
 

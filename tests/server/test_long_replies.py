@@ -15,7 +15,7 @@ from server.small_api import SmallDialect
 from batchmill.children.programs import Programs
 from batchmill.dialects.openai import embeddings
 from batchmill.dialects.openai.embeddings import recode
-from batchmill.dialects.predibase import classify, lorax_answers
+from batchmill.dialects.predibase import lorax_answers
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.server import replies
 from batchmill.server.access_log import Served
@@ -28,7 +28,7 @@ VECTORS = encode({"data": [{"embedding": [0.5, 1.0]}]})
 COMPLETION = encode({"choices": [{"text": "b", "finish_reason": "stop", "token_ids": [1]}]})
 CASES = [
     (recode, b"base64\n" + VECTORS),
-    (classify.embedded, VECTORS),
+    (lorax_answers.embedded, VECTORS),
     (lorax_answers.write, lorax_answers.pack(Generate("a", Parameters(details=True)), COMPLETION)),
 ]
 
@@ -67,6 +67,6 @@ async def test_long_replies_are_rewritten_in_a_child(call, monkeypatch):
     assert json.loads(expected[0])["data"][0]["embedding"] == "AAAAPwAAgD8="
     monkeypatch.setattr(replies, "INLINE_BYTES_MAX", 10)
     monkeypatch.setattr(embeddings, "with_encoding", None)
-    monkeypatch.setattr(classify, "_read", None)
+    monkeypatch.setattr(lorax_answers, "_read", None)
     monkeypatch.setattr(lorax_answers, "read_answer", None)
     assert [await rewritten(call, rewrite, order) for rewrite, order in CASES] == expected

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from small_api import SmallDialect
 
-from batchmill.server.routing import Routes
+from batchmill.server.operations import Routes
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ from batchmill.errors import BatchmillError
 from batchmill.server.access_log import Served
 from batchmill.server.auth import ANYBODY
 from batchmill.server.http import REQUEST_ID, HttpRoot
-from batchmill.server.operations import JSON, Content, Operation
+from batchmill.server.operations import JSON, Content, Operation, Route
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
-from batchmill.server.routing import Route
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 

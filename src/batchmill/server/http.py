@@ -25,9 +25,8 @@ from batchmill.server.admission.admission import Admission, Place
 from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
-from batchmill.server.operations import Call, Dialect, Elsewhere, Operation
+from batchmill.server.operations import Call, Dialect, Elsewhere, Found, Operation, Routes
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
-from batchmill.server.routing import Found, Routes
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller
 

@@ -1,7 +1,4 @@
-"""Whether traces are wanted, and what makes them: the name table of what needs OpenTelemetry.
-
-Those who look on: metrics, traces, and the outbox that tells endpoints. None of them is on a request's way.
-"""
+"""Metrics, traces, and the outbox that sends events to webhook endpoints. No request waits for them."""
 
 from __future__ import annotations
 

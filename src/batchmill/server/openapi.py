@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 import batchmill
-from batchmill.server.operations import Content, Dialect, Operation
-from batchmill.server.routing import Route
+from batchmill.server.operations import Content, Dialect, Operation, Route
 
 REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")

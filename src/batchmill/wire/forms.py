@@ -1,8 +1,7 @@
-"""Prompt templates: text with {column} placeholders. `{{` and `}}` stand for the braces themselves.
+"""How a row is read and its result written: OpenAI batch rows, and rows of a table, with prompt templates.
 
-How a row is read and how its result is written: OpenAI batch rows, and rows of a table.
-
-A form is part of a job's description. It knows bytes and JSON only: no files, no engines, no ledger.
+In a template `{column}` is replaced; `{{` and `}}` stand for the braces themselves. A form is part of a job's
+description. It knows bytes and JSON only: no files, no engines, no ledger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The form "arguments": the body is a JSON object of arguments by name, the answer the result as JSON.
+"""The forms "rows" and "arguments". Rows: `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
 
-The form "rows": Modelbit's bodies. `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
-
-Ids and values are cut out of the bytes and put together again, never decoded: an id comes back as it was written.
+Arguments: a JSON object of arguments by name, answered with the result as JSON. Ids and values are cut out of the bytes
+and put together again, never decoded: an id comes back as it was written.
 Source: Modelbit's REST documentation, and what its SDK sends.
 """
 

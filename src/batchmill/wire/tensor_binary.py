@@ -1,9 +1,7 @@
-"""Tensors as bytes: little-endian, row-major; BYTES with a u32 length before each element. Bytes are not copied.
+"""Tensors as bytes, and as rows of a function's calls. Little-endian, row-major; BYTES with a u32 length before each.
 
-How the tensors of a request are rows of a function's calls: whether their first axis counts rows, and what is left.
-
-A request is one row when its shapes are those of the function's inputs. One axis more counts rows. Of a function that
-takes many rows at once, without a schema, the first axis always does.
+Bytes are not copied. A request is one row when its shapes are those of the function's inputs. One axis more counts
+rows. Of a function that takes many rows at once, without a schema, the first axis always counts rows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A V2 inference request as it stands in a body: JSON, JSON with binary tensors behind it, or one raw tensor.
 
-It knows the protocol and no function: whether tensors fit one is `tensor_layout`'s, what is in them `tensor_values`'.
+It knows the protocol and no function: whether tensors fit one is `tensor_binary`'s to say. Elements are flat or nested,
+and checked against their datatype one by one; integers never pass through a float. msgspec alone reads good data; only
+bad data are looked at again, to say why.
 Source: the Open Inference Protocol, and Triton's binary-tensor, classification and schedule-policy extensions.
-
-The elements of a tensor that stand in a body as JSON: flat or nested, checked against its datatype one by one.
-
-Integers never pass through a float. Good data are read by msgspec alone; only bad ones are looked at again, to say why.
 """
 
 from __future__ import annotations

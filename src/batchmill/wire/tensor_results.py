@@ -1,13 +1,8 @@
-"""Results of a function as tensors: the datatype and shape of a value, and how the values of many rows are one tensor.
+"""Results of a function as a V2 inference response: datatypes, shapes, and outputs as JSON or binary tensors.
 
-Source: what Inferless' runtime makes of the values that `infer` returns, and its words where it makes nothing of them.
-
-A V2 inference response: outputs chosen as the request wants them, as JSON or as binary tensors behind it.
-
-Datatypes through a function that declares none: its plain numbers go back in the datatype in which numbers came.
-
-Python knows one kind of integer and one of float; as numpy has it, what is made of FP32 is FP32. Arrays have a datatype
-of their own and keep it.
+The values of many rows are one tensor. Where a function declares no datatype, its plain numbers go back in the datatype
+in which numbers came: Python knows one kind of integer and one of float. Arrays keep their own.
+Source: Inferless' runtime and its messages; the Open Inference Protocol with Triton's binary extension.
 """
 
 from __future__ import annotations

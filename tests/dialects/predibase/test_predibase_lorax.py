@@ -9,7 +9,7 @@ import pytest
 
 from batchmill.dialects.predibase.lorax import WHOLE_WINDOW, Generate, body_of, check
 from batchmill.dialects.predibase.lorax_answers import Answer, Choice, finish_of, generated, read_answer, tokens_of
-from batchmill.dialects.predibase.lorax_stream import events_of
+from batchmill.dialects.predibase.serving import events_of
 from batchmill.errors import BatchmillError, InvalidInput
 
 ALWAYS = {

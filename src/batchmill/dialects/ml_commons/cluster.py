@@ -1,4 +1,7 @@
-"""What clients ask of a cluster: its name and version, its health, its nodes, statistics and plugins."""
+"""What clients ask of a cluster before they begin: its name and version, its health, what ML Commons counts.
+
+Source: OpenSearch, "Cluster health"; ML Commons, "Stats".
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from msgspec import Meta
 from starlette.responses import Response
 
 import batchmill
-from batchmill.dialects.ml_commons.documents import node_id, task_document
 from batchmill.dialects.ml_commons.requests import MISSING, PREFIX, Common, Flag, Search, operation, reply, search_of
+from batchmill.dialects.ml_commons.resources import node_id, task_document
 from batchmill.errors import InvalidInput, UnknownName
 from batchmill.server.operations import Call, Operation
 from batchmill.services.live_calls import LiveCall

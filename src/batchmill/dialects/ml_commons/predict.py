@@ -1,11 +1,8 @@
-"""A batch whose rows are files of this server: from what a body says of it to an order, and the task it becomes.
-
-It goes through the model's batch API unless another `route` is asked for.
-
-_predict and _batch_predict: calls of a remote model, for one answer or for a batch.
+"""_predict and _batch_predict: calls of a remote model, for one answer or for a batch.
 
 A batch means one of two things: the provider's own, begun by the action `batch_predict` with what the caller gave, or,
-where the body holds a `dataset`, rows of files of this server, which batchmill hands over and reconciles itself.
+where the body holds a `dataset`, rows of files of this server, which batchmill hands over and reconciles itself. The
+latter goes through the model's batch API unless another `route` is asked for.
 Source: ML Commons, "Predict" and "Batch predict".
 """
 

@@ -1,8 +1,6 @@
-"""`filter_path`: which members of a reply are sent. Pure. Source: OpenSearch's common REST parameters.
+"""What a caller's words make of many documents or of a long reply: searches and `filter_path`, in a child process.
 
-What a caller's words make of many documents or of a long reply, in a child process: searches, `filter_path`.
-
-Nothing of what a caller wrote is read before.
+The server reads nothing of what a caller wrote before the child does. Source: OpenSearch's common REST parameters.
 """
 
 from __future__ import annotations

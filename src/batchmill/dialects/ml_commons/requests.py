@@ -1,7 +1,4 @@
-"""What requests and replies of this API have in common: parameters that any of them takes, and JSON objects.
-
-How the operations of this API are described: what all of them have in common is said once.
-"""
+"""What operations, requests and replies of this API share: parameters that any of them takes, and JSON objects."""
 
 from __future__ import annotations
 

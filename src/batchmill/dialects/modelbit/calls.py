@@ -1,17 +1,18 @@
-"""Calls of deployments, rows as Modelbit's clients write them: answered at once, or later to a webhook."""
+"""Calls of deployments, rows as Modelbit's clients write them: answered at once, on the fast path or the normal one, or
+later, to a webhook or behind a link.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 from starlette.responses import Response
 
 from batchmill.dialects.modelbit.errors import envelope
-from batchmill.dialects.modelbit.links import Links
 from batchmill.dialects.modelbit.metadata import PATHS, branch_of, is_certain, is_ours
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, UnknownName
 from batchmill.server.auth import base_of
@@ -19,7 +20,9 @@ from batchmill.server.bodies import SHOWN_CHARS, Refusal
 from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.function_replies import Events, answer, reply_of
 from batchmill.server.operations import Call, Content, Elsewhere, Operation, json_reply
+from batchmill.server.replies import FileReply
 from batchmill.services.functions.late_replies import LateCall, Order
+from batchmill.services.links import SIGNATURE_CHARS_MAX
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, Scope
@@ -29,6 +32,54 @@ from batchmill.wire.messages import Answer
 
 if TYPE_CHECKING:
     from batchmill.services.functions.calls import FunctionCalls, Target
+
+
+PATH = "/modelbit/links/{file_id}.json"
+PURPOSE = "links"  # of the file that holds an answer
+ANSWER = "the answer in"  # what a link is for
+KEPT_S = 3600.0
+_LINKED = Content("application/json", {})
+
+
+class Signed(Struct, frozen=True, forbid_unknown_fields=True):
+    signature: Annotated[str, Meta(max_length=SIGNATURE_CHARS_MAX)] = ""
+
+
+class _Link(Struct, frozen=True):
+    data: str
+
+
+class Links:
+    def __init__(self, services: Services) -> None:
+        self._files, self._links = services.files, services.links
+
+    def operations(self) -> Sequence[Operation]:
+        return [
+            Operation(
+                "getLinkedAnswer", "GET", PATH, "Fetch an answer by its link", None, self.fetch,
+                query=Signed, reply=_LINKED, also={206: _LINKED, 416: None}, errors=(403, 404, 410),
+            )
+        ]  # fmt: skip
+
+    async def save(self, project: str, base: str, body: bytes) -> Answer:
+        """Keep an answer, and answer with the link to it."""
+        writer = await self._files.writer(project)
+        try:
+            await writer.write(body)
+            record = await writer.commit(purpose=PURPOSE, filename="answer.json", expires_s=KEPT_S)
+        finally:
+            await writer.discard()
+        signature = self._links.sign(ANSWER, record.id, project, KEPT_S)
+        return Answer(0, encode(_Link(f"{base}{PATH.format(file_id=record.id)}?signature={signature}")))
+
+    async def fetch(self, call: Call) -> Response:
+        """As often as it is asked for, while the link lasts."""
+        query: Signed = call.query
+        file_id = call.path["file_id"]
+        link = await self._links.open(query.signature, ANSWER, file_id)
+        call.belongs_to(link.project)
+        file = await self._files.open(await self._files.get(link.project, file_id))
+        return FileReply(call.request, file, filename=file.record.filename, media=_LINKED.media)
 
 
 LINKS = "links"

@@ -8,8 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from batchmill.dialects.modelbit import errors
-from batchmill.dialects.modelbit.calls import Calls
-from batchmill.dialects.modelbit.links import Links
+from batchmill.dialects.modelbit.calls import Calls, Links
 from batchmill.dialects.modelbit.metadata import Metadata
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from batchmill.dialects.native.views import file_info
-from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.server.replies import FileReply
 from batchmill.services.files import BATCH
 from batchmill.services.services import Services
 from batchmill.wire.native import FilePage, ListFiles, StoreFile

@@ -15,9 +15,8 @@ from starlette.responses import Response
 from batchmill.dialects.native.jobs import CONFLICT, GONE, MISSING
 from batchmill.dialects.native.views import Shown
 from batchmill.errors import InvalidInput, InvalidTransition, UnknownName
-from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Operation
-from batchmill.server.replies import PieceReply
+from batchmill.server.replies import FileReply, PieceReply
 from batchmill.services.files import FileRecord, Removal, Result
 from batchmill.services.services import Services
 from batchmill.states import JobState

@@ -1,10 +1,7 @@
-"""Inference with tensors: JSON, or JSON and binary behind it. Reads no body: the function's worker does.
+"""Inference with tensors, JSON or binary behind JSON, and calls by argument names for clients of language models.
 
-Source: the Open Inference Protocol over REST with Triton's binary data extension; `infer_stream` is MLServer's.
-
-Calls of a function by name, for clients of language models: its arguments are members of the request itself.
-
-Source: Triton's generate extension.
+The server reads no tensor: the function's worker does. Source: the Open Inference Protocol over REST with Triton's
+binary data and generate extensions; `infer_stream` is MLServer's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A job as this API shows it: the batch object, made from committed records only.
+"""/v1/batches: create, retrieve, list, cancel. The batch object is made from committed records only.
 
-/v1/batches: create, retrieve, list, cancel. Source: OpenAI's API reference, "Batch".
+Source: OpenAI's API reference, "Batch".
 """
 
 from __future__ import annotations

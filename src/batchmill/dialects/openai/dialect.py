@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from batchmill.dialects.openai import errors, files, uploads, webhook_endpoints
+from batchmill.dialects.openai import errors, files, webhook_endpoints
 from batchmill.dialects.openai.batches import Batches
 from batchmill.dialects.openai.inference import Inference, Models
 from batchmill.errors import BatchmillError
@@ -27,7 +27,7 @@ class OpenAIDialect:
         services = self._services
         return [
             *files.operations(services),
-            *uploads.operations(services),
+            *files.upload_operations(services),
             *Batches(services).operations(),
             *Models(services).operations(),
             *webhook_endpoints.operations(services),

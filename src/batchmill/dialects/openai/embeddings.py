@@ -1,8 +1,6 @@
-"""Vectors as this API's clients ask for them: numbers, or base64 of little-endian float32; both ways exact.
+"""Replies to live requests that this API rewrites: events, and vectors as numbers or base64 of little-endian float32.
 
-The openai package asks for base64 unless it is told otherwise; an engine may know one of the two only.
-
-The answer to a live request, event by event.
+Both ways are exact. The openai package asks for base64 unless it is told otherwise; an engine may know only one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Live requests, and the models that take them."""
+"""Live requests, and the models that answer them."""
 
 from __future__ import annotations
 

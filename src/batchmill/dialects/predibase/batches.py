@@ -1,6 +1,6 @@
-"""A job as this API shows it, made from committed records only. Its published client reads the first five fields.
+"""Batch inference: jobs over datasets, with the adapters that their rows name, made from committed records only.
 
-Batch inference: jobs over datasets, with the adapters that their rows name. Source: the published client.
+Source: the published client, which reads the first five fields of a job.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What became of a deployment's engine, told so that a client that waits for it comes to an end.
+"""Deployments of language models as Predibase's clients see them, and the events of their engines.
 
 The published client asks every two seconds until an event is called Ready or Failed, whenever that was: so an update
-is not answered with what was ready before it. Source: predibase 2025.10.3, `pql/api.py`.
-
-Deployments of language models as Predibase's clients see them.
-
-Source: predibase 2025.10.3, `resources/deployments.py`.
+is not answered with what was ready before it. Source: predibase 2025.10.3, `resources/deployments.py`, `pql/api.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Predibase's API on the wire, as its published package speaks it."""
+"""Predibase's API on the wire, as its published package speaks it; its first request asks whose the key is."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.dialects.predibase import errors
@@ -12,11 +14,57 @@ from batchmill.dialects.predibase.batches import BatchInference
 from batchmill.dialects.predibase.deployments import Deployments
 from batchmill.dialects.predibase.files import Datasets, Downloads
 from batchmill.dialects.predibase.serving import Serving
-from batchmill.dialects.predibase.users import Users
 from batchmill.errors import BatchmillError
-from batchmill.server.operations import Operation
+from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.places import Places
 from batchmill.services.services import Services
+from batchmill.types import Scope
+
+ANYBODY = "anybody"  # who asks without a key, where there are none
+NAMESPACE = uuid.UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # of ids that follow from a key's own
+
+
+class Subscription(Struct, frozen=True, rename="camel"):
+    """There is nothing to subscribe to: whoever runs the server decides who may use it."""
+
+    id: str = "batchmill"
+    tier: str = "ENTERPRISE"
+    is_trial: bool = False
+    expiration: str | None = None
+    days_remaining_in_plan: int | None = None
+    active: bool = True
+
+
+class Tenant(Struct, frozen=True, rename="camel"):
+    """A project: its name stands in the addresses of deployments."""
+
+    name: str
+    short_code: str
+    subscription: Subscription = Subscription()
+
+
+class User(Struct, frozen=True):
+    id: str
+    username: str
+    uuid: str
+    tenant: Tenant
+
+
+class Users:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def operations(self) -> Sequence[Operation]:
+        return [
+            Operation(
+                "currentUser", "GET", "/users/current", "The project that the key belongs to", Scope.READ, self.current,
+                reply=User,
+            )
+        ]  # fmt: skip
+
+    async def current(self, call: Call) -> Response:
+        name, project = call.caller.key or ANYBODY, call.caller.project
+        return json_reply(User(name, name, str(uuid.uuid5(NAMESPACE, f"{project}/{name}")), Tenant(project, project)))
 
 
 class PredibaseDialect:

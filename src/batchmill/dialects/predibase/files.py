@@ -1,6 +1,6 @@
-"""Files that are fetched by a link, which works once, for an hour: the link itself is all that it takes.
+"""Datasets and the files that links lead to. A link works once, for an hour, and needs no key.
 
-Datasets: an upload by a signed link, its name, and what became of it. Source: the published client.
+Source: the published client.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from batchmill.errors import InvalidInput
 from batchmill.server.auth import base_of
-from batchmill.server.file_reply import FileReply
 from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.replies import FileReply
 from batchmill.services.datasets.names import CONNECTION, extension_of
 from batchmill.services.datasets.records import DatasetRecord, DatasetState
 from batchmill.services.files import FILENAME_CHARS_MAX

@@ -1,11 +1,8 @@
-"""`customArgs`: flags of LoRAX's launcher and flags of vLLM, as engine arguments.
+"""How an engine is to run, in Predibase's fields and in flags of LoRAX's launcher and vLLM, as settings of ours.
 
-Which arguments callers may set is not known here. Source: LoRAX's launcher, `lorax-launcher --help`.
-
-What Predibase's clients say of how an engine is to run, as settings of ours.
-
-A field without a counterpart here is refused by its name, with the way out; null and absent: it was not said.
-Source: predibase 2025.10.3, `config.py` and `beta/config.py`; its page on DeploymentConfig.
+A field without a counterpart here is refused by its name, with the way out; null and absent mean "not set". Which
+arguments callers may set is not known here. Source: predibase 2025.10.3, `config.py` and `beta/config.py`; its page on
+DeploymentConfig; LoRAX's launcher, `lorax-launcher --help`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A body of OpenAI's API as a deployment takes it: `model` is empty or names an adapter, and LoRAX's fields count.
+"""Calls of a deployment: LoRAX's own and OpenAI's below it, answered whole or event by event.
 
-Calls of a deployment: LoRAX's own, and OpenAI's below it. Source: predibase 2025.10.3, `resources/lorax/client.py`.
-
-A request names its adapter; no name means the base model. Errors have LoRAX's form.
+A request names its adapter; no name means the base model. An OpenAI body may carry LoRAX's fields. Errors have LoRAX's
+form. Source: LoRAX's router (`lib.rs`, StreamResponse) and predibase 2025.10.3, `resources/lorax/client.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,24 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.predibase import classify, errors, lorax, lorax_answers
-from batchmill.dialects.predibase.classify import Classified, Classify, Embed, Embedded
+from batchmill.dialects.predibase import errors, lorax, lorax_answers
 from batchmill.dialects.predibase.lorax import Generate, Parameters
-from batchmill.dialects.predibase.lorax_stream import TokenReply, events_of
+from batchmill.dialects.predibase.lorax_answers import (
+    Choice,
+    Classified,
+    Classify,
+    Embed,
+    Embedded,
+    Token,
+    finish_of,
+    read_answer,
+    tokens_of,
+)
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.models.context_window import context_window
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.replies import EVENTS, rewritten, unless_gone, whole_answer
+from batchmill.server.replies import EVENTS, PieceReply, rewritten, unless_gone, whole_answer
 from batchmill.services.adapters.records import READY
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment
@@ -36,6 +44,93 @@ from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import lorax_fields
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow, split_object
+
+EVENT_BYTES_MAX = 16 * 1024 * 1024  # of one event of the engine
+_DATA, _END, _DONE = b"data:", b"\n\n", b"[DONE]"
+
+
+class StreamDetails(Struct, frozen=True):
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    seed: int | None = None
+
+
+class StreamEvent(Struct, frozen=True):
+    token: Token
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class TokenReply(PieceReply):
+    """Tokens as server-sent events. An error after the first is one of them: its status can no longer be sent."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], say: Callable[[BatchmillError], bytes]) -> None:
+        self._say = say
+        super().__init__(pieces, media=EVENTS)
+
+    def late(self, error: BatchmillError) -> bytes:
+        return b"event:error\ndata:" + self._say(error) + _END
+
+
+async def events_of(asked: Generate, told: Parameters, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """LoRAX's events out of an engine's. Raises: BatchmillError for an answer that the engine broke off."""
+    told_so_far = _Told(asked, told)
+    waiting = b""
+    try:
+        async for piece in pieces:
+            *whole, waiting = (waiting + piece).split(_END)
+            if len(waiting) > EVENT_BYTES_MAX:
+                raise BatchmillError("the engine sent an event without an end", code="incomplete_generation")
+            events = b"".join(told_so_far.read(event) for event in whole)
+            if events:
+                yield events
+    finally:
+        await pieces.aclose()
+    if not told_so_far.is_done:
+        raise BatchmillError("the engine broke the answer off", code="incomplete_generation")
+
+
+class _Told:
+    """What has been said of an answer."""
+
+    def __init__(self, asked: Generate, told: Parameters) -> None:
+        self._parameters = told
+        self._text = asked.inputs if told.return_full_text else ""
+        self._prompt_tokens = self._tokens = 0
+        self.is_done = False
+
+    def read(self, event: bytes) -> bytes:
+        """Our events for one of the engine's."""
+        data = event.removeprefix(_DATA).strip()
+        if not event.startswith(_DATA) or data == _DONE:
+            return b""
+        try:
+            answer = read_answer(data)
+        except msgspec.MsgspecError as error:
+            raise BatchmillError(f"the engine's answer cannot be read: {error}", code="internal_error") from None
+        if answer.error is not None:
+            told = answer.error.get("message") if isinstance(answer.error, dict) else answer.error
+            raise BatchmillError(f"the engine stopped: {told}", code="generation")
+        return b"".join(self._say(choice) for choice in answer.choices)
+
+    def _say(self, choice: Choice) -> bytes:
+        tokens = tokens_of(choice)
+        self._text += choice.text
+        self._tokens += len(tokens)
+        self._prompt_tokens = len(choice.prompt_token_ids or ()) or self._prompt_tokens
+        if choice.finish_reason is None:
+            return b"".join(_event(StreamEvent(token)) for token in tokens)
+        *before, last = tokens or [Token(0, choice.text, None, special=not choice.text)]
+        self.is_done = True
+        finish = finish_of(choice)
+        details = StreamDetails(finish, self._prompt_tokens, self._tokens, self._parameters.seed)
+        ended = StreamEvent(last, self._text, details if self._parameters.details else None)
+        return b"".join(_event(StreamEvent(token)) for token in before) + _event(ended)
+
+
+def _event(event: StreamEvent) -> bytes:
+    return _DATA + encode(event) + _END
 
 
 class Asked(Struct, frozen=True):
@@ -172,16 +267,16 @@ class Serving:
 
     async def _classify(self, call: Call) -> Response:
         asked: Classify = call.body
-        body = classify.classify_body(asked)
+        body = lorax_answers.classify_body(asked)
         served = await self._served(call, asked.model, None)
         answer = await whole_answer(await self._ask(call, served, CLASSIFY, body))
-        return Response(await rewritten(call, classify.classified, answer), media_type="application/json")
+        return Response(await rewritten(call, lorax_answers.classified, answer), media_type="application/json")
 
     async def _embed(self, call: Call) -> Response:
-        body = classify.embed_body(call.body)
+        body = lorax_answers.embed_body(call.body)
         served = await self._served(call, None, None)
         answer = await whole_answer(await self._ask(call, served, EMBEDDINGS, body))
-        return Response(await rewritten(call, classify.embedded, answer), media_type="application/json")
+        return Response(await rewritten(call, lorax_answers.embedded, answer), media_type="application/json")
 
     async def _openai(self, url: str, call: Call) -> Response:
         asked = read_body(call.raw)

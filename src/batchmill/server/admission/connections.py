@@ -1,8 +1,7 @@
-"""How many connections are open, and which one goes for a new one where there are too many.
+"""How many connections may be open, which one is closed for a new one, and from which client a request comes.
 
-Nothing is kept in order while requests come and go: the connections are looked through once for many that are too many.
-
-Which client a request comes from, and how, also behind proxies that whoever runs the server trusts.
+Nothing is kept in order while requests come and go: connections are looked through once for many that are too many.
+A client's address counts also behind proxies that the operator trusts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The messages of the service, made from the descriptor beside this file.
+"""Messages of the gRPC service, and their translation to the bodies of the HTTP side, so that one parser checks both.
 
-Not protobuf's generated code: that runs with few versions of the library, and a descriptor with all of them. The pool
-is our own, so that another copy of the same protocol in this process (a client's) is in nobody's way.
-
-Calls between the messages of gRPC and the bodies of the protocol's HTTP side, so that one parser checks both.
-
-A request becomes a JSON head with its tensors' bytes behind it, as the binary extension has it, and a reply is read so.
+Messages are made from the descriptor beside this file. Protobuf's generated code runs with few versions of the
+library, a descriptor with all of them. The pool is our own, so that a client's copy of the protocol in this process is
+undisturbed. A request becomes a JSON head with its tensors' bytes behind it, as the binary extension has it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Messages as they are taken from gRPC: not before somebody may send them, and never more of them than memory holds.
+"""What every gRPC call passes: its key, its rate, its place, its line in the log; errors become statuses.
 
 gRPC tells the length of a message only once it has all of it. So one call of a project reads at a time, which takes no
 time for a message that has come; one that takes longer either gets room for the largest message there may be, and lets
 the others read beside it, or keeps its turn until it ends.
-
-Which gRPC status an error has, and how much of its message travels.
-
-What every gRPC call passes: whose it is, how often they may, its line in the log; errors become statuses.
 """
 
 from __future__ import annotations

@@ -1,20 +1,404 @@
-"""The gRPC server: on the owner's loop, beside HTTP, with the same keys, limits and log."""
+"""The gRPC service: each request becomes the call that it would have been over HTTP, so that one handler answers both.
+
+A stream carries many requests at once. Functions with one answer are answered in the order of their requests, the
+others as their answers come. Source: Triton's gRPC streaming and its decoupled responses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import grpc
+import msgspec
+from google.protobuf.json_format import ParseDict
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
-from batchmill.dialects.open_inference.grpc.bodies import SERVICE
-from batchmill.dialects.open_inference.grpc.door import Door
-from batchmill.dialects.open_inference.grpc.service import Service
-from batchmill.errors import InvalidConfig
+from batchmill.dialects.open_inference.grpc.bodies import (
+    METHODS,
+    SERVICE,
+    STREAMS_LAST,
+    WANTS_LAST,
+    InferResponse,
+    Message,
+    body_of,
+    is_raw,
+    message,
+    response_of,
+    varint,
+)
+from batchmill.dialects.open_inference.grpc.door import Action, Door, Messages, Write
+from batchmill.dialects.open_inference.inference import FORM
+from batchmill.dialects.open_inference.models import (
+    Index,
+    Load,
+    Metadata,
+    Repository,
+    StatisticsCalls,
+    Unload,
+    UnloadParameters,
+)
+from batchmill.dialects.open_inference.settings import Settings
+from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, UnknownName
 from batchmill.server.access_log import Served
 from batchmill.server.admission.admission import Admission
 from batchmill.server.auth import Gate
+from batchmill.server.operations import Call
+from batchmill.services.functions.calls import FunctionCalls, Target
+from batchmill.services.functions.paths import locate
 from batchmill.services.places import Places
 from batchmill.services.services import Services
+from batchmill.types import Caller, Scope
+
+
+def call_of(caller: Caller, *, body: Struct | None = None, sent: Any = None, **path: str) -> Call:
+    """Args: body: of an operation with a struct; sent: of one that reads JSON itself; path: its parameters."""
+    raw = b"" if sent is None else msgspec.json.encode(sent)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "headers": [], "path_params": path}
+    return Call(Request(scope, receive), caller, "", body=body, raw=raw)
+
+
+AHEAD_MAX = 64  # requests of one stream that are read and not yet answered
+INFER_RESPONSE = b"\x12"  # of ModelStreamInferResponse: field 2, its length first
+EVENT_END, DATA = b"\n\n", b"data: "
+_Streamed = message("ModelStreamInferResponse")
+
+
+class Conversation:
+    """One stream of one caller. `spend` counts a request; `told` is an error's message, fit for the client."""
+
+    def __init__(
+        self,
+        functions: FunctionCalls,
+        caller: Caller,
+        write: Write,
+        *,
+        form: str,
+        bytes_max: int,
+        spend: Callable[[Caller], None],
+        told: Callable[[BatchmillError], str],
+    ) -> None:
+        self._functions, self._caller, self._write = functions, caller, write
+        self._form, self._bytes_max, self._spend, self._told = form, bytes_max, spend, told
+        self._writing = asyncio.Lock()
+
+    async def hold(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]]) -> None:
+        """Returns when the client has ended its side and everything is answered. Each request comes with what is called
+        once it is.
+
+        Raises: InvalidInput for what is no request.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._read(requests, group)
+        except BaseExceptionGroup as failed:  # it is told as what it is
+            raise failed.exceptions[0] from None
+
+    async def _read(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]], group: asyncio.TaskGroup) -> None:
+        room = asyncio.Semaphore(AHEAD_MAX)
+        before: asyncio.Task[None] | None = None
+        async for request, done in requests:
+            await room.acquire()
+            target, refused = self._find(request)
+            if target is not None and target.interface.streams:
+                task = group.create_task(self._many(request, target))
+            else:
+                task = before = group.create_task(self._one(request, target, refused, before))
+            task.add_done_callback(partial(_over, room, done))
+
+    def _find(self, request: Any) -> tuple[Target | None, BatchmillError | None]:
+        try:
+            self._spend(self._caller)
+            return locate(self._functions, self._caller, request.model_name, request.model_version or None), None
+        except BatchmillError as error:
+            return None, error
+
+    async def _one(
+        self, request: Any, target: Target | None, refused: BatchmillError | None, before: asyncio.Task[None] | None
+    ) -> None:
+        """One answer, sent once that of the request before it has been."""
+        if target is None:
+            assert refused is not None, "a request has a target, or was refused"
+            written = self._error(request, refused)
+        else:
+            written = await self._answered(request, target)
+        if before is not None:
+            await asyncio.wait({before})
+        await self._send(written)
+
+    async def _answered(self, request: Any, target: Target) -> bytes:
+        try:
+            body, head = body_of(request, self._bytes_max)
+            answer = await self._functions.ask(self._caller, target, self._form, body, head=head)
+            return _streamed(response_of(answer.body, answer.head, raw=is_raw(request), is_last=True))
+        except BatchmillError as error:
+            return self._error(request, error)
+
+    async def _many(self, request: Any, target: Target) -> None:
+        """An answer for each value that the function yields; behind them an empty one, where the client wants it."""
+        try:
+            body, head = body_of(request, self._bytes_max)
+            _, pieces = await self._functions.stream(self._caller, target, self._form, body, head)
+            try:
+                async for event in _events(pieces):
+                    await self._send(_streamed(response_of(event, b"", raw=is_raw(request), is_last=False)))
+            finally:
+                await pieces.aclose()
+        except BatchmillError as error:
+            await self._send(self._error(request, error))
+            return
+        if request.parameters[WANTS_LAST].bool_param if WANTS_LAST in request.parameters else False:
+            last = InferResponse(model_name=target.name, model_version=target.version, id=request.id)
+            last.parameters[STREAMS_LAST].bool_param = True
+            await self._send(_streamed(last.SerializeToString()))
+
+    def _error(self, request: Any, error: BatchmillError) -> bytes:
+        """An error ends its own request; the stream goes on."""
+        reply = _Streamed(error_message=self._told(error) or error.code)
+        reply.infer_response.id = request.id
+        reply.infer_response.model_name = request.model_name
+        reply.infer_response.parameters[STREAMS_LAST].bool_param = True
+        return reply.SerializeToString()
+
+    async def _send(self, data: bytes) -> None:
+        async with self._writing:
+            await self._write(data)
+
+
+def _over(room: asyncio.Semaphore, done: Callable[[], None], _: asyncio.Task[None]) -> None:
+    room.release()
+    done()
+
+
+def _streamed(response: bytes) -> bytes:
+    return b"".join([INFER_RESPONSE, varint(len(response)), response])
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The JSON of each server-sent event."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(EVENT_END)
+        for event in whole:
+            yield event.removeprefix(DATA)
+
+
+LISTS = frozenset({"trace_level"})  # the settings whose values are many
+
+
+class SettingCalls:
+    def __init__(self, services: Services) -> None:
+        self._settings = Settings(services)
+
+    def actions(self) -> dict[str, tuple[Scope, Action]]:
+        """Every method, with what it needs where nothing is to be changed."""
+        found: dict[str, tuple[Scope, Action]] = {
+            "LogSettings": (Scope.READ, self.log),
+            "TraceSetting": (Scope.READ, self.trace),
+        }
+        for kind in ("System", "Cuda"):
+            found |= {
+                f"{kind}SharedMemoryStatus": (Scope.READ, self._no_regions(kind)),
+                f"{kind}SharedMemoryRegister": (Scope.SUBMIT, self.register),
+                f"{kind}SharedMemoryUnregister": (Scope.SUBMIT, self._let_go(kind)),
+            }
+        return found
+
+    async def log(self, caller: Caller, request: Any) -> Message:
+        asked = {name: _single(value) for name, value in request.settings.items()}
+        reply = await self._settings.change_logging(call_of(caller, sent=asked))
+        response = METHODS["LogSettings"].response()
+        for name, value in msgspec.json.decode(reply.body).items():
+            match value:
+                case bool():
+                    response.settings[name].bool_param = value
+                case int():
+                    response.settings[name].uint32_param = value
+                case _:
+                    response.settings[name].string_param = value
+        return response
+
+    async def trace(self, caller: Caller, request: Any) -> Message:
+        asked = {name: _values(name, value.value) for name, value in request.settings.items()}
+        path = {"model": request.model_name} if request.model_name else {}
+        reply = await self._settings.change_trace(call_of(caller, sent=asked, **path))
+        response = METHODS["TraceSetting"].response()
+        told: Mapping[str, Any] = msgspec.json.decode(reply.body)
+        for name, value in told.items():
+            response.settings[name].value.extend(value if isinstance(value, list) else [value])
+        return response
+
+    def _no_regions(self, kind: str) -> Action:
+        async def status(caller: Caller, request: Any) -> Message:
+            if request.name:
+                await self._settings.no_region(call_of(caller, region=request.name))
+            return METHODS[f"{kind}SharedMemoryStatus"].response()
+
+        return status
+
+    async def register(self, caller: Caller, request: Any) -> bytes:
+        """Always refused."""
+        reply = await self._settings.no_region(call_of(caller, region=request.name))
+        return bytes(reply.body)
+
+    def _let_go(self, kind: str) -> Action:
+        async def unregister(caller: Caller, request: Any) -> Message:
+            await self._settings.nothing(call_of(caller))
+            return METHODS[f"{kind}SharedMemoryUnregister"].response()
+
+        return unregister
+
+
+def _single(value: Any) -> Any:
+    """None: what the setting is without being set."""
+    choice = value.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(value, choice)
+
+
+def _values(name: str, values: Any) -> Any:
+    if not values:
+        return None
+    return list(values) if name in LISTS or len(values) > 1 else values[0]
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+class Service:
+    def __init__(self, services: Services, door: Door) -> None:
+        self._functions, self._door = services.functions, door
+        self._bytes_max = services.config.server.body_bytes_max
+        self._metadata, self._statistics = Metadata(services), StatisticsCalls(services)
+        self._repository, self._settings = Repository(services), SettingCalls(services)
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """Every method of the service by its name."""
+        unary: dict[str, tuple[Scope | None, Action]] = {
+            "ModelInfer": (Scope.SUBMIT, self.infer),
+            "ServerLive": (None, self.live),
+            "ServerReady": (None, self.ready),
+            "ServerMetadata": (Scope.READ, self.server_metadata),
+            "ModelReady": (Scope.READ, self.model_ready),
+            "ModelMetadata": (Scope.READ, self.model_metadata),
+            "ModelConfig": (Scope.READ, self.model_config),
+            "ModelStatistics": (Scope.READ, self.statistics),
+            "RepositoryIndex": (Scope.READ, self.index),
+            "RepositoryModelLoad": (Scope.ADMIN, self.load),
+            "RepositoryModelUnload": (Scope.ADMIN, self.unload),
+            **self._settings.actions(),
+        }
+        found = {name: self._door.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()}
+        streamed = METHODS["ModelStreamInfer"]
+        return found | {streamed.name: self._door.stream(streamed, Scope.SUBMIT, self.converse)}
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def infer(self, caller: Caller, request: Any) -> bytes:
+        target = locate(self._functions, caller, request.model_name, request.model_version or None)
+        if target.interface.streams:
+            raise InvalidInput(
+                f"ModelInfer RPC doesn't support models with decoupled transaction policy: {target.name} answers in "
+                "events; call ModelStreamInfer",
+                code="streams_only",
+            )
+        body, head = body_of(request, self._bytes_max)
+        # The client's deadline is grpc's to keep: it cancels this call, rows that have not begun never run, and a
+        # function that is at work goes on for those who are more patient.
+        answer = await self._functions.ask(caller, target, FORM, body, head=head)
+        return response_of(answer.body, answer.head, raw=is_raw(request))
+
+    async def converse(self, caller: Caller, requests: Messages, write: Write) -> None:
+        conversation = Conversation(
+            self._functions, caller, write,
+            form=FORM, bytes_max=self._bytes_max, spend=self._door.spend, told=self._door.told,
+        )  # fmt: skip
+        await conversation.hold(requests)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    async def live(self, caller: Caller, request: Any) -> Message:
+        return METHODS["ServerLive"].response(live=True)
+
+    async def ready(self, caller: Caller, request: Any) -> Message:
+        reply = await self._metadata.ready(call_of(caller))
+        return METHODS["ServerReady"].response(ready=reply.status_code == 200)
+
+    async def server_metadata(self, caller: Caller, request: Any) -> Message:
+        return await _told("ServerMetadata", self._metadata.server, call_of(caller))
+
+    async def model_ready(self, caller: Caller, request: Any) -> Message:
+        """False for a model that there is not, too: it is what a client waits for that polls until it is deployed."""
+        try:
+            reply = await self._metadata.model_ready(_call_of_model(caller, request))
+        except UnknownName:
+            return METHODS["ModelReady"].response(ready=False)
+        return METHODS["ModelReady"].response(ready=reply.status_code == 200)
+
+    async def model_metadata(self, caller: Caller, request: Any) -> Message:
+        return await _told("ModelMetadata", self._metadata.model, _call_of_model(caller, request))
+
+    async def model_config(self, caller: Caller, request: Any) -> Message:
+        reply = await self._metadata.model_config(_call_of_model(caller, request))
+        return _message("ModelConfig", {"config": msgspec.json.decode(reply.body)})
+
+    async def statistics(self, caller: Caller, request: Any) -> Message:
+        if not request.name:
+            return await _told("ModelStatistics", self._statistics.all, call_of(caller))
+        handler = self._statistics.version if request.version else self._statistics.model
+        return await _told("ModelStatistics", handler, _call_of_model(caller, request))
+
+    # -- the repository -----------------------------------------------------------------------------------------------
+
+    async def index(self, caller: Caller, request: Any) -> Message:
+        _only_repository(request.repository_name)
+        reply = await self._repository.index(call_of(caller, body=Index(ready=request.ready)))
+        return _message("RepositoryIndex", {"models": msgspec.json.decode(reply.body)})
+
+    async def load(self, caller: Caller, request: Any) -> Message:
+        _only_repository(request.repository_name)
+        body = Load(parameters=dict.fromkeys(request.parameters, ""))  # what they hold is refused by its name
+        await self._repository.load(call_of(caller, body=body, model=request.model_name))
+        return METHODS["RepositoryModelLoad"].response()
+
+    async def unload(self, caller: Caller, request: Any) -> Message:
+        _only_repository(request.repository_name)
+        told = {name: value.bool_param for name, value in request.parameters.items()}
+        try:
+            parameters = msgspec.convert(told, UnloadParameters)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"the parameters of an unload: {error}", code="parameter_not_allowed") from None
+        await self._repository.unload(call_of(caller, body=Unload(parameters), model=request.model_name))
+        return METHODS["RepositoryModelUnload"].response()
+
+
+def _only_repository(name: str) -> None:
+    if name:
+        raise InvalidInput(
+            f"there is one repository, which has no name; {name[:80]!r} is none", code="unknown_repository"
+        )
+
+
+def _call_of_model(caller: Caller, request: Any) -> Call:
+    named = {"model": request.name, "version": request.version}
+    return call_of(caller, **{key: value for key, value in named.items() if value})
+
+
+async def _told(method: str, handler: Handler, call: Call) -> Message:
+    return _message(method, msgspec.json.decode((await handler(call)).body))
+
+
+def _message(method: str, told: Any) -> Message:
+    """JSON as the message of the same fields; what only HTTP has room for is left out."""
+    return ParseDict(told, METHODS[method].response(), ignore_unknown_fields=True)
+
 
 STREAMS_MAX = 1000  # calls of one connection that are under way; its client keeps the others waiting
 HANDSHAKE_S = 15  # from a connection to HTTP/2
