@@ -58,7 +58,9 @@ class Place:
 
     def choose(self, name, branch=None, version="latest"):
         """The version that a call means now."""
-        target = self.directory.choose(ANYBODY, name, branch, version)
+        known = self.versions.get(name)
+        who = Caller(known[0].project, Scope.SUBMIT) if known else ANYBODY
+        target = self.directory.choose(who, name, branch, version)
         return next(
             each for each in self.versions.get(name) if (each.branch, each.number) == (target.branch, target.number)
         )
