@@ -25,10 +25,9 @@ from batchmill.models.adapters.fetching import FetchOrder, FetchReport
 from batchmill.models.adapters.reading import RANK_MAX, read_adapter, settled_room
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
-from batchmill.services.adapters.fetches import Fetches
+from batchmill.services.adapters.fetches import Fetches, check_source, check_token
 from batchmill.services.adapters.names import SHOWN_CHARS, check_name
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, AdapterRecord
-from batchmill.services.adapters.sources import check_source, check_token
 from batchmill.services.configured_models import ENGINE
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.incoming import FULL

@@ -19,8 +19,14 @@ from batchmill.services.remote import model_records as records
 from batchmill.services.remote.connectors import ConnectorService
 from batchmill.services.remote.groups import ModelGroups
 from batchmill.services.remote.ids import new_id
-from batchmill.services.remote.model_fields import details_of, name_of, refuse_strangers, require_remote
-from batchmill.services.remote.model_rates import ModelRates, per_minute
+from batchmill.services.remote.model_fields import (
+    ModelRates,
+    details_of,
+    name_of,
+    per_minute,
+    refuse_strangers,
+    require_remote,
+)
 from batchmill.services.remote.model_records import (
     DEPLOYED,
     REGISTERED,
