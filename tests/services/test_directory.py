@@ -10,7 +10,7 @@ from batchmill.errors import InvalidConfig, UnknownName
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import Kind, Row
+from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 
@@ -137,8 +137,8 @@ def test_an_engine_server_fetches_nothing_for_a_caller(tmp_path, told, flags):
 def deploy(directory, *versions, routes=()):
     """Publish a function as its service does."""
     found = Function("doubler", {}, {}).changed(versions, routes)
-    row = Row("doubler", Kind.FUNCTION, found.project, function=found, listed=("doubler",))
-    directory.publish({(Kind.FUNCTION, "doubler"): [row]})
+    row = ModelRow("doubler", ModelKind.FUNCTION, found.project, function=found, listed=("doubler",))
+    directory.publish({(ModelKind.FUNCTION, "doubler"): [row]})
 
 
 def version(number, branch="main", state="ready"):
@@ -209,12 +209,12 @@ def test_a_function_that_is_not_shared_is_nowhere_for_others(directory):
     hidden = [replace(version(1), project="one", is_shared=False)]
     deploy(directory, *hidden, routes=[Route("doubler", "main", [Backend("main", 1)])])
     assert directory.find(caller("one"), "doubler").model.function.version == "main/1"
-    assert "doubler" in names(directory, caller("one")) and directory.holder("one", "doubler", Kind.LLM)
+    assert "doubler" in names(directory, caller("one")) and directory.holder("one", "doubler", ModelKind.LLM)
     other = caller("two")
     for name in ("doubler", "doubler@1", "doubler@main/1"):
         with pytest.raises(UnknownName, match="does not exist or you do not have access"):
             directory.find(other, name)
     assert "doubler" not in names(directory, other)
-    assert not directory.sees(other, "doubler") and not directory.holder("two", "doubler", Kind.LLM)
-    assert directory.holder("two", "doubler", Kind.FUNCTION) == "" and directory.functions(other) == []
+    assert not directory.sees(other, "doubler") and not directory.holder("two", "doubler", ModelKind.LLM)
+    assert directory.holder("two", "doubler", ModelKind.FUNCTION) == "" and directory.functions(other) == []
     assert all(model.name != "doubler" for model in directory.specs(other))

@@ -14,7 +14,7 @@ from batchmill.errors import Conflict, UnknownName
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import Key, Kind, Row
+from batchmill.services.model_rows import Key, ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 
@@ -39,31 +39,31 @@ CONFIGURED = {FAR, ITS_ADAPTER, "near"}  # that may be called
 
 
 class Thing(Struct, frozen=True):
-    kind: Kind
+    kind: ModelKind
     project: str
     name: str
     is_shared: bool = False  # a function
 
     @property
     def key(self) -> Key:
-        return (self.kind, self.name) if self.kind == Kind.FUNCTION else (self.kind, self.project, self.name)
+        return (self.kind, self.name) if self.kind == ModelKind.FUNCTION else (self.kind, self.project, self.name)
 
-    def rows(self) -> list[Row]:
-        if self.kind != Kind.FUNCTION:
+    def rows(self) -> list[ModelRow]:
+        if self.kind != ModelKind.FUNCTION:
             spec = ModelSpec(self.name, "connector", f"of {self.project}")
-            return [Row(self.name, self.kind, self.project, spec, listed=(self.name,))]
+            return [ModelRow(self.name, self.kind, self.project, spec, listed=(self.name,))]
         spec = ModelSpec(self.name, "function_process", "f", function=FunctionSpec("main/1", "/f", "d"))
         version = ModelVersion(
             self.name, "main", 1, "ready", 0.0, spec=spec, project=self.project, is_shared=self.is_shared
         )
         found = Function(self.name, {}, {}).changed([version], [Route(self.name, "main", [Backend("main", 1)])])
-        return [Row(self.name, self.kind, self.project, function=found, listed=(self.name,))]
+        return [ModelRow(self.name, self.kind, self.project, function=found, listed=(self.name,))]
 
 
 def is_one_name(a: Thing, b: Thing) -> bool:
     """A function has its own name and every one that goes on with an @."""
-    if Kind.FUNCTION in (a.kind, b.kind):
-        function, other = (a, b) if a.kind == Kind.FUNCTION else (b, a)
+    if ModelKind.FUNCTION in (a.kind, b.kind):
+        function, other = (a, b) if a.kind == ModelKind.FUNCTION else (b, a)
         return function.name == other.name.partition("@")[0]
     return a.name == b.name
 
@@ -74,17 +74,17 @@ def meet(a: Thing, b: Thing) -> bool:
 
 
 def is_free(world: list[Thing], new: Thing) -> bool:
-    stem = new.name.partition("@")[0] if new.kind == Kind.FUNCTION else None
+    stem = new.name.partition("@")[0] if new.kind == ModelKind.FUNCTION else None
     if any((name.partition("@")[0] == stem if stem else name == new.name) for name in (*CONFIGURED, BASE)):
         return False
-    others = [each for each in world if each.key != new.key or new.kind == Kind.LLM]
+    others = [each for each in world if each.key != new.key or new.kind == ModelKind.LLM]
     return not any(is_one_name(each, new) and meet(each, new) for each in others)
 
 
 def may(caller: Caller, thing: Thing) -> bool:
     if caller.models is not None and thing.name not in caller.models:
         return False
-    if thing.kind != Kind.FUNCTION:
+    if thing.kind != ModelKind.FUNCTION:
         return thing.project == caller.project
     listed = {"listed": [FAR], "narrow": ["one"]}.get(caller.project)
     return (thing.is_shared or thing.project == caller.project) and (listed is None or thing.name in listed)
@@ -98,9 +98,13 @@ def may_configured(caller: Caller, name: str) -> bool:
 names = st.sampled_from(NAMES)
 things = st.one_of(
     st.builds(
-        Thing, st.just(Kind.FUNCTION), st.sampled_from(PROJECTS), st.sampled_from(("one", "two", FAR)), st.booleans()
+        Thing,
+        st.just(ModelKind.FUNCTION),
+        st.sampled_from(PROJECTS),
+        st.sampled_from(("one", "two", FAR)),
+        st.booleans(),
     ),
-    st.builds(Thing, st.sampled_from((Kind.LLM, Kind.REMOTE)), st.sampled_from(PROJECTS), names),
+    st.builds(Thing, st.sampled_from((ModelKind.LLM, ModelKind.REMOTE)), st.sampled_from(PROJECTS), names),
 )
 steps = st.lists(st.tuples(things, st.booleans()), max_size=25)
 callers = st.builds(
@@ -110,7 +114,7 @@ callers = st.builds(
 )
 
 
-def found(directory: ModelDirectory, caller: Caller, name: str) -> tuple[Kind, str] | None:
+def found(directory: ModelDirectory, caller: Caller, name: str) -> tuple[ModelKind, str] | None:
     try:
         served = directory.find(caller, name)
     except UnknownName:
@@ -127,7 +131,7 @@ def test_a_directory_is_its_things(steps: list[tuple[Thing, bool]], caller: Call
         before = directory.snapshot
         seen = dict(before.everybody), {name: dict(rows) for name, rows in before.projects.items()}
         owners = {each.project for each in world if (each.kind, each.name) == (thing.kind, thing.name)}
-        if thing.kind == Kind.FUNCTION and owners - {thing.project}:
+        if thing.kind == ModelKind.FUNCTION and owners - {thing.project}:
             continue  # its service refuses it
         if is_removed:
             directory.publish({thing.key: ()})
@@ -149,7 +153,7 @@ def test_a_directory_is_its_things(steps: list[tuple[Thing, bool]], caller: Call
         meant = [each for each in world if each.name == name and may(caller, each)]
         if meant:
             [thing] = meant
-            source = "f" if thing.kind == Kind.FUNCTION else f"of {thing.project}"
+            source = "f" if thing.kind == ModelKind.FUNCTION else f"of {thing.project}"
             assert found(directory, caller, name) == (thing.kind, source)
         elif name in expected:
             assert found(directory, caller, name) is not None
@@ -163,12 +167,12 @@ def test_a_directory_is_its_things(steps: list[tuple[Thing, bool]], caller: Call
 def test_a_name_that_is_being_written_down() -> None:
     """Nobody else gets a name between its check and its publication; it is free again where nothing came of it."""
     directory = ModelDirectory(ConfiguredModels(CONFIG))
-    with directory.claim("open", "one", Kind.LLM):
-        with pytest.raises(Conflict), directory.claim("open", "one", Kind.ADAPTER):
+    with directory.claim("open", "one", ModelKind.LLM):
+        with pytest.raises(Conflict), directory.claim("open", "one", ModelKind.ADAPTER):
             raise AssertionError
-        with pytest.raises(Conflict), directory.claim("listed", "one", Kind.FUNCTION, is_shared=True):
+        with pytest.raises(Conflict), directory.claim("listed", "one", ModelKind.FUNCTION, is_shared=True):
             raise AssertionError
-        with directory.claim("listed", "one", Kind.FUNCTION):
+        with directory.claim("listed", "one", ModelKind.FUNCTION):
             """A function of another project that is not shared is in nobody's way."""
-    with directory.claim("open", "one", Kind.ADAPTER):
+    with directory.claim("open", "one", ModelKind.ADAPTER):
         """It is free."""

@@ -19,7 +19,7 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions import calls as function_calls
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import Kind, Row
+from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
 from batchmill.wire.deploys import Backend, ModelVersion, Route
 from batchmill.wire.messages import Abandon, Answer, Answered, Answers, Asks, Chunk, Head, Predict
@@ -53,8 +53,8 @@ class Stage:
             found = Function(name, {}, {}).changed(
                 [each for each in self.versions if each.name == name], [each for each in routes if each.name == name]
             )
-            row = Row(name, Kind.FUNCTION, "default", function=found, listed=(name,))
-            directory.publish({(Kind.FUNCTION, name): [row]})
+            row = ModelRow(name, ModelKind.FUNCTION, "default", function=found, listed=(name,))
+            directory.publish({(ModelKind.FUNCTION, name): [row]})
         self.calls = FunctionCalls(self.dispatcher.live, directory, clock)
         self.told = []
         self.calls.listen(self.told.append)

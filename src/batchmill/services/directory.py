@@ -21,7 +21,16 @@ from batchmill.models.paths import answers
 from batchmill.services.configured_models import ENGINE, ConfiguredModels
 from batchmill.services.functions.function import Function, Target
 from batchmill.services.functions.names import LATEST, read_reference
-from batchmill.services.model_rows import Key, Kind, Row, Served, Snapshot, is_one_name, named, stem_of
+from batchmill.services.model_rows import (
+    Key,
+    ModelKind,
+    ModelRow,
+    ModelSnapshot,
+    ServedModel,
+    is_one_name,
+    named,
+    stem_of,
+)
 from batchmill.types import Caller, ModelSpec
 from batchmill.wire.forms import URLS
 
@@ -34,17 +43,17 @@ JOB_MARK = "~"  # in names of models that jobs bring as settings; no name that a
 class ModelDirectory:
     def __init__(self, configured: ConfiguredModels, chance: random.Random | None = None) -> None:
         self.configured, self._chance = configured, chance or random.Random()
-        self._claimed: Counter[tuple[str, Kind, str, bool]] = Counter()  # names that are being written down
+        self._claimed: Counter[tuple[str, ModelKind, str, bool]] = Counter()  # names that are being written down
         self._listeners: list[Callable[[], None]] = []
-        rows: dict[str, Row] = {}
+        rows: dict[str, ModelRow] = {}
         for name in reversed(configured.base_names):
-            rows[name] = Row(name, Kind.BASE)
+            rows[name] = ModelRow(name, ModelKind.BASE)
         for name in configured.names:
-            rows[name] = Row(name, Kind.CONFIGURED, base=name, listed=(name,))
+            rows[name] = ModelRow(name, ModelKind.CONFIGURED, base=name, listed=(name,))
             for own in configured.adapters(name):
-                rows[own] = Row(own, Kind.CONFIGURED_ADAPTER, base=name, listed=(own,), own_name=own)
+                rows[own] = ModelRow(own, ModelKind.CONFIGURED_ADAPTER, base=name, listed=(own,), own_name=own)
         self._configured_rows = rows
-        self.snapshot = Snapshot(everybody=rows)
+        self.snapshot = ModelSnapshot(everybody=rows)
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
@@ -52,7 +61,7 @@ class ModelDirectory:
         """Call `listener` after each publication that changes which adapters there are. It may publish too."""
         self._listeners.append(listener)
 
-    def publish(self, changes: Mapping[Key, Sequence[Row]]) -> None:
+    def publish(self, changes: Mapping[Key, Sequence[ModelRow]]) -> None:
         """Put these rows in the place of those that were published under the same keys: one revision.
 
         The change is in the database already. A publication that changes nothing makes no revision.
@@ -63,7 +72,7 @@ class ModelDirectory:
             listener()
 
     @contextlib.contextmanager
-    def claim(self, project: str, name: str, kind: Kind, *, is_shared: bool = False) -> Iterator[None]:
+    def claim(self, project: str, name: str, kind: ModelKind, *, is_shared: bool = False) -> Iterator[None]:
         """Hold a name for what is being written down and published meanwhile.
 
         Args: is_shared: other projects are to find it too.
@@ -80,18 +89,26 @@ class ModelDirectory:
             if not self._claimed[claimed]:
                 del self._claimed[claimed]
 
-    def refuse_taken(self, project: str, name: str, kind: Kind, *, is_shared: bool = False) -> None:
+    def refuse_taken(self, project: str, name: str, kind: ModelKind, *, is_shared: bool = False) -> None:
         """Raises: Conflict (`name_taken`) where something else is called so."""
         if found := self.holder(project, name, kind, is_shared=is_shared):
             raise Conflict(f"{name[:SHOWN_CHARS]!r} is the name of {found} already: choose another", code="name_taken")
 
-    def holder(self, project: str, name: str, kind: Kind, *, is_shared: bool = False) -> str:
+    def holder(self, project: str, name: str, kind: ModelKind, *, is_shared: bool = False) -> str:
         """What else has a name that a project wants for one of this kind: "a function"; empty: nothing."""
         snapshot = self.snapshot
         known = snapshot.projects
         for here in (snapshot.everybody, *(known.values() if is_shared else [known.get(project, {})])):
-            rows = here.values() if kind == Kind.FUNCTION else [each for each in (here.get(name),) if each is not None]
-            if kind != Kind.FUNCTION and (stem := here.get(stem_of(name))) is not None and stem.kind == Kind.FUNCTION:
+            rows = (
+                here.values()
+                if kind == ModelKind.FUNCTION
+                else [each for each in (here.get(name),) if each is not None]
+            )
+            if (
+                kind != ModelKind.FUNCTION
+                and (stem := here.get(stem_of(name))) is not None
+                and stem.kind == ModelKind.FUNCTION
+            ):
                 rows = [*rows, stem]
             for row in rows:
                 if is_one_name(row.name, row.kind, name, kind) and self._is_in_the_way(row, project, kind, is_shared):
@@ -106,8 +123,10 @@ class ModelDirectory:
         return ""
 
     @staticmethod
-    def _is_in_the_way(row: Row, project: str, kind: Kind, is_shared: bool) -> bool:
-        if row.kind == kind and kind != Kind.LLM:  # another version of the same; whose it may be, its service knows
+    def _is_in_the_way(row: ModelRow, project: str, kind: ModelKind, is_shared: bool) -> bool:
+        if (
+            row.kind == kind and kind != ModelKind.LLM
+        ):  # another version of the same; whose it may be, its service knows
             return False
         if row.project in (None, project) or is_shared:
             return True
@@ -119,7 +138,7 @@ class ModelDirectory:
         self.configured.check()
         for rows in self.snapshot.published.values():
             for row in rows:
-                for name in (row.name, *self._configured_rows) if row.kind == Kind.FUNCTION else (row.name,):
+                for name in (row.name, *self._configured_rows) if row.kind == ModelKind.FUNCTION else (row.name,):
                     entry = self._configured_rows.get(name)
                     if entry is not None and is_one_name(name, entry.kind, row.name, row.kind):
                         owner = row.project if row.function is None else row.function.project
@@ -132,13 +151,13 @@ class ModelDirectory:
 
     # -- who may see what ---------------------------------------------------------------------------------------------
 
-    def _visible(self, caller: Caller, name: str) -> Row | None:
+    def _visible(self, caller: Caller, name: str) -> ModelRow | None:
         """The row that a name means to a caller. None: there is none, or none that it may use."""
         snapshot = self.snapshot
         row = snapshot.projects.get(caller.project, {}).get(name) or snapshot.everybody.get(name)
         return row if row is not None and self._may(caller, row) else None
 
-    def _may(self, caller: Caller, row: Row) -> bool:
+    def _may(self, caller: Caller, row: ModelRow) -> bool:
         """The one rule. What a project registered is its own; what is everybody's is as its entry in the configuration
         says; a function of another project has to be shared; a key may list fewer."""
         if caller.models is not None and caller.models.isdisjoint(row.listed):
@@ -150,14 +169,16 @@ class ModelDirectory:
                 and is_theirs
                 and self.configured.lists(caller.project, row.name, is_function=True)
             )
-        if row.kind == Kind.ADAPTER:
+        if row.kind == ModelKind.ADAPTER:
             return any(self._hosts(caller, row.base))
-        return row.project is not None or (row.kind != Kind.BASE and self.configured.lists(caller.project, row.name))
+        return row.project is not None or (
+            row.kind != ModelKind.BASE and self.configured.lists(caller.project, row.name)
+        )
 
-    def _hosts(self, caller: Caller, base: str) -> Iterator[Row]:
+    def _hosts(self, caller: Caller, base: str) -> Iterator[ModelRow]:
         """What serves the adapters of a base: a model of the configuration, or deployments."""
         entry = self._configured_rows.get(base)
-        if entry is not None and entry.kind == Kind.CONFIGURED:
+        if entry is not None and entry.kind == ModelKind.CONFIGURED:
             if self.configured.lists(caller.project, base):
                 yield entry
             return
@@ -165,14 +186,14 @@ class ModelDirectory:
             if base in (row.name, row.base) and row.takes_adapters and row.refuse is None:
                 yield row
 
-    def _deployments(self, caller: Caller) -> list[Row]:
+    def _deployments(self, caller: Caller) -> list[ModelRow]:
         """Those that the caller may use, in the order of their making."""
         return sorted(
-            (row for row in self._own(caller, Kind.LLM) if self._may(caller, row)),
+            (row for row in self._own(caller, ModelKind.LLM) if self._may(caller, row)),
             key=lambda row: (row.created, row.name),
         )
 
-    def _own(self, caller: Caller, kind: Kind) -> Iterator[Row]:
+    def _own(self, caller: Caller, kind: ModelKind) -> Iterator[ModelRow]:
         return (row for row in self.snapshot.projects.get(caller.project, {}).values() if row.kind == kind)
 
     def may_call(self, caller: Caller, name: str) -> bool:
@@ -187,7 +208,7 @@ class ModelDirectory:
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, caller: Caller, name: str) -> Served:
+    def find(self, caller: Caller, name: str) -> ServedModel:
         """What a name means to a caller. Of a function: the version that `NAME`, `NAME@3`, `NAME@prod` or
         `NAME@branch/3` means now.
 
@@ -211,50 +232,50 @@ class ModelDirectory:
                 f"the model {name[:SHOWN_CHARS]!r} does not exist or you do not have access to it{hint}",
                 code="model_not_found",
             )
-        if found.kind != Kind.FUNCTION:  # an alias of weighted versions means another one each time
+        if found.kind != ModelKind.FUNCTION:  # an alias of weighted versions means another one each time
             if len(snapshot.found) >= ANSWERS_MAX:
                 snapshot.found.clear()
             snapshot.found[key] = found
         return found
 
-    def _served(self, caller: Caller, row: Row, name: str) -> Served | None:
+    def _served(self, caller: Caller, row: ModelRow, name: str) -> ServedModel | None:
         """Raises: what its row says of one that answers nothing."""
         if row.refuse is not None:
             raise row.refuse()
         match row.kind:
-            case Kind.CONFIGURED:
-                return Served(name, self._with_room(self.configured.get(name)))
-            case Kind.CONFIGURED_ADAPTER:
-                return Served(name, self._with_room(self.configured.get(row.base)), name, row.kind)
-            case Kind.FUNCTION:
+            case ModelKind.CONFIGURED:
+                return ServedModel(name, self._with_room(self.configured.get(name)))
+            case ModelKind.CONFIGURED_ADAPTER:
+                return ServedModel(name, self._with_room(self.configured.get(row.base)), name, row.kind)
+            case ModelKind.FUNCTION:
                 assert row.function is not None, "it is a function"
                 _, branch, version = read_reference(name)
-                return Served(name, row.function.choose(branch, version, self._chance).model, kind=row.kind)
-            case Kind.LLM if row.spec is not None:
+                return ServedModel(name, row.function.choose(branch, version, self._chance).model, kind=row.kind)
+            case ModelKind.LLM if row.spec is not None:
                 names = [row.name] if caller.models is None or row.name in caller.models else []
-                return Served(name, self.limited(caller, row.spec, names), kind=row.kind)
-            case Kind.ADAPTER:
+                return ServedModel(name, self.limited(caller, row.spec, names), kind=row.kind)
+            case ModelKind.ADAPTER:
                 host = next(self._hosts(caller, row.base), None)
                 return None if host is None else self._adapter_on(caller, self._spec(host), name, ())
             case _:
-                return None if row.spec is None else Served(name, row.spec, kind=row.kind)
+                return None if row.spec is None else ServedModel(name, row.spec, kind=row.kind)
 
-    def _spec(self, row: Row) -> ModelSpec:
+    def _spec(self, row: ModelRow) -> ModelSpec:
         return self.configured.get(row.name) if row.spec is None else row.spec
 
-    def find_adapter(self, caller: Caller, model: ModelSpec, name: str, base: str) -> Served | None:
+    def find_adapter(self, caller: Caller, model: ModelSpec, name: str, base: str) -> ServedModel | None:
         """An adapter of this very model or its base, by a name that the caller may use; None: it has none of it."""
         return self._adapter_on(caller, model, name, (base,))
 
-    def _adapter_on(self, caller: Caller, model: ModelSpec, name: str, bases: Sequence[str]) -> Served | None:
+    def _adapter_on(self, caller: Caller, model: ModelSpec, name: str, bases: Sequence[str]) -> ServedModel | None:
         own = model.adapter_names.get(name, name)
         if own in model.adapters and self.configured.allows(caller, name):
-            return Served(name, self._with_room(model, bases), own, Kind.ADAPTER)
+            return ServedModel(name, self._with_room(model, bases), own, ModelKind.ADAPTER)
         row = named(self._adapters_for(caller, model, bases)).get(name)
         if row is None or not _lists(caller, row, name):
             return None
         found = replace(model, adapters={row.own_name: row.folder}, adapter_names={})
-        return Served(name, self._with_room(found, bases), row.own_name, Kind.ADAPTER)
+        return ServedModel(name, self._with_room(found, bases), row.own_name, ModelKind.ADAPTER)
 
     def choose(self, caller: Caller, name: str, branch: str | None = None, version: str = LATEST) -> Target:
         """The version of a function that a call means now: of an alias with weights, each time another.
@@ -283,14 +304,14 @@ class ModelDirectory:
             if self._may(caller, snapshot.everybody[name])
         ]  # fmt: skip
 
-    def list(self, caller: Caller) -> list[Served]:
+    def list(self, caller: Caller) -> list[ServedModel]:
         """What a caller may use: each model of the configuration before its adapters, deployments, functions by name
         and alias, then remote models."""
         snapshot = self.snapshot
         key = (caller.project, caller.models)
         if (known := snapshot.listed.get(key)) is not None:
             return known
-        found: list[Served] = []
+        found: list[ServedModel] = []
         for name in self.configured.names:
             own = [name, *self.configured.adapters(name)]
             found += [self.find(caller, each) for each in own if self._visible(caller, each) is not None]
@@ -299,14 +320,18 @@ class ModelDirectory:
         for function in self.functions(caller):
             for name in function.names():
                 _, branch, version = read_reference(name)
-                found.append(Served(name, function.choose(branch, version, self._chance).model, kind=Kind.FUNCTION))
-        found += [Served(row.name, row.spec, kind=row.kind) for row in self._remotes(caller) if row.spec is not None]
+                found.append(
+                    ServedModel(name, function.choose(branch, version, self._chance).model, kind=ModelKind.FUNCTION)
+                )
+        found += [
+            ServedModel(row.name, row.spec, kind=row.kind) for row in self._remotes(caller) if row.spec is not None
+        ]
         if sum(map(len, snapshot.listed.values())) + len(found) > ANSWERS_MAX:
             snapshot.listed.clear()
         snapshot.listed[key] = found
         return found
 
-    def _adapters_of(self, caller: Caller, base: str) -> list[Served]:
+    def _adapters_of(self, caller: Caller, base: str) -> list[ServedModel]:
         """Those that were registered for a model of the configuration and whose names mean them."""
         found = named(self.snapshot.adapters.get((caller.project, base), ()))
         return [
@@ -315,9 +340,9 @@ class ModelDirectory:
             if (meant := self._visible(caller, name)) is not None and meant.own_name == row.own_name
         ]
 
-    def _remotes(self, caller: Caller) -> list[Row]:
+    def _remotes(self, caller: Caller) -> list[ModelRow]:
         """Remote models that rows can be sent to, by their making: each by its id, then by its name."""
-        rows = (row for row in self._own(caller, Kind.REMOTE) if row.spec is not None and self._may(caller, row))
+        rows = (row for row in self._own(caller, ModelKind.REMOTE) if row.spec is not None and self._may(caller, row))
         return sorted(rows, key=lambda row: (row.created, row.base, row.name != row.base))
 
     def serves(self, url: str, caller: Caller) -> bool:
@@ -345,9 +370,9 @@ class ModelDirectory:
         Raises: as `find`.
         """
         served = self.find(caller, name)
-        if served.kind == Kind.FUNCTION:
+        if served.kind == ModelKind.FUNCTION:
             return replace(served.model, allowed=[name])
-        if served.model.name in self.configured.names and served.kind != Kind.REMOTE:
+        if served.model.name in self.configured.names and served.kind != ModelKind.REMOTE:
             return self._for_rows(caller, served.model.name)
         return served.model
 
@@ -425,7 +450,7 @@ class ModelDirectory:
             return self.configured.allows(caller, name)
         return caller.models is None or name in caller.models or own.rpartition("/")[0] in caller.models
 
-    def _adapters_for(self, caller: Caller, model: ModelSpec, bases: Sequence[str]) -> list[Row]:
+    def _adapters_for(self, caller: Caller, model: ModelSpec, bases: Sequence[str]) -> list[ModelRow]:
         """The versions that a project registered for a model, if it may use that, or for one of its bases."""
         if model.engine != ENGINE:
             return []
@@ -435,7 +460,7 @@ class ModelDirectory:
         return [row for each in dict.fromkeys((model.name, *bases)) for row in found.get((caller.project, each), ())]
 
     def _with_adapters(
-        self, model: ModelSpec, rows: Iterable[Row], bases: Sequence[str], may: Callable[[Row, str], bool]
+        self, model: ModelSpec, rows: Iterable[ModelRow], bases: Sequence[str], may: Callable[[ModelRow, str], bool]
     ) -> ModelSpec:
         """A model whose rows may name these adapters too. Names that it has already stay what they are."""
         known = model.targets()
@@ -462,7 +487,7 @@ class ModelDirectory:
         return model if rank <= model.adapter_rank else replace(model, adapter_rank=rank)
 
 
-def _lists(caller: Caller, row: Row, name: str) -> bool:
+def _lists(caller: Caller, row: ModelRow, name: str) -> bool:
     """The caller's key may use a version of an adapter by this name: one that has a name has its versions."""
     own = row.own_name.rpartition("/")[0]
     return caller.models is None or own in caller.models or (name == row.own_name and name in caller.models)

@@ -16,7 +16,7 @@ from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownNa
 from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.model_rows import Kind, Served
+from batchmill.services.model_rows import ModelKind, ServedModel
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.call_forms import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
@@ -69,12 +69,14 @@ class LiveCalls:
         """
         served, stream = self._asked_for(caller, url, body)
         request = request_of(served, url, body, stream=stream)
-        if served.kind == Kind.REMOTE:
+        if served.kind == ModelKind.REMOTE:
             self._admit(served.model.name)
             request = msgspec.structs.replace(request, is_admitted=True)
         return await self.ask(caller, served, request)
 
-    async def ask(self, caller: Caller, served: Served, request: LiveRequest) -> tuple[LiveHead, AsyncGenerator[bytes]]:
+    async def ask(
+        self, caller: Caller, served: ServedModel, request: LiveRequest
+    ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """As `predict`, of a model that has been found already, in a form that its engine knows."""
         began = self._clock.monotonic()
         request = msgspec.structs.replace(request, project=caller.project)
@@ -91,7 +93,7 @@ class LiveCalls:
             raise
         return head, self._body(pieces, msgspec.structs.replace(call, status=head.status), began)
 
-    def _asked_for(self, caller: Caller, url: str, body: bytes) -> tuple[Served, bool]:
+    def _asked_for(self, caller: Caller, url: str, body: bytes) -> tuple[ServedModel, bool]:
         if not self._directory.serves(url, caller):
             raise UnknownName(f"Invalid URL (POST {url[:SHOWN_CHARS]}): no model serves it", code="unknown_url")
         try:
@@ -133,7 +135,7 @@ class LiveCalls:
             listener(ended)
 
 
-def request_of(served: Served, url: str, body: bytes, *, stream: bool) -> LiveRequest:
+def request_of(served: ServedModel, url: str, body: bytes, *, stream: bool) -> LiveRequest:
     """A body in OpenAI's form as its model is given it."""
     form, adapter = _form_of(served.model, url, body), served.adapter
     if adapter is None:

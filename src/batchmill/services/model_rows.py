@@ -17,7 +17,7 @@ from batchmill.types import ModelSpec
 Key = tuple[str, ...]  # of what published rows: its kind, its project, its name
 
 
-class Kind(StrEnum):
+class ModelKind(StrEnum):
     CONFIGURED = "a model of the configuration"
     BASE = "a base model"
     CONFIGURED_ADAPTER = "an adapter of the configuration"
@@ -27,11 +27,11 @@ class Kind(StrEnum):
     ADAPTER = "an adapter"
 
 
-class Row(Struct, frozen=True):
+class ModelRow(Struct, frozen=True):
     """A name, and what it stands for. One without `spec`, `function` and `refuse` only holds its name."""
 
     name: str
-    kind: Kind
+    kind: ModelKind
     project: str | None = None  # whose it is; None: of everybody whom the configuration lets use it
     spec: ModelSpec | None = None  # what answers; of an adapter, the models of `base` do
     function: Function | None = None
@@ -48,32 +48,32 @@ class Row(Struct, frozen=True):
     @property
     def is_version(self) -> bool:
         """A version of an adapter, by its own name."""
-        return self.kind == Kind.ADAPTER and self.name == self.own_name
+        return self.kind == ModelKind.ADAPTER and self.name == self.own_name
 
 
-class Served(Struct, frozen=True):
+class ServedModel(Struct, frozen=True):
     """A name that a request may be sent to."""
 
     name: str
     model: ModelSpec
     adapter: str | None = None  # None: the model itself
-    kind: Kind = Kind.CONFIGURED
+    kind: ModelKind = ModelKind.CONFIGURED
 
 
-class Snapshot(Struct, frozen=True):
+class ModelSnapshot(Struct, frozen=True):
     """All rows at one revision, and the answers that were made of them so far."""
 
     revision: int = 0
-    published: dict[Key, tuple[Row, ...]] = {}
-    everybody: dict[str, Row] = {}  # of the configuration, and functions
-    projects: dict[str, dict[str, Row]] = {}
+    published: dict[Key, tuple[ModelRow, ...]] = {}
+    everybody: dict[str, ModelRow] = {}  # of the configuration, and functions
+    projects: dict[str, dict[str, ModelRow]] = {}
     functions: dict[str, Function] = {}  # those that can be called, by name
-    adapters: dict[tuple[str, str], tuple[Row, ...]] = {}  # (project, base) -> versions, by name and number
+    adapters: dict[tuple[str, str], tuple[ModelRow, ...]] = {}  # (project, base) -> versions, by name and number
     ranks: dict[str, int] = {}  # base -> the highest rank of everybody's adapters for it
-    found: dict[tuple[str, frozenset[str] | None, str], Served] = {}
-    listed: dict[tuple[str, frozenset[str] | None], list[Served]] = {}
+    found: dict[tuple[str, frozenset[str] | None, str], ServedModel] = {}
+    listed: dict[tuple[str, frozenset[str] | None], list[ServedModel]] = {}
 
-    def changed(self, changes: Mapping[Key, Sequence[Row]]) -> Snapshot:
+    def changed(self, changes: Mapping[Key, Sequence[ModelRow]]) -> ModelSnapshot:
         """The next revision, with these rows in the place of those that were published under the same keys; the same
         snapshot, where that changes nothing."""
         put = {key: tuple(rows) for key, rows in changes.items()}
@@ -96,36 +96,36 @@ class Snapshot(Struct, frozen=True):
             else:
                 projects[project] = here
         functions = self.functions
-        if any(row.kind == Kind.FUNCTION for row in (*gone, *come)):
+        if any(row.kind == ModelKind.FUNCTION for row in (*gone, *come)):
             found = (row.function for row in everybody.values() if row.function is not None)
             functions = {function.name: function for function in found if function.is_ready}
         versions = [row for row in (*gone, *come) if row.is_version]
         adapters, ranks = _adapters(self, gone, come) if versions else (self.adapters, self.ranks)
         published = {key: rows for key, rows in (self.published | put).items() if rows}
-        return Snapshot(self.revision + 1, published, everybody, projects, functions, adapters, ranks, {}, {})
+        return ModelSnapshot(self.revision + 1, published, everybody, projects, functions, adapters, ranks, {}, {})
 
 
 def stem_of(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _scope(row: Row) -> str | None:
+def _scope(row: ModelRow) -> str | None:
     """Where a row's name is looked up: a function's is nobody else's, whoever may know of it."""
-    return None if row.kind == Kind.FUNCTION else row.project
+    return None if row.kind == ModelKind.FUNCTION else row.project
 
 
-def is_one_name(name: str, kind: Kind, other: str, other_kind: Kind) -> bool:
+def is_one_name(name: str, kind: ModelKind, other: str, other_kind: ModelKind) -> bool:
     """Two names are the same text. A function has all those that begin with its own and an @."""
-    if kind == Kind.FUNCTION:
+    if kind == ModelKind.FUNCTION:
         other = stem_of(other)
-    if other_kind == Kind.FUNCTION:
+    if other_kind == ModelKind.FUNCTION:
         name = stem_of(name)
     return name == other
 
 
-def named(rows: Iterable[Row]) -> dict[str, Row]:
+def named(rows: Iterable[ModelRow]) -> dict[str, ModelRow]:
     """What versions of adapters are called: "NAME" is the newest."""
-    found: dict[str, Row] = {}
+    found: dict[str, ModelRow] = {}
     for row in rows:  # the oldest of a name first
         found[row.own_name.rpartition("/")[0]] = row
         found[row.own_name] = row
@@ -133,8 +133,8 @@ def named(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def _adapters(
-    old: Snapshot, gone: Sequence[Row], come: Sequence[Row]
-) -> tuple[dict[tuple[str, str], tuple[Row, ...]], dict[str, int]]:
+    old: ModelSnapshot, gone: Sequence[ModelRow], come: Sequence[ModelRow]
+) -> tuple[dict[tuple[str, str], tuple[ModelRow, ...]], dict[str, int]]:
     """The versions of adapters by project and base, and the highest ranks, after a change."""
     adapters, ranks = dict(old.adapters), dict(old.ranks)
     changed = [row for row in (*gone, *come) if row.is_version]

@@ -35,7 +35,7 @@ from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.replies import unless_gone, whole_answer
 from batchmill.services.files import FileRecord
-from batchmill.services.model_rows import Served
+from batchmill.services.model_rows import ServedModel
 from batchmill.services.remote import interfaces
 from batchmill.services.remote.models import RemoteModel
 from batchmill.services.remote.specs import AUTO, BATCH, ONLINE
@@ -214,7 +214,7 @@ class Predict:
         await self._check(call, interface, "input", call.raw)
         spec = self._models.spec(model.id, route=ONLINE)
         request = LiveRequest(f"{ONE}/_predict", call.raw, form=FORM, is_admitted=True)
-        head, pieces = await self._services.live.ask(call.caller, Served(model.id, spec), request)
+        head, pieces = await self._services.live.ask(call.caller, ServedModel(model.id, spec), request)
         answer = await whole_answer(pieces)
         if head.status < 400:
             await self._check(call, interface, "output", answer)

@@ -14,7 +14,7 @@ from batchmill.errors import UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import EVENTS, rewritten, unless_gone, whole_answer
-from batchmill.services.model_rows import Served
+from batchmill.services.model_rows import ServedModel
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, LiveHead, Scope
@@ -125,5 +125,5 @@ class Models:
     async def retrieve(self, call: Call) -> Response:
         return json_reply(self._model(self._directory.find(call.caller, call.path["model"])))
 
-    def _model(self, served: Served) -> Model:
+    def _model(self, served: ServedModel) -> Model:
         return Model(served.name, self._created, served.model.name if served.adapter else None)

@@ -37,7 +37,7 @@ from batchmill.server.replies import EVENTS, PieceReply, rewritten, unless_gone,
 from batchmill.services.adapters.records import READY
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment
-from batchmill.services.model_rows import Served
+from batchmill.services.model_rows import ServedModel
 from batchmill.services.places import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope
@@ -243,7 +243,9 @@ class Serving:
         written = await rewritten(call, lorax_answers.write, order)
         return Response(written, media_type="application/json")
 
-    async def _completion(self, call: Call, served: Served, asked: Generate, told: Parameters) -> AsyncGenerator[bytes]:
+    async def _completion(
+        self, call: Call, served: ServedModel, asked: Generate, told: Parameters
+    ) -> AsyncGenerator[bytes]:
         """The engine's answer. Where all of its window may be used and nobody knows how long that is, it says so."""
         window = self._window(served)
         try:
@@ -255,7 +257,7 @@ class Serving:
         window = self._learn(served, int(match[1]))
         return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
 
-    async def _alternatives(self, call: Call, served: Served, told: Parameters, written: bytes) -> bytes:
+    async def _alternatives(self, call: Call, served: ServedModel, told: Parameters, written: bytes) -> bytes:
         """The answer to what else each token might have been: vLLM tells that by number of a prompt alone."""
         count = told.return_k_alternatives
         answer = None if count is None else lorax_answers.read_answer(written)
@@ -287,7 +289,7 @@ class Serving:
         return Response(await whole_answer(pieces), media_type="application/json")
 
     async def _ask(
-        self, call: Call, served: Served, url: str, body: Mapping[str, Any], *, stream: bool = False
+        self, call: Call, served: ServedModel, url: str, body: Mapping[str, Any], *, stream: bool = False
     ) -> AsyncGenerator[bytes]:
         """The pieces of an answer. Raises: EngineRefused, and what `LiveCalls.ask` raises."""
         request = request_of(served, url, encode(body), stream=stream)
@@ -296,7 +298,7 @@ class Serving:
             raise errors.refused_by_engine(head.status, await whole_answer(pieces))
         return pieces
 
-    def _deployed(self, caller: Caller, path: dict[str, str]) -> tuple[LlmDeployment, Served]:
+    def _deployed(self, caller: Caller, path: dict[str, str]) -> tuple[LlmDeployment, ServedModel]:
         """The deployment of a path. Raises: UnknownName."""
         if path["tenant"] != caller.project:
             told = f"the key belongs to the tenant {caller.project!r}, not to {path['tenant'][:SHOWN_CHARS]!r}"
@@ -310,7 +312,7 @@ class Serving:
         except BatchmillError as error:
             raise errors.LoraxRefused(error, is_openai=is_openai) from None
 
-    async def _served(self, call: Call, adapter: str | None, source: str | None) -> Served:
+    async def _served(self, call: Call, adapter: str | None, source: str | None) -> ServedModel:
         """The deployment of the path with the adapter that is meant; one of a model hub is fetched first.
 
         Raises: UnknownName; InvalidInput for an adapter that cannot be used.
@@ -337,11 +339,11 @@ class Serving:
             raise UnknownName(f"{told}: register it first", code="unknown_adapter")
         return found
 
-    def _window(self, served: Served) -> int | None:
+    def _window(self, served: ServedModel) -> int | None:
         """Tokens of prompt and answer together, where that is known."""
         return self._windows.get(_engine_of(served.model)) or context_window(served.model)
 
-    def _learn(self, served: Served, window: int) -> int:
+    def _learn(self, served: ServedModel, window: int) -> int:
         if len(self._windows) >= WINDOWS_MAX:
             self._windows.clear()
         self._windows[_engine_of(served.model)] = window

@@ -31,7 +31,7 @@ from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED
 from batchmill.services.configured_models import ENGINE
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.incoming import FULL
-from batchmill.services.model_rows import Kind, Row
+from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
@@ -131,7 +131,7 @@ class AdapterService:
         for record in self._records.values():
             if (named := versions.get((record.project, record.name))) is not None:
                 named.append(record)
-        self._directory.publish({(Kind.ADAPTER, *named): _rows(found) for named, found in versions.items()})
+        self._directory.publish({(ModelKind.ADAPTER, *named): _rows(found) for named, found in versions.items()})
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class AdapterService:
             raise InvalidInput(
                 f"the model {base[:SHOWN_CHARS]!r} takes no adapters: those of the engine vllm do", code="no_adapters"
             )
-        self._directory.refuse_taken(caller.project, name, Kind.ADAPTER)
+        self._directory.refuse_taken(caller.project, name, ModelKind.ADAPTER)
         return model
 
     def _new(self, project: str, base: str, name: str, source: str, token: str | None) -> AdapterRecord:
@@ -329,7 +329,7 @@ class AdapterService:
 
     async def _written(self, record: AdapterRecord) -> AdapterRecord:
         """A new version, written down and published. Raises: Conflict for a name that is taken; OverQuota."""
-        with self._directory.claim(record.project, record.name, Kind.ADAPTER):
+        with self._directory.claim(record.project, record.name, ModelKind.ADAPTER):
             record = await self._database.write(records.begin, record, self._quotas.of(record.project).adapters)
             self._put([record])
         return record
@@ -432,19 +432,20 @@ def unknown_adapter(name: str, version: int | None) -> UnknownName:
     )
 
 
-def _rows(versions: Sequence[AdapterRecord]) -> list[Row]:
+def _rows(versions: Sequence[AdapterRecord]) -> list[ModelRow]:
     """What the versions of one adapter are called. A name is held from the first of them on, ready or not."""
     ready = sorted((each for each in versions if each.state == READY), key=lambda each: each.version)
     if not ready:
         return [
-            Row(each.name, Kind.ADAPTER, each.project, base=each.base, listed=(each.name,)) for each in versions[:1]
+            ModelRow(each.name, ModelKind.ADAPTER, each.project, base=each.base, listed=(each.name,))
+            for each in versions[:1]
         ]
     return [_row(ready[-1], ready[-1].name), *(_row(each, each.own_name) for each in ready)]
 
 
-def _row(record: AdapterRecord, name: str) -> Row:
-    return Row(
-        name, Kind.ADAPTER, record.project, base=record.base, listed=tuple(dict.fromkeys((record.name, name))),
+def _row(record: AdapterRecord, name: str) -> ModelRow:
+    return ModelRow(
+        name, ModelKind.ADAPTER, record.project, base=record.base, listed=tuple(dict.fromkeys((record.name, name))),
         created=record.created, number=record.version, own_name=record.own_name, folder=record.folder,
         rank=record.rank,
     )  # fmt: skip

@@ -31,7 +31,7 @@ from batchmill.services.functions.names import (
     read_reference,
 )
 from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
-from batchmill.services.model_rows import Kind, Row
+from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.store.database import Database
 from batchmill.types import Caller, ModelSpec, ProjectQuotas
 from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
@@ -162,7 +162,7 @@ class ModelVersions:
     def _put_all(self, functions: Iterable[Function]) -> None:
         put = {each.name: each for each in functions}
         self._functions |= put
-        self._directory.publish({(Kind.FUNCTION, name): _rows(each) for name, each in put.items()})
+        self._directory.publish({(ModelKind.FUNCTION, name): _rows(each) for name, each in put.items()})
 
     async def log(
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
@@ -248,7 +248,7 @@ class ModelVersions:
     async def _begin(self, new: ModelVersion, by: Caller | None) -> ModelVersion:
         """A version with its number, that is being built. Raises: Conflict for a name that is taken; OverQuota."""
         most = None if by is None else self._quotas.of(new.project).functions
-        with self._directory.claim(new.project, new.name, Kind.FUNCTION, is_shared=new.is_shared):
+        with self._directory.claim(new.project, new.name, ModelKind.FUNCTION, is_shared=new.is_shared):
             version = await self._database.write(records.begin, new, most)
             self._put(version.name, [version])
         return version
@@ -438,9 +438,9 @@ def _digest(version: ModelVersion) -> str:
     return version.spec.function.digest
 
 
-def _rows(function: Function) -> list[Row]:
+def _rows(function: Function) -> list[ModelRow]:
     """A function has its name as long as a version of it is ready or being made."""
     if function.project is None:
         return []
     name = function.name
-    return [Row(name, Kind.FUNCTION, function.project, function=function, listed=(name,))]
+    return [ModelRow(name, ModelKind.FUNCTION, function.project, function=function, listed=(name,))]

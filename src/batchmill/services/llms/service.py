@@ -26,7 +26,7 @@ from batchmill.services.llms.keeping import Calls, Engines, Keeper
 from batchmill.services.llms.records import LlmDeployment, Stored
 from batchmill.services.llms.settings import is_same_engine, model_of, read
 from batchmill.services.llms.tokens import HubTokens, is_reference, tokens_of
-from batchmill.services.model_rows import Key, Kind, Row
+from batchmill.services.model_rows import Key, ModelKind, ModelRow
 from batchmill.services.remote.changes import Changes
 from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
@@ -237,7 +237,7 @@ class LlmService:
         )  # fmt: skip
         self._check_preloaded(made)
         quota = self._vault.quotas.of(caller.project).llm_deployments
-        with self._directory.claim(caller.project, name, Kind.LLM):
+        with self._directory.claim(caller.project, name, ModelKind.LLM):
             await self._vault.change(plain, also=lambda db: records.insert(db, made, quota), project=caller.project)
             return await self._settle(made)
 
@@ -478,7 +478,7 @@ class LlmService:
             raise InvalidInput(f"{name!r} is a reserved name: choose another", code="reserved_name")
         if caller.models is not None and name not in caller.models:
             raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
-        self._directory.refuse_taken(caller.project, name, Kind.LLM)
+        self._directory.refuse_taken(caller.project, name, ModelKind.LLM)
 
     def _check_preloaded(self, deployment: LlmDeployment) -> None:
         settings = deployment.settings
@@ -511,17 +511,17 @@ def _unknown(name: str) -> UnknownName:
 
 
 def _key(deployment: LlmDeployment) -> Key:
-    return Kind.LLM, deployment.project, deployment.name
+    return ModelKind.LLM, deployment.project, deployment.name
 
 
-def _row(deployment: LlmDeployment) -> Row:
+def _row(deployment: LlmDeployment) -> ModelRow:
     name = deployment.name
     refuse = None
     if not deployment.answers:
         why = deployment.problem if deployment.is_broken else "it was stopped: start it"
         refuse = partial(Unavailable, f"the deployment {name!r} answers nothing: {why}", code="llm_stopped")
-    return Row(
-        name, Kind.LLM, deployment.project, deployment.model, base=deployment.settings.base_model,
+    return ModelRow(
+        name, ModelKind.LLM, deployment.project, deployment.model, base=deployment.settings.base_model,
         listed=(name,), created=deployment.created,
         takes_adapters=deployment.settings.takes_adapters, refuse=refuse,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from batchmill.config import MODEL_NAME
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.model_rows import Kind, Row
+from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.connectors import ConnectorService
 from batchmill.services.remote.groups import ModelGroups
@@ -156,23 +156,23 @@ class RemoteModels:
         for model in self._models.values():
             if (same := named.get((model.project, model.name))) is not None:
                 same.append(model)
-        self._directory.publish({(Kind.REMOTE, *name): self._rows(name[1], same) for name, same in named.items()})
+        self._directory.publish({(ModelKind.REMOTE, *name): self._rows(name[1], same) for name, same in named.items()})
 
-    def _rows(self, name: str, models: list[RemoteModel]) -> list[Row]:
+    def _rows(self, name: str, models: list[RemoteModel]) -> list[ModelRow]:
         """Each model by its id, and the one that their name means by that. Others hold the name."""
         meant, rows = self._meant(models), []
         for model in models:
-            blank = Row(
-                model.id, Kind.REMOTE, model.project, base=model.id, listed=(model.id, name), created=model.created
+            blank = ModelRow(
+                model.id, ModelKind.REMOTE, model.project, base=model.id, listed=(model.id, name), created=model.created
             )
             rows.append(found := self._answering(blank, model, [name] if model is meant else []))
             if model is meant:
                 rows.append(replace(found, name=name))
         if models and meant is None and MODEL_NAME.fullmatch(name):
-            rows.append(Row(name, Kind.REMOTE, models[0].project))
+            rows.append(ModelRow(name, ModelKind.REMOTE, models[0].project))
         return rows
 
-    def _answering(self, row: Row, model: RemoteModel, names: list[str]) -> Row:
+    def _answering(self, row: ModelRow, model: RemoteModel, names: list[str]) -> ModelRow:
         """The row of a model with what it answers with, if it may be called."""
         if not self.is_callable(model):
             return row
@@ -250,7 +250,7 @@ class RemoteModels:
         if not MODEL_NAME.fullmatch(model.name):
             yield
             return
-        with self._directory.claim(model.project, model.name, Kind.REMOTE):
+        with self._directory.claim(model.project, model.name, ModelKind.REMOTE):
             yield
 
     def _group_for(self, caller: Caller, name: str, group_id: Any) -> ModelGroup:
