@@ -99,18 +99,8 @@ class ModelDirectory:
         snapshot = self.snapshot
         known = snapshot.projects
         for here in (snapshot.everybody, *(known.values() if is_shared else [known.get(project, {})])):
-            rows = (
-                here.values()
-                if kind == ModelKind.FUNCTION
-                else [each for each in (here.get(name),) if each is not None]
-            )
-            if (
-                kind != ModelKind.FUNCTION
-                and (stem := here.get(stem_of(name))) is not None
-                and stem.kind == ModelKind.FUNCTION
-            ):
-                rows = [*rows, stem]
-            for row in rows:
+            rows = here.values() if kind == ModelKind.FUNCTION else (here.get(name), here.get(stem_of(name)))
+            for row in filter(None, rows):
                 if is_one_name(row.name, row.kind, name, kind) and self._is_in_the_way(row, project, kind, is_shared):
                     is_known = row.project in (None, project) or (row.function is not None and row.function.is_shared)
                     return row.kind if is_known else "something else"
