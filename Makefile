@@ -18,7 +18,7 @@ PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill upload many_jobs get_latency \
     live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches tensors \
     connector_rows throttled provider_rows adapters engine_kept download hostile
-PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
+PYTEST_ARGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export PYTHONUNBUFFERED := 1
 

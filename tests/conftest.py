@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler.protocol import Scheduling
+
+# The folders whose files run longest: begun first, so that no process is left with one of them at the end.
+LONGEST = ("story", "crash", "docs", "engines")
+# Files whose tests share no fixture beyond one test: several processes run the tests of one such file.
+SPLIT = (
+    "crash/test_kill_provider.py",
+    "crash/test_points.py",
+    "docs/test_examples.py",
+    "story/test_secret_leaks.py",
+    "story/test_serve.py",
+)
 
 # How fast a machine is that does other work too is no promise of ours.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,6 +35,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the real vLLM run where BATCHMILL_VLLM_PYTHON names its interpreter; `make test` always names one."""
+    items.sort(key=lambda item: item.path.relative_to(config.rootpath).parts[1] not in LONGEST)
     if os.environ.get("BATCHMILL_VLLM_PYTHON"):
         return
     wanted = [item for item in items if item.get_closest_marker("vllm") is None]
@@ -29,3 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """A packed value holds the second in which it was packed: in a test's name, two processes would tell two names."""
     return f"gzip-{len(val)}" if isinstance(val, bytes) and val.startswith(b"\x1f\x8b") else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """With `--dist loadfile`, a file's tests run in one process; those of files in SPLIT wherever there is room."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return nodeid if file.endswith(SPLIT) else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
