@@ -288,7 +288,7 @@ async def test_half_a_character_is_asked_for_twice(service: OpenAIService) -> No
     """
     service.every = Answer(200, rb'{"a":"\ud83d"}')
     service.script["good"] = [Answer(200, b"{}")]
-    async with started(spec(service.base_url)) as engine:
+    async with started(spec(service.base_url), clock=HeldClock()) as engine:
         sink = await run_all(engine, [*(chat_row(n, f"{n}") for n in range(60)), chat_row(60, "good")])
     codes = {outcome.error.code if outcome.error else None for outcome in sink.outcomes if outcome.row.number < 60}
     assert codes == {"bad_response"}
