@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.session import App, Progress, ResultFile, Session
-from batchmill.client import calls, procedures
+from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.streams import Bytes, Views
 from batchmill.config import Config
@@ -102,9 +102,7 @@ class RemoteApp:
             return await client.models()
 
     async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
-        size_bytes = bundle.seek(0, os.SEEK_END)
-        bundle.seek(0)
-        return await opened.run(procedures.send_bundle(bundle, size_bytes))
+        return await opened.send_bundle(bundle)
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
         """The server finds out when the job comes."""
@@ -276,7 +274,7 @@ async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[
             files.append(await client.upload(path))  # noqa: PERF401 - what was sent before one fails is removed
         yield files
     finally:
-        await client.run(procedures.discard([file.id for file in files]))
+        await client.discard([file.id for file in files])
 
 
 def _with_paths(report: SealReport, files: list[FileInfo], order: JobOrder) -> SealReport:

@@ -1,2 +1,2 @@
-"""The SDK. What to send and what came back is decided once, without input or output, in `calls`, `procedures` and
-`streams`; `sync` and `asynchronous` are the two shells that carry it over httpx."""
+"""The SDK. `AsyncClient` is written by hand and `Client` is generated from it. Both send the requests of `calls` over a
+transport."""

@@ -1,41 +1,60 @@
-"""`batchmill.AsyncClient`: the asyncio shell over the SDK's core."""
+"""`batchmill.AsyncClient`; `batchmill.Client` is generated from it by tools/generate_sync.py."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-import time
-from collections.abc import AsyncIterator, Iterable
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, Unpack
 
-import httpx
-
-from batchmill.client import adapter_calls, calls, connection, llm_calls, procedures
-from batchmill.client.async_model import AsyncModel
-from batchmill.client.messages import PIECE_BYTES, TIMEOUT_S, Ask, Broken, Reply, Request, Send, SendFile, Sleep, Steps
-from batchmill.client.procedures import Pages, Source
-from batchmill.client.streams import Bytes, Lines, Stream, Views, refusal
-from batchmill.client.writing import is_past, part_of
-from batchmill.types import EngineEvent, JobView, LedgerReport, RemoteJob, Wait
+from batchmill.client import calls, llm_calls
+from batchmill.client.async_resources import AsyncJob, AsyncModel
+from batchmill.client.async_transport import AsyncHttpTransport, AsyncTransport
+from batchmill.client.calls import ask
+from batchmill.client.connection import address, async_sleep
+from batchmill.client.inputs import (
+    Source,
+    adapter_bundle,
+    described,
+    file_id_of,
+    filename_of,
+    function_bundle,
+    is_adapter_folder,
+    opened,
+    size_of,
+    sources_of,
+)
+from batchmill.client.messages import TIMEOUT_S, Ask, Broken, Reply, Request
+from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.replies import ATTEMPTS_MAX, backoff_s, may_repeat, retry_after_s, unreachable, value_of
+from batchmill.client.streams import Bytes, Stream, refusal
+from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
+from batchmill.types import EngineEvent, JobView
+from batchmill.wire import operations as table
+from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
 from batchmill.wire.native import (
-    Change,
     DeployReply,
     Estimated,
     FileInfo,
-    JobPage,
     KeyInfo,
     MadeKey,
     ModelInfo,
+    NewJob,
     NewKey,
     Planned,
     QuotaInfo,
+    Work,
 )
-from batchmill.wire.native_adapters import AdapterInfo
+from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
 from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
+
+FETCHING, FAILED = "fetching", "failed"  # states of an adapter
+POLL_S_MIN, POLL_S_MAX = 0.2, 5.0  # between two looks at an adapter that is being fetched
 
 
 class AsyncClient:
@@ -49,19 +68,20 @@ class AsyncClient:
         api_key: None: BATCHMILL_API_KEY, or none where the server asks for none.
         timeout_s: seconds without a byte, after which a request is given up; what may take long by itself (a preview,
             an upload, gathering partial results) is waited for.
+        transport: carries requests elsewhere or otherwise; the other arguments are not used then.
 
-    Concurrency: any number of tasks of one event loop may use one client.
+    Concurrency: any number of tasks of one event loop may use one AsyncClient, any number of threads one Client.
     """
 
     def __init__(
-        self, base_url: str | None = None, api_key: str | None = None, *, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self._address = connection.address(base_url, api_key)
-        self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(base_url=self._address.base_url, headers=self._address.headers)
+        self, base_url: str | None = None, api_key: str | None = None, *, timeout_s: float = TIMEOUT_S,
+        transport: AsyncTransport | None = None,
+    ) -> None:  # fmt: skip
+        self._transport = transport or AsyncHttpTransport(address(base_url, api_key), timeout_s)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Close the connections to the server."""
+        await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -71,46 +91,56 @@ class AsyncClient:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    async def submit(self, inputs: Source | Iterable[Source], **work: Any) -> AsyncJob:
+    async def submit(self, inputs: Source | Iterable[Source], **options: Unpack[JobOptions]) -> AsyncJob:
         """Run every row of some files.
 
         Args:
             inputs: paths, ids or FileInfo of uploaded files, or open binary files; several are one dataset.
-            work: the fields of `batchmill.wire.native.NewJob`: `model` (or `models`: the first is for rows that name
-                none), `prompt`, `system`, `url`, `params`, `format`, `on_invalid`, `dedupe`, `budget` (USD),
-                `priority` (-100..100), `deadline` (seconds since the epoch) or `completion_s` (from now), `labels`,
-                `output_format`, `together`.
+            options: the fields of `batchmill.wire.native.NewJob`; `model` is short for `models` with one name.
 
         Raises: InvalidInput for what cannot be run as it is.
         """
-        return AsyncJob(self, (await self.run(procedures.submit(inputs, work))).job)
+        described(NewJob, ["checked before anything is sent"], options)
+        uploaded: list[str] = []
+        try:
+            job = described(NewJob, await self._file_ids(inputs, uploaded), options)
+            accepted = await self.call(calls.submit(job, secrets.token_hex(16)))
+        except BatchmillError as error:
+            # Without a reply the server may have taken the job: then its files are the job's.
+            if error.code != "unreachable":
+                await self.discard(uploaded)
+            raise
+        return AsyncJob(self, accepted.job)
 
     async def job(self, job_id: str) -> AsyncJob:
         """A job that exists. Raises: UnknownName."""
         return AsyncJob(self, await self.call(calls.show(job_id)))
 
-    def jobs(
+    async def jobs(
         self, *, state: str | None = None, label: str | None = None, model: str | None = None,
         since: float | None = None,
     ) -> AsyncIterator[JobView]:  # fmt: skip
         """Jobs, the newest first. `label`: "NAME" or "NAME=VALUE"; `since`: seconds since the epoch."""
+        after: str | None = None
+        while True:
+            what = calls.jobs(state=state, label=label, model=model, since=since, limit=None, after=after)
+            page = await self.call(what)
+            for view in page.jobs:
+                yield view
+            if (after := page.after) is None:
+                return
 
-        def page(after: str | None) -> Ask[JobPage]:
-            return calls.jobs(state=state, label=label, model=model, since=since, limit=None, after=after)
+    async def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
+        """Check every row; run none. `options`: those of `submit` that say what is computed."""
+        return await self._preview(calls.validate, inputs, options)
 
-        return self._all(Pages(page, lambda found: found.jobs))
-
-    async def validate(self, inputs: Source | Iterable[Source], **work: Any) -> SealReport:
-        """Check every row; run none. `work`: as for `submit`, as far as it says what is computed."""
-        return await self.run(procedures.preview(calls.validate, inputs, work))
-
-    async def plan(self, inputs: Source | Iterable[Source], **work: Any) -> Planned:
+    async def plan(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> Planned:
         """Explain the order in which rows would run."""
-        return await self.run(procedures.preview(calls.plan, inputs, work))
+        return await self._preview(calls.plan, inputs, options)
 
-    async def estimate(self, inputs: Source | Iterable[Source], **work: Any) -> Estimated:
+    async def estimate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> Estimated:
         """Estimate tokens, cost and time before anything is spent."""
-        return await self.run(procedures.preview(calls.estimate, inputs, work))
+        return await self._preview(calls.estimate, inputs, options)
 
     # -- models, files, keys ------------------------------------------------------------------------------------------
 
@@ -118,20 +148,22 @@ class AsyncClient:
         """The models that this key may use, with their adapters."""
         return (await self.call(calls.models())).models
 
-    async def deploy(self, source: Any, **settings: Any) -> DeployReply:
+    async def deploy(self, source: Any, **options: Unpack[DeployOptions]) -> DeployReply:
         """Make a Python function a model of the server's, or a new version of one.
 
         Args:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
-            settings: the fields of `batchmill.wire.deploys.DeployOrder` (`name`, `branch`, `requirements`: a file or
-                its text, `python`, `environment`, `secrets`, `workers`, `gpus`, `memory_bytes`, `timeout_s`,
-                `batch_size`, `batch_window_s`, `is_idempotent`, `is_shared`, `received_shapes`,
-                `examples`), and `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`,
-                `output_json`.
+            options: the fields of `batchmill.wire.deploys.DeployOrder` (`requirements` is a file or its text), and
+                `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
 
         Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
         """
-        return await self.run(procedures.deploy(source, settings))
+        with function_bundle(source, options) as bundle:
+            return await self.send_bundle(bundle)
+
+    async def send_bundle(self, bundle: BinaryIO) -> DeployReply:
+        """Deploy an archive of code. It is sent once: without a reply it may be a version already."""
+        return await self.call(calls.deploy(size_of(bundle)), bundle)
 
     def model(self, name: str) -> AsyncModel:
         """A deployed function, to look after; nothing is asked yet."""
@@ -150,19 +182,32 @@ class AsyncClient:
 
         Raises: ModelFailed (`adapter_failed`) where it cannot be had or does not fit its base.
         """
-        return await self.run(adapter_calls.add(name, source, base=base, token=token))
+        if is_adapter_folder(source, token):
+            with adapter_bundle(os.fspath(source)) as bundle:
+                headers = {"content-type": ADAPTER_MEDIA, "content-length": str(size_of(bundle))}
+                info = await self.call(ask(table.UPLOAD_ADAPTER, name, headers=headers, base=base), bundle)
+        else:
+            info = await self.call(ask(table.REGISTER_ADAPTER, body=NewAdapter(name, base, os.fspath(source), token)))
+        poll_s = POLL_S_MIN
+        while info.state == FETCHING:
+            await self.sleep(poll_s)
+            poll_s = min(2 * poll_s, POLL_S_MAX)
+            info = await self.adapter(name, info.version)
+        if info.state == FAILED:
+            raise ModelFailed(f"the adapter {info.own_name} cannot be used: {info.message}", code="adapter_failed")
+        return info
 
     async def adapters(self, base: str | None = None) -> list[AdapterInfo]:
         """The adapters that this key may use, all versions; those for one model."""
-        return (await self.call(adapter_calls.adapters(base))).adapters
+        return (await self.call(ask(table.LIST_ADAPTERS, base=base))).adapters
 
     async def adapter(self, name: str, version: int | None = None) -> AdapterInfo:
         """One version; without a number the newest that is ready."""
-        return await self.call(adapter_calls.adapter(name, version))
+        return await self.call(ask(table.SHOW_ADAPTER, name, version=version))
 
     async def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
         """Remove a version, or all. Jobs that were given it keep it until they end."""
-        return (await self.call(adapter_calls.remove_adapter(name, version))).adapters
+        return (await self.call(ask(table.REMOVE_ADAPTER, name, version=version))).adapters
 
     async def llms(self) -> list[LlmInfo]:
         """The language models that the server serves itself, and how their engines are."""
@@ -171,7 +216,7 @@ class AsyncClient:
     async def llm(self, name: str) -> LlmInfo:
         return await self.call(llm_calls.llm(name))
 
-    async def deploy_llm(self, name: str, base_model: str, **settings: Any) -> LlmInfo:
+    async def deploy_llm(self, name: str, base_model: str, **options: Unpack[LlmOptions]) -> LlmInfo:
         """Have the server serve a language model under a name. Its engine starts with the first request.
 
         Args:
@@ -182,9 +227,9 @@ class AsyncClient:
 
         Raises: UnknownName (`unknown_base_model`); Conflict for a name that is taken; InvalidInput.
         """
-        return await self.call(llm_calls.create(llm_calls.filled(NewLlm, settings, name=name, base_model=base_model)))
+        return await self.call(llm_calls.create(llm_calls.filled(NewLlm, options, name=name, base_model=base_model)))
 
-    async def update_llm(self, name: str, **changes: Any) -> LlmInfo:
+    async def update_llm(self, name: str, **changes: Unpack[LlmChanges]) -> LlmInfo:
         """Change what is said, as for `deploy_llm`; None is as the base model has it. What runs answers meanwhile."""
         return await self.call(llm_calls.change(name, llm_calls.filled(LlmChange, changes)))
 
@@ -225,11 +270,24 @@ class AsyncClient:
             filename: what it is called; its end (.jsonl, .csv, .parquet, with .gz or .zst) tells what it holds.
             expires_s: seconds from now after which the server removes it; None: what the server does by itself.
         """
-        return await self.run(procedures.upload(source, filename=filename, expires_s=expires_s))
+        if isinstance(source, str | os.PathLike):
+            with opened(source) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                name = filename or os.path.basename(source)
+                return await self.call(calls.upload(name, expires_s=expires_s, size_bytes=size_bytes), file)
+        if filename is None:
+            raise InvalidInput("a file object has no name: say filename=, its end tells what it holds")
+        return await self.call(calls.upload(filename, expires_s=expires_s, size_bytes=None), source)
 
-    def files(self) -> AsyncIterator[FileInfo]:
+    async def files(self) -> AsyncIterator[FileInfo]:
         """Files, the newest first."""
-        return self._all(Pages(lambda after: calls.files(limit=None, after=after), lambda page: page.files))
+        after: str | None = None
+        while True:
+            page = await self.call(calls.files(limit=None, after=after))
+            for info in page.files:
+                yield info
+            if (after := page.after) is None:
+                return
 
     async def file(self, file_id: str) -> FileInfo:
         return await self.call(calls.file(file_id))
@@ -257,199 +315,89 @@ class AsyncClient:
         """End a key, at once; `with_minted`: and those that it minted."""
         return await self.call(calls.revoke_key(key_id, with_minted=with_minted))
 
-    # -- the steps of the core ----------------------------------------------------------------------------------------
+    async def discard(self, file_ids: list[str]) -> None:
+        """Delete files as far as that is possible; what fails is not reported."""
+        for file_id in file_ids:
+            with contextlib.suppress(BatchmillError):
+                await self.delete_file(file_id)
 
-    async def call(self, what: Ask[T]) -> T:
-        """Ask for one thing of `batchmill.client.calls`."""
-        return await self.run(procedures.ask(what))
+    async def _file_ids(self, inputs: Source | Iterable[Source], uploaded: list[str]) -> list[str]:
+        """The ids of all inputs. What the server does not have yet is uploaded, and its id added to `uploaded`."""
+        file_ids: list[str] = []
+        for source in sources_of(inputs):
+            file_id = file_id_of(source)
+            if file_id is None:
+                file_id = (await self.upload(source, filename=filename_of(source))).id
+                uploaded.append(file_id)
+            file_ids.append(file_id)
+        return file_ids
 
-    async def run(self, steps: Steps[T]) -> T:
-        """Take the steps of a procedure; returns its value."""
-        answer: Reply | None = None
-        failure: Broken | None = None
-        while True:
-            try:
-                step = steps.send(answer) if failure is None else steps.throw(failure)
-            except StopIteration as done:
-                return done.value
-            answer = failure = None
-            try:
-                match step:
-                    case Send(request):
-                        answer = await self._send(request, request.body)
-                    case SendFile(request, file):
-                        answer = await self._send(request, _pieces(file))
-                    case Sleep(seconds):
-                        await asyncio.sleep(seconds)
-            except Broken as broken:
-                failure = broken
-            except BaseException:
-                steps.close()
-                raise
-
-    async def _send(self, request: Request, content: bytes | AsyncIterator[bytes] | None) -> Reply:
+    async def _preview(
+        self, call: Callable[[Work], Ask[T]], inputs: Source | Iterable[Source], options: WorkOptions
+    ) -> T:
+        """Look at a dataset, and delete what was uploaded for it."""
+        described(Work, ["checked before anything is sent"], options)
+        uploaded: list[str] = []
         try:
-            return connection.reply_of(
-                await self._http.request(
-                    request.method, request.path, params=request.query, headers=request.headers, content=content,
-                    timeout=connection.timeout(request, self._timeout_s),
-                )
-            )  # fmt: skip
-        except httpx.TransportError as error:
-            raise connection.broken(error, self._address.base_url) from error
+            reply = await self.call(call(described(Work, await self._file_ids(inputs, uploaded), options)))
+        except BatchmillError:
+            await self.discard(uploaded)
+            raise
+        await self.discard(uploaded)
+        return reply
 
-    async def _all(self, pages: Pages[T]) -> AsyncIterator[T]:
-        while not pages.is_over:
-            for item in await self.run(pages.next()):
-                yield item
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def call(self, what: Ask[T], file: BinaryIO | None = None) -> T:
+        """Send a request of `batchmill.client.calls`, again where that can do nothing twice, and read its reply.
+
+        Args:
+            file: the body. It is read once, so that such a request is sent once.
+
+        Raises: what the server refuses; Unavailable (`unreachable`) where no reply arrives.
+        """
+        attempts_max = ATTEMPTS_MAX if file is None else 1
+        for attempt in range(attempts_max):
+            is_last = attempt + 1 == attempts_max
+            try:
+                reply = await self._send(what.request, file)
+            except Broken as broken:
+                if is_last or not may_repeat(what, broken):
+                    raise unreachable(broken) from None
+                await self.sleep(backoff_s(attempt))
+                continue
+            if is_last or not may_repeat(what, reply):
+                return value_of(what, reply)
+            await self.sleep(backoff_s(attempt, retry_after_s(reply.headers)))
+        raise AssertionError("the last attempt returns or raises")
 
     async def read(self, stream: Stream[T]) -> AsyncIterator[T]:
-        """What a stream reads, over as many connections as it takes."""
+        """What a stream of `batchmill.client.streams` reads, over as many connections as it takes."""
         while not stream.is_over:
             try:
-                async with aclosing(self._stream_once(stream, stream.request())) as items:
+                async with aclosing(self._read_once(stream)) as items:
                     async for item in items:
                         yield item
-            except httpx.TransportError as error:
-                await asyncio.sleep(stream.broke(connection.broken(error, self._address.base_url)))
             except Broken as broken:
-                await asyncio.sleep(stream.broke(broken))
+                await self.sleep(stream.broke(broken))
 
-    async def _stream_once(self, stream: Stream[T], request: Request) -> AsyncIterator[T]:
-        async with self._http.stream(
-            request.method, request.path, params=request.query, headers=request.headers,
-            timeout=connection.timeout(request, self._timeout_s),
-        ) as response:  # fmt: skip
-            if response.status_code >= 400:
-                await response.aread()
-                raise refusal(connection.reply_of(response))
-            stream.begin(response.status_code, response.headers)
-            async for piece in response.aiter_raw():
+    async def sleep(self, seconds: float) -> None:
+        """Wait between two attempts."""
+        await async_sleep(seconds)
+
+    async def _send(self, request: Request, file: BinaryIO | None) -> Reply:
+        return await self._transport.send(request, file)
+
+    async def _read_once(self, stream: Stream[T]) -> AsyncIterator[T]:
+        async with self._transport.stream(stream.request()) as reply:
+            if reply.status >= 400:
+                body = b"".join([piece async for piece in reply.pieces])
+                raise refusal(Reply(reply.status, reply.headers, body))
+            stream.begin(reply.status, reply.headers)
+            async for piece in reply.pieces:
                 for item in stream.feed(piece):
                     yield item
                 if stream.is_over:
                     return
             for item in stream.end():
                 yield item
-
-
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    """The rest of a file, read beside the event loop."""
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-        yield piece
-
-
-class AsyncJob:
-    """A job at a server. `view` is what was last heard of it.
-
-    Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
-    """
-
-    def __init__(self, client: AsyncClient, view: JobView) -> None:
-        self._client = client
-        self.view = view
-
-    @property
-    def id(self) -> str:
-        return self.view.id
-
-    def __repr__(self) -> str:
-        return f"<AsyncJob {self.id}: {self.view.state}>"
-
-    async def refresh(self) -> JobView:
-        """Ask how the job is."""
-        self.view = await self._client.call(calls.show(self.id))
-        return self.view
-
-    async def watch(self, interval_s: float = 1.0) -> AsyncIterator[JobView]:
-        """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
-        async with aclosing(self._client.read(Views(self.id, interval_s))) as views:
-            async for view in views:
-                self.view = view
-                yield view
-
-    async def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
-        """Wait until the job is paused or has ended; returns the last view of it.
-
-        Raises: TimeoutError; the job goes on.
-        """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        async with aclosing(self.watch(interval_s)) as views:
-            async for view in views:
-                if is_past(until, time.monotonic(), view):
-                    raise TimeoutError(f"the job {self.id} is {view.state} after {timeout_s:g} s")
-        return self.view
-
-    def results(self) -> AsyncIterator[dict[str, Any]]:
-        """The lines of the result file of a job that has ended, as objects."""
-        return self._client.read(Lines(Bytes(calls.results(self.id))))
-
-    def errors(self) -> AsyncIterator[dict[str, Any]]:
-        """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
-        return self._client.read(Lines(Bytes(calls.errors(self.id))))
-
-    def partial(self) -> AsyncIterator[dict[str, Any]]:
-        """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
-
-    async def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
-        """Write the result (or error) file to `path`, which gets its name once it is whole."""
-        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
-        with part_of(path) as file:
-            async with aclosing(self._client.read(stream)) as pieces:
-                async for piece in pieces:
-                    await asyncio.to_thread(file.write, piece)
-
-    async def pause(self) -> JobView:
-        """Rows in flight may finish; `resume` goes on from there."""
-        return await self._steer("pause")
-
-    async def resume(self) -> JobView:
-        return await self._steer("resume")
-
-    async def cancel(self) -> JobView:
-        """Finished rows are kept and written; the rest become errors."""
-        return await self._steer("cancel")
-
-    async def retry(self) -> JobView:
-        """Run the rows again that failed, and only those."""
-        return await self._steer("retry")
-
-    async def fail_rows(self) -> JobView:
-        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
-        return await self._steer("fail_rows")
-
-    async def amend(
-        self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
-    ) -> JobView:
-        """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
-        change = Change(priority, deadline, budget)
-        self.view = await self._client.call(calls.amend(self.id, change))
-        return self.view
-
-    async def explain(self) -> Wait:
-        """Why the job waits, or goes no faster."""
-        return await self._client.call(calls.explain(self.id))
-
-    async def remote(self) -> list[RemoteJob]:
-        """The jobs at providers that hold rows of this one, in the order of their making."""
-        return (await self._client.call(calls.remote(self.id))).jobs
-
-    async def settle_remote(self, tag: str, remote_id: str | None) -> RemoteJob:
-        """Say what became of a submission that is unknown: the provider's id, or None where it never came to be.
-
-        Raises: InvalidTransition for one that is not unknown, or while the job runs.
-        """
-        return await self._client.call(calls.settle_remote(self.id, tag, remote_id))
-
-    async def remove(self) -> JobView:
-        """Remove the job, which has ended, and its results."""
-        return await self._client.call(calls.remove(self.id))
-
-    async def verify(self) -> LedgerReport:
-        """Audit the record of which rows are done; needs an admin's key."""
-        return await self._client.call(calls.verify(self.id))
-
-    async def _steer(self, verb: calls.Steering) -> JobView:
-        self.view = await self._client.call(calls.steer(self.id, verb))
-        return self.view

@@ -1,15 +1,24 @@
-"""Where the server is and with what key: from arguments or the environment, the same for both shells."""
+"""What the asyncio and the blocking client share of a connection: the server's address, timeouts and httpx's errors.
+
+The pairs at the end are where the two differ: the blocking client is generated with the second of each.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import BinaryIO, ParamSpec, TypeVar
 
 import httpx
 from msgspec import Struct
 
-from batchmill.client.messages import Broken, Reply, Request
+from batchmill.client.messages import PIECE_BYTES, Broken, Request
 from batchmill.errors import InvalidInput
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
 CONNECT_S = 10.0
@@ -49,12 +58,33 @@ def timeout(request: Request, timeout_s: float) -> httpx.Timeout:
     return httpx.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=None)
 
 
-def reply_of(response: httpx.Response) -> Reply:
-    return Reply(response.status_code, response.headers, response.content)
-
-
 def broken(error: httpx.TransportError, base_url: str) -> Broken:
     """What httpx says of a connection, for people."""
     was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
     what = "stopped answering" if was_sent else "cannot be reached"
     return Broken(f"the server {base_url} {what}: {error or type(error).__name__}", was_sent=was_sent)
+
+
+async_sleep, sleep = asyncio.sleep, time.sleep
+
+
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a blocking function beside the event loop."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def run_here(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a blocking function."""
+    return function(*args, **kwargs)
+
+
+async def async_pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    """Read the rest of a file beside the event loop."""
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece
+
+
+def pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Read the rest of a file."""
+    while piece := file.read(PIECE_BYTES):
+        yield piece

@@ -1,9 +1,9 @@
-"""What the core of the SDK and its shells say to each other. Nothing here sends or waits."""
+"""What a client and its transport exchange. Nothing here sends or waits."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import Any, BinaryIO, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
@@ -50,26 +50,3 @@ class Broken(Exception):
 
 class OwnerGone(Broken):
     """The process that owned a data directory has ended. Another takes over: it is asked at once."""
-
-
-class Send(Struct, frozen=True):
-    """Step: send a request. The shell answers with a Reply or throws Broken in."""
-
-    request: Request
-
-
-class SendFile(Struct, frozen=True):
-    """Step: send a request whose body is the rest of an open file. Answered as Send."""
-
-    request: Request
-    file: BinaryIO
-
-
-class Sleep(Struct, frozen=True):
-    """Step: wait so long."""
-
-    seconds: float
-
-
-Step = Send | SendFile | Sleep
-Steps = Generator[Step, Any, T]

@@ -1,15 +1,16 @@
-"""From a reply to a value or to one of batchmill's errors, its code kept."""
+"""What a reply means: a value, one of batchmill's errors with its code, or a reason to ask again later."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from batchmill import errors
-from batchmill.client.messages import Ask, Reply
-from batchmill.errors import BatchmillError
+from batchmill.client.messages import Ask, Broken, Reply
+from batchmill.errors import BatchmillError, Unavailable
 from batchmill.wire.native import ErrorDetail, ErrorReply
 from batchmill.wire.upstream_errors import decode_error
 
@@ -17,6 +18,10 @@ T = TypeVar("T")
 
 SHOWN_CHARS = 300  # of a reply that is not ours, in a message
 RETRY_AFTER_S_MAX = 120.0
+ATTEMPTS_MAX = 5
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 20.0
+UNSEEN = (429,)  # the server refused before it did anything
+TRANSIENT = (429, 502, 503, 504)
 _UNIQUE = (
     errors.InvalidConfig, errors.InvalidRow, errors.InvalidDataset, errors.InvalidTransition, errors.InputChanged,
     errors.AuthRefused, errors.QuotaExhausted, errors.StorageFull, errors.ModelFailed, errors.LedgerBroken,
@@ -88,3 +93,28 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     except ValueError:
         return None
     return min(seconds, RETRY_AFTER_S_MAX) if seconds >= 0 else None
+
+
+def backoff_s(attempt: int, retry_after_s: float | None = None) -> float:
+    """How long to wait after the attempt with this number, counted from 0; at least `retry_after_s`."""
+    own_s = min(BACKOFF_S_MIN * 2**attempt, BACKOFF_S_MAX)
+    return max(retry_after_s or 0.0, own_s * (0.5 + random.random() / 2))
+
+
+def is_transient(reply: Reply) -> bool:
+    """Whether a later attempt may succeed. A proxy sends 502 and 504, not this server: their bodies say nothing."""
+    if reply.status not in TRANSIENT:
+        return False
+    return reply.status in (502, 504) or error_of(reply.status, reply.headers, reply.body).retryable
+
+
+def may_repeat(ask: Ask[Any], failure: Reply | Broken) -> bool:
+    """Whether asking again may help and can do nothing twice."""
+    if isinstance(failure, Broken):
+        return ask.request.is_repeatable or not failure.was_sent
+    return is_transient(failure) and (ask.request.is_repeatable or failure.status in UNSEEN)
+
+
+def unreachable(broken: Broken) -> Unavailable:
+    """The error of a request that got no reply."""
+    return Unavailable(str(broken), code="unreachable")

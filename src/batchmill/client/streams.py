@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from batchmill.client import calls
 from batchmill.client.messages import Broken, Reply, Request
-from batchmill.client.procedures import is_passing, unreachable, waited_s
-from batchmill.client.replies import error_of
+from batchmill.client.replies import backoff_s, error_of, is_transient, unreachable
 from batchmill.errors import BatchmillError, Conflict, InvalidInput
 from batchmill.types import JobView
 
@@ -25,7 +24,7 @@ BREAKS_MAX = 8  # in a row: about half a minute, in which a server may start aga
 
 
 class Stream(Protocol, Generic[T]):
-    """A body that a shell feeds in as it comes: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
+    """A body that the client feeds in as it comes: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
 
     is_over: bool
 
@@ -46,7 +45,7 @@ class Stream(Protocol, Generic[T]):
 def refusal(reply: Reply) -> Exception:
     """Why a stream did not begin: a break for what may go better in a moment, else the server's error."""
     error = error_of(reply.status, reply.headers, reply.body)
-    return Broken(error.message, was_sent=True) if is_passing(reply) else error
+    return Broken(error.message, was_sent=True) if is_transient(reply) else error
 
 
 class _Resumed:
@@ -60,7 +59,7 @@ class _Resumed:
         self._breaks += 1
         if self._breaks >= BREAKS_MAX:
             raise unreachable(broken)
-        return waited_s(self._breaks - 1, None)
+        return backoff_s(self._breaks - 1)
 
 
 class Views(_Resumed):

@@ -1,39 +1,70 @@
-"""The two shells: the same verbs, carried over a real connection, broken ones included."""
+"""The asyncio and the blocking client over a real connection, broken ones included."""
 
-import inspect
 import io
+import subprocess
+import sys
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
 from client.scripted_server import ScriptedServer, reply
+from msgspec import UnsetType
 
 import batchmill
-from batchmill.client import messages
-from batchmill.client.asynchronous import AsyncClient, AsyncJob
+from batchmill.client import bundling
+from batchmill.client.async_resources import AsyncJob
+from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.connection import address
-from batchmill.client.sync import Client, Job
+from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.sync import Client
+from batchmill.client.sync_resources import Job
 from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.types import JobView
-from batchmill.wire.native import ErrorDetail, ErrorReply, FileInfo, JobPage, ModelList
+from batchmill.wire.deploys import DeployOrder
+from batchmill.wire.native import ErrorDetail, ErrorReply, FileInfo, JobPage, ModelList, NewJob, Work
+from batchmill.wire.native_llms import LlmChange, NewLlm
 
 VIEW = JobView("job_1", "running")
 FILE = msgspec.json.encode(FileInfo("file-1", "x.jsonl", "batch", 3, 1.0))
 ETAG = {"etag": '"f"', "content_type": "application/jsonl"}
-RUNNERS = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
 
 
-def verbs(kind):
-    found = {}
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if name not in RUNNERS and not name.startswith("_"):
-            found[name] = [str(each).replace("Async", "") for each in inspect.signature(method).parameters.values()]
-    return found
+def test_the_blocking_client_is_current():
+    """The blocking client is what tools/generate_sync.py makes of the asyncio one."""
+    tool = Path(__file__).parents[2] / "tools" / "generate_sync.py"
+    done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("one", "other"), [(Client, AsyncClient), (Job, AsyncJob)])
-def test_the_shells_have_the_same_verbs(one, other):
-    """Whatever can be asked for blocking can be asked for with asyncio, by the same names and arguments."""
-    assert verbs(one) == verbs(other)
+def types_of(kind):
+    """The fields of a struct or keywords of a TypedDict, without what says that one is left out."""
+    return {name: _without_unset(hint) for name, hint in get_type_hints(kind).items()}
+
+
+def _without_unset(hint):
+    kinds = get_args(hint)
+    return reduce(or_, (each for each in kinds if each is not UnsetType)) if UnsetType in kinds else hint
+
+
+def test_the_typed_keywords_are_the_fields():
+    """An editor offers exactly the fields that the server takes, with their types."""
+    for options, struct, own, added in (
+        (WorkOptions, Work, {"files"}, {"model"}),
+        (JobOptions, NewJob, {"files"}, {"model"}),
+        (LlmOptions, NewLlm, {"name", "base_model"}, set()),
+        (LlmChanges, LlmChange, set(), set()),
+        (DeployOptions, DeployOrder, bundling.OWN, {
+            "include", "input_json", "output_json", "dataframe_mode", "example_dataframe",
+        }),
+    ):  # fmt: skip
+        keywords, known = types_of(options), types_of(struct)
+        assert {name: kind for name, kind in keywords.items() if name not in added} == {
+            name: kind for name, kind in known.items() if name not in own
+        }
+        assert added <= set(keywords)
 
 
 def test_the_public_names_are_these():
@@ -67,36 +98,16 @@ def test_nobody_there_is_said():
     """A server that is not running is unreachable, with its address."""
     with ScriptedServer([]) as server:
         url = server.url
-    client = Client(url)
-    with client, pytest.raises(Unavailable, match="cannot be reached") as caught:
-        _without_waiting(client).models()
+    with Impatient(url) as client, pytest.raises(Unavailable, match="cannot be reached") as caught:
+        client.models()
     assert caught.value.code == "unreachable" and url in caught.value.message
 
 
-def _without_waiting(client):
-    """The same client, whose first failure is its last."""
-    steps = client.run
+class Impatient(Client):
+    """A client that does not wait between attempts."""
 
-    def run(procedure):
-        def impatient():
-            answer, failure = None, None
-            while True:
-                try:
-                    step = procedure.send(answer) if failure is None else procedure.throw(failure)
-                except StopIteration as end:
-                    return end.value
-                answer = failure = None
-                if isinstance(step, messages.Sleep):
-                    continue
-                try:
-                    answer = yield step
-                except messages.Broken as broken:
-                    failure = broken
-
-        return steps(impatient())
-
-    client.run = run
-    return client
+    def sleep(self, seconds):
+        assert seconds > 0
 
 
 def test_lists_turn_their_pages():

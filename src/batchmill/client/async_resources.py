@@ -1,0 +1,209 @@
+"""What a client looks after at a server: a job, a deployed function."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from batchmill.client import calls
+from batchmill.client.connection import run_in_thread
+from batchmill.client.inputs import alias_of, is_past, part_of
+from batchmill.client.streams import Bytes, Lines, Views
+from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
+from batchmill.wire.native import (
+    AliasInfo,
+    BackendInfo,
+    Change,
+    FunctionDetail,
+    Merge,
+    Restart,
+    Rollback,
+    VersionInfo,
+)
+from batchmill.wire.native_logs import LIMIT_DEFAULT, LogPage, LogQuery
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
+
+
+class AsyncJob:
+    """A job at a server. `view` is what was last heard of it.
+
+    Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
+    """
+
+    def __init__(self, client: AsyncClient, view: JobView) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        return self.view.id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}: {self.view.state}>"
+
+    async def refresh(self) -> JobView:
+        """Ask how the job is."""
+        self.view = await self._client.call(calls.show(self.id))
+        return self.view
+
+    async def watch(self, interval_s: float = 1.0) -> AsyncIterator[JobView]:
+        """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
+        async with aclosing(self._client.read(Views(self.id, interval_s))) as views:
+            async for view in views:
+                self.view = view
+                yield view
+
+    async def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
+        """Wait until the job is paused or has ended; returns the last view of it.
+
+        Raises: TimeoutError; the job goes on.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        async with aclosing(self.watch(interval_s)) as views:
+            async for view in views:
+                if is_past(until, time.monotonic(), view):
+                    raise TimeoutError(f"the job {self.id} is {view.state} after {timeout_s:g} s")
+        return self.view
+
+    def results(self) -> AsyncIterator[dict[str, Any]]:
+        """The lines of the result file of a job that has ended, as objects."""
+        return self._client.read(Lines(Bytes(calls.results(self.id))))
+
+    def errors(self) -> AsyncIterator[dict[str, Any]]:
+        """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
+        return self._client.read(Lines(Bytes(calls.errors(self.id))))
+
+    def partial(self) -> AsyncIterator[dict[str, Any]]:
+        """The rows that have their outcome so far, in row order, also while the job runs."""
+        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+
+    async def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
+        """Write the result (or error) file to `path`, which gets its name once it is whole."""
+        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
+        with part_of(path) as file:
+            async with aclosing(self._client.read(stream)) as pieces:
+                async for piece in pieces:
+                    await run_in_thread(file.write, piece)
+
+    async def pause(self) -> JobView:
+        """Rows in flight may finish; `resume` goes on from there."""
+        return await self._steer("pause")
+
+    async def resume(self) -> JobView:
+        return await self._steer("resume")
+
+    async def cancel(self) -> JobView:
+        """Finished rows are kept and written; the rest become errors."""
+        return await self._steer("cancel")
+
+    async def retry(self) -> JobView:
+        """Run the rows again that failed, and only those."""
+        return await self._steer("retry")
+
+    async def fail_rows(self) -> JobView:
+        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
+        return await self._steer("fail_rows")
+
+    async def amend(
+        self, *, priority: int | None = None, deadline: float | None = None, budget: float | None = None
+    ) -> JobView:
+        """Change what is given: priority (-100..100), deadline (seconds since the epoch), budget (USD)."""
+        change = Change(priority, deadline, budget)
+        self.view = await self._client.call(calls.amend(self.id, change))
+        return self.view
+
+    async def explain(self) -> Wait:
+        """Why the job waits, or goes no faster."""
+        return await self._client.call(calls.explain(self.id))
+
+    async def remote(self) -> list[RemoteJob]:
+        """The jobs at providers that hold rows of this one, in the order of their making."""
+        return (await self._client.call(calls.remote(self.id))).jobs
+
+    async def settle_remote(self, tag: str, remote_id: str | None) -> RemoteJob:
+        """Say what became of a submission that is unknown: the provider's id, or None where it never came to be.
+
+        Raises: InvalidTransition for one that is not unknown, or while the job runs.
+        """
+        return await self._client.call(calls.settle_remote(self.id, tag, remote_id))
+
+    async def remove(self) -> JobView:
+        """Remove the job, which has ended, and its results."""
+        return await self._client.call(calls.remove(self.id))
+
+    async def verify(self) -> LedgerReport:
+        """Audit the record of which rows are done; needs an admin's key."""
+        return await self._client.call(calls.verify(self.id))
+
+    async def _steer(self, verb: calls.Steering) -> JobView:
+        self.view = await self._client.call(calls.steer(self.id, verb))
+        return self.view
+
+
+class AsyncModel:
+    """Raises, everywhere: UnknownName (`model_not_found`) for a function or version that is not there."""
+
+    def __init__(self, client: AsyncClient, name: str) -> None:
+        self._client, self.name = client, name
+
+    async def show(self) -> FunctionDetail:
+        """Its versions, what its names stand for, and how it is called."""
+        return await self._client.call(calls.model(self.name))
+
+    async def openapi(self) -> dict[str, Any]:
+        """Its OpenAPI document."""
+        return await self._client.call(calls.model_document(self.name))
+
+    async def log(self, *, branch: str | None = None, version: int | str | None = None) -> str:
+        """What was printed while a version was made: the newest that was tried, where none is named."""
+        wanted = None if version is None else str(version)
+        pieces = self._client.read(Bytes(calls.model_log(self.name, branch=branch, version=wanted)))
+        return b"".join([piece async for piece in pieces]).decode(errors="replace")
+
+    async def logs(
+        self, *, request: str | None = None, branch: str | None = None, version: int | str | None = None,
+        after: str | None = None, limit: int = LIMIT_DEFAULT,
+    ) -> LogPage:  # fmt: skip
+        """What its calls printed and raised: the last lines, or those behind `after`, which is `next` of a page.
+
+        Args:
+            request: the id of a request (x-request-id of its reply) or of a job: nothing else is told then.
+        """
+        query = LogQuery(branch, None if version is None else str(version), request, after, limit)
+        return await self._client.call(calls.model_calls(self.name, query))
+
+    async def rollback(self, number: int | None = None, *, branch: str = "main") -> VersionInfo:
+        """Let an earlier version be the latest: this one, or the one before."""
+        return await self._client.call(calls.rollback(self.name, Rollback(branch, number)))
+
+    async def merge(self, source: str, *, into: str = "main") -> VersionInfo:
+        """Make the latest of one branch a new version of another."""
+        return await self._client.call(calls.merge(self.name, Merge(source, into)))
+
+    async def restart(self, *, branch: str = "main") -> VersionInfo:
+        """Make the latest again, under a new number, with workers of its own."""
+        return await self._client.call(calls.restart(self.name, Restart(branch)))
+
+    async def set_alias(
+        self, alias: str, backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo] = ()
+    ) -> AliasInfo:
+        """Let an alias stand for versions.
+
+        Args:
+            backends: number -> weight on the branch main, or BackendInfo for other branches too.
+            mirrors: versions that get copies of the calls; their answers go nowhere.
+        """
+        return await self._client.call(calls.set_alias(self.name, alias, alias_of(backends, mirrors)))
+
+    async def remove_alias(self, alias: str) -> None:
+        await self._client.call(calls.remove_alias(self.name, alias))
+
+    async def remove(self, *, branch: str | None = None, version: int | None = None) -> list[VersionInfo]:
+        """Remove a version, a branch, or all. Raises: Conflict (`version_in_use`)."""
+        wanted = None if version is None else str(version)
+        return (await self._client.call(calls.remove_model(self.name, branch=branch, version=wanted))).versions

@@ -1,0 +1,74 @@
+"""How a client's requests reach a server: the protocol of a transport, and the one over httpx."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import BinaryIO, Protocol
+
+import httpx
+from msgspec import Struct
+
+from batchmill.client.connection import Address, async_pieces, broken, timeout
+from batchmill.client.messages import Reply, Request
+
+
+class AsyncReplyStream(Struct, frozen=True):
+    """A reply whose body is read piece by piece. Names of headers are in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    pieces: AsyncIterator[bytes]
+
+
+class AsyncTransport(Protocol):
+    """Carries requests. It repeats nothing and interprets no status: the client does both.
+
+    Raises, everywhere: Broken when no whole reply arrives.
+    """
+
+    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+        """Send a request, with the rest of `file` as its body where there is one; returns the whole reply."""
+        ...
+
+    def stream(self, request: Request) -> AbstractAsyncContextManager[AsyncReplyStream]:
+        """Send a request; the reply's body is read inside the context."""
+        ...
+
+    async def close(self) -> None:
+        """Close its connections."""
+        ...
+
+
+class AsyncHttpTransport:
+    """Carries requests to one server over HTTP."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._http = httpx.AsyncClient(base_url=address.base_url, headers=address.headers)
+
+    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+        try:
+            response = await self._http.request(
+                request.method, request.path, params=request.query, headers=request.headers,
+                content=request.body if file is None else async_pieces(file),
+                timeout=timeout(request, self._timeout_s),
+            )  # fmt: skip
+        except httpx.TransportError as error:
+            raise broken(error, self._address.base_url) from error
+        return Reply(response.status_code, response.headers, response.content)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[AsyncReplyStream]:
+        try:
+            async with self._http.stream(
+                request.method, request.path, params=request.query, headers=request.headers,
+                timeout=timeout(request, self._timeout_s),
+            ) as response:  # fmt: skip
+                yield AsyncReplyStream(response.status_code, dict(response.headers), response.aiter_raw())
+        except httpx.TransportError as error:
+            raise broken(error, self._address.base_url) from error
+
+    async def close(self) -> None:
+        await self._http.aclose()

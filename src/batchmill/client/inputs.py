@@ -1,0 +1,171 @@
+"""What a caller hands to the SDK, checked before anything is sent, and the files that the SDK writes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+
+import msgspec
+from msgspec.structs import fields
+
+from batchmill.client.bundling import bundled, frame_columns
+from batchmill.errors import InvalidInput
+from batchmill.states import JobState
+from batchmill.types import JobView
+from batchmill.wire import adapter_bundles
+from batchmill.wire.native import BackendInfo, FileInfo, NewAlias, Work
+
+W = TypeVar("W", bound=Work)
+Source: TypeAlias = str | os.PathLike[str] | FileInfo | BinaryIO
+
+FILE_ID = "file-"
+SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """Raises: InvalidInput for a file that cannot be read."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise InvalidInput(f"{os.fspath(path)} cannot be read: {error.strerror}", code="unreadable_file") from None
+
+
+def sources_of(inputs: Source | Iterable[Source]) -> list[Source]:
+    """The files of a job. Raises: InvalidInput for rows that lie in memory."""
+    if _is_source(inputs):
+        return [cast(Source, inputs)]
+    _refuse_rows(inputs, may_be_many=True)
+    sources = list(cast(Iterable[Source], inputs))
+    for source in sources:
+        _refuse_rows(source, may_be_many=False)
+    return sources
+
+
+def file_id_of(source: Source) -> str | None:
+    """The id of a file that the server has; None: it is to be uploaded."""
+    if isinstance(source, FileInfo):
+        return source.id
+    is_id = isinstance(source, str) and source.startswith(FILE_ID) and not os.path.exists(source)
+    return cast(str, source) if is_id else None
+
+
+def filename_of(source: Source) -> str | None:
+    """The name of an open file; None: it has none, or `source` is a path."""
+    if isinstance(source, str | os.PathLike):
+        return None
+    return os.path.basename(getattr(source, "name", "")) or None
+
+
+def _is_source(source: object) -> bool:
+    return isinstance(source, str | os.PathLike | FileInfo) or hasattr(source, "read")
+
+
+def _refuse_rows(source: object, *, may_be_many: bool) -> None:
+    """Raises: InvalidInput for rows that lie in memory, with what to do: a job is of files."""
+    if _is_source(source):
+        return
+    if hasattr(source, "write_parquet"):
+        way = "call its write_parquet('rows.parquet')"
+    elif hasattr(source, "to_parquet"):
+        way = "call its to_parquet('rows.parquet')"
+    elif may_be_many and isinstance(source, Iterable) and not isinstance(source, dict | bytes | bytearray):
+        return
+    else:
+        way = "write the rows to a file, such as rows.jsonl with a JSON object a line"
+    raise InvalidInput(
+        f"a {type(source).__name__} is no file: {way}, and submit the path of that", code="invalid_source"
+    )
+
+
+def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
+    """A job with these fields; `model` is short for `models` with one name. Raises: InvalidInput."""
+    given = dict(options)
+    if (model := given.pop("model", None)) is not None:
+        if "models" in given:
+            raise InvalidInput("model and models are two names of one thing: leave one out")
+        given["models"] = [model]
+    known = [each.name for each in fields(kind) if each.name != "files"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "model"], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise InvalidInput(f"there is no field {name!r}; {hint}", code="unknown_field")
+    try:
+        return msgspec.convert({**given, "files": files}, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(str(error), code="invalid_field") from None
+
+
+@contextlib.contextmanager
+def function_bundle(source: Any, options: Mapping[str, Any]) -> Iterator[BinaryIO]:
+    """The archive of a function with its code and settings. Raises: InvalidInput."""
+    given = dict(options)
+    include = given.pop("include", ())
+    samples = {f"{name}.json": given.pop(f"{name}_json", None) for name in ("input", "output")}
+    chosen = {name: Path(path).absolute() for name, path in samples.items() if path is not None}
+    columns = frame_columns(given.pop("dataframe_mode", False), given.pop("example_dataframe", None))
+    if columns:
+        given["frame_columns"] = columns
+    if (path := given.get("requirements")) is not None and os.path.isfile(path):
+        given["requirements"] = Path(path).read_text()
+    with bundled(source, given, include=include, samples=chosen) as (_, file):
+        yield file
+
+
+@contextlib.contextmanager
+def adapter_bundle(folder: str) -> Iterator[BinaryIO]:
+    """The archive of an adapter's folder, open at its beginning."""
+    with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spooled:
+        file = cast(BinaryIO, spooled)
+        adapter_bundles.write(file, Path(folder))
+        file.seek(0)
+        yield file
+
+
+def is_adapter_folder(source: str | os.PathLike[str], token: str | None) -> bool:
+    """Whether an adapter is a folder of this machine. Raises: InvalidInput for a folder that is not there."""
+    text = os.fspath(source)
+    is_folder = os.path.isdir(text)
+    if is_folder and token is not None:
+        raise InvalidInput("a folder of this machine needs no token: leave it out", code="needless_token")
+    if not is_folder and (not isinstance(source, str) or text.startswith((".", "~"))):
+        raise InvalidInput(f"there is no folder {text!r}", code="unknown_adapter")
+    return is_folder
+
+
+def alias_of(backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo]) -> NewAlias:
+    """What an alias stands for; versions of the branch main may be given by their numbers alone."""
+    if isinstance(backends, dict):
+        backends = [BackendInfo(number, weight=weight) for number, weight in backends.items()]
+    return NewAlias(backends, [BackendInfo(each) if isinstance(each, int) else each for each in mirrors])
+
+
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file, which is left at its beginning."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size_bytes
+
+
+def is_past(until: float | None, now: float, view: JobView) -> bool:
+    """Whether a wait with this end is over although the job is not."""
+    state = JobState(view.state)
+    return until is not None and now >= until and not state.is_at_rest and state is not JobState.PAUSED
+
+
+@contextlib.contextmanager
+def part_of(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file that gets its name once it is whole."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
