@@ -3,7 +3,7 @@
 # make clients  set up the published clients that the tests use
 # make bubblewrap  install the program that isolates functions, which the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
-# make lint   check the style, and the lowest versions of what is needed for known advisories
+# make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
 # PYTEST_ARGS="-k name" passes other arguments to pytest than those that run the tests in two processes.
 # PYTHON=/path/to/python chooses the interpreter of the environments; any from 3.11 on will do.
@@ -69,6 +69,9 @@ lint: $(INSTALLED)
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/ruff format --quiet --check . || \
 	    { echo "--> '$(VENV)/bin/ruff format .' mends these:"; $(VENV)/bin/ruff format --check .; exit 1; }
+	@echo "--> checking that the blocking SDK is current, and the types of the SDK and the ports"
+	@$(VENV)/bin/python tools/generate_sync.py --check
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 bench: vllm
 	@for name in $(BENCH); do \

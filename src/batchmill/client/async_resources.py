@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class AsyncJob:
         self.view = await self._client.call(calls.show(self.id))
         return self.view
 
-    async def watch(self, interval_s: float = 1.0) -> AsyncIterator[JobView]:
+    async def watch(self, interval_s: float = 1.0) -> AsyncGenerator[JobView]:
         """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
         async with aclosing(self._client.read(Views(self.id, interval_s))) as views:
             async for view in views:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, BinaryIO, TypeVar, Unpack
 
@@ -16,12 +16,13 @@ from batchmill.client.calls import ask
 from batchmill.client.connection import address, async_sleep
 from batchmill.client.inputs import (
     Source,
+    Upload,
     adapter_bundle,
     described,
-    file_id_of,
     filename_of,
     function_bundle,
     is_adapter_folder,
+    is_file_id,
     opened,
     size_of,
     sources_of,
@@ -259,7 +260,7 @@ class AsyncClient:
 
     async def upload(
         self,
-        source: str | os.PathLike[str] | BinaryIO,
+        source: Upload,
         *,
         filename: str | None = None,
         expires_s: float | None = None,
@@ -325,11 +326,14 @@ class AsyncClient:
         """The ids of all inputs. What the server does not have yet is uploaded, and its id added to `uploaded`."""
         file_ids: list[str] = []
         for source in sources_of(inputs):
-            file_id = file_id_of(source)
-            if file_id is None:
+            if isinstance(source, FileInfo):
+                file_ids.append(source.id)
+            elif is_file_id(source):
+                file_ids.append(source)
+            else:
                 file_id = (await self.upload(source, filename=filename_of(source))).id
                 uploaded.append(file_id)
-            file_ids.append(file_id)
+                file_ids.append(file_id)
         return file_ids
 
     async def _preview(
@@ -371,7 +375,7 @@ class AsyncClient:
             await self.sleep(backoff_s(attempt, retry_after_s(reply.headers)))
         raise AssertionError("the last attempt returns or raises")
 
-    async def read(self, stream: Stream[T]) -> AsyncIterator[T]:
+    async def read(self, stream: Stream[T]) -> AsyncGenerator[T]:
         """What a stream of `batchmill.client.streams` reads, over as many connections as it takes."""
         while not stream.is_over:
             try:
@@ -388,7 +392,7 @@ class AsyncClient:
     async def _send(self, request: Request, file: BinaryIO | None) -> Reply:
         return await self._transport.send(request, file)
 
-    async def _read_once(self, stream: Stream[T]) -> AsyncIterator[T]:
+    async def _read_once(self, stream: Stream[T]) -> AsyncGenerator[T]:
         async with self._transport.stream(stream.request()) as reply:
             if reply.status >= 400:
                 body = b"".join([piece async for piece in reply.pieces])

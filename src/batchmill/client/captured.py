@@ -150,9 +150,9 @@ def _lambda_of(target: FunctionType, text: str) -> ast.Lambda:
 
 
 def _as_def(node: ast.Lambda, name: str) -> ast.FunctionDef:
-    return ast.fix_missing_locations(
-        ast.FunctionDef(name=name, args=node.args, body=[ast.Return(node.body)], decorator_list=[], type_params=[])
-    )
+    made = ast.FunctionDef(name=name, args=node.args, body=[ast.Return(node.body)], decorator_list=[])
+    made.type_params = []  # type: ignore[attr-defined]  # a field since Python 3.12
+    return ast.fix_missing_locations(made)
 
 
 def _names_in(tree: ast.AST) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, TypeAlias, TypeGuard, TypeVar, cast
 
 import msgspec
 from msgspec.structs import fields
@@ -21,7 +21,8 @@ from batchmill.wire import adapter_bundles
 from batchmill.wire.native import BackendInfo, FileInfo, NewAlias, Work
 
 W = TypeVar("W", bound=Work)
-Source: TypeAlias = str | os.PathLike[str] | FileInfo | BinaryIO
+Upload: TypeAlias = str | os.PathLike[str] | BinaryIO
+Source: TypeAlias = Upload | FileInfo
 
 FILE_ID = "file-"
 SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
@@ -46,12 +47,9 @@ def sources_of(inputs: Source | Iterable[Source]) -> list[Source]:
     return sources
 
 
-def file_id_of(source: Source) -> str | None:
-    """The id of a file that the server has; None: it is to be uploaded."""
-    if isinstance(source, FileInfo):
-        return source.id
-    is_id = isinstance(source, str) and source.startswith(FILE_ID) and not os.path.exists(source)
-    return cast(str, source) if is_id else None
+def is_file_id(source: Source) -> TypeGuard[str]:
+    """Whether `source` is the id of a file that the server has."""
+    return isinstance(source, str) and source.startswith(FILE_ID) and not os.path.exists(source)
 
 
 def filename_of(source: Source) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmInfo, LlmList, N
 T = TypeVar("T", bound=Struct)
 
 
-def filled(kind: type[T], told: dict[str, Any], **own: Any) -> T:
+def filled(kind: type[T], told: Mapping[str, Any], **own: Any) -> T:
     """A body with these fields. Raises: InvalidInput for one that nobody knows."""
     known = [each.name for each in fields(kind) if each.name not in own]
     for name in told:
@@ -27,7 +28,7 @@ def filled(kind: type[T], told: dict[str, Any], **own: Any) -> T:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise InvalidInput(f"there is no field {name!r}; {hint}", code="unknown_field")
     try:
-        return msgspec.convert(told | own, kind)
+        return msgspec.convert({**told, **own}, kind)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
 

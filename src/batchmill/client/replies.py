@@ -22,11 +22,13 @@ ATTEMPTS_MAX = 5
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 20.0
 UNSEEN = (429,)  # the server refused before it did anything
 TRANSIENT = (429, 502, 503, 504)
-_UNIQUE = (
+_UNIQUE: tuple[type[BatchmillError], ...] = (
     errors.InvalidConfig, errors.InvalidRow, errors.InvalidDataset, errors.InvalidTransition, errors.InputChanged,
     errors.AuthRefused, errors.QuotaExhausted, errors.StorageFull, errors.ModelFailed, errors.LedgerBroken,
 )  # fmt: skip
-BY_CODE: dict[str, type[BatchmillError]] = {each.code: each for each in _UNIQUE} | {"deploy_failed": errors.ModelFailed}
+BY_CODE: Mapping[str, type[BatchmillError]] = {each.code: each for each in _UNIQUE} | {
+    "deploy_failed": errors.ModelFailed
+}
 BY_STATUS: dict[int, type[BatchmillError]] = {
     400: errors.InvalidInput,
     401: errors.Unauthenticated,

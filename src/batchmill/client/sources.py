@@ -158,7 +158,7 @@ def _modules(bases: Iterable[Path], parts: list[str]) -> list[Path]:
 def from_folder(folder: Path, target: str, source: str) -> Collected:
     """Everything in a folder. Without a target: an Inferless app.py, or Modelbit's source.py with metadata.yaml."""
     folder = folder.resolve()
-    files = dict(_walk(folder))
+    files: dict[str, Path | bytes] = dict(_walk(folder))
     requirements = python = None
     columns: list[str] = []
     if not target:

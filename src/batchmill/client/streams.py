@@ -15,7 +15,7 @@ from batchmill.client.replies import backoff_s, error_of, is_transient, unreacha
 from batchmill.errors import BatchmillError, Conflict, InvalidInput
 from batchmill.types import JobView
 
-T = TypeVar("T", covariant=True)
+T = TypeVar("T")
 
 LINES = ("application/jsonl", "application/x-ndjson")
 EVENT_BYTES_MAX = 16 * 1024 * 1024
@@ -26,7 +26,8 @@ BREAKS_MAX = 8  # in a row: about half a minute, in which a server may start aga
 class Stream(Protocol, Generic[T]):
     """A body that the client feeds in as it comes: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
 
-    is_over: bool
+    @property
+    def is_over(self) -> bool: ...
 
     def request(self) -> Request: ...
 
@@ -37,9 +38,11 @@ class Stream(Protocol, Generic[T]):
 
     def end(self) -> list[T]:
         """The body has come to its end."""
+        ...
 
     def broke(self, broken: Broken) -> float:
         """Seconds to wait before `request` is sent again. Raises: Unavailable where going on is of no use."""
+        ...
 
 
 def refusal(reply: Reply) -> Exception:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import Any, BinaryIO, TypeVar, Unpack
 
@@ -15,12 +15,13 @@ from batchmill.client.calls import ask
 from batchmill.client.connection import address, sleep
 from batchmill.client.inputs import (
     Source,
+    Upload,
     adapter_bundle,
     described,
-    file_id_of,
     filename_of,
     function_bundle,
     is_adapter_folder,
+    is_file_id,
     opened,
     size_of,
     sources_of,
@@ -260,7 +261,7 @@ class Client:
 
     def upload(
         self,
-        source: str | os.PathLike[str] | BinaryIO,
+        source: Upload,
         *,
         filename: str | None = None,
         expires_s: float | None = None,
@@ -326,11 +327,14 @@ class Client:
         """The ids of all inputs. What the server does not have yet is uploaded, and its id added to `uploaded`."""
         file_ids: list[str] = []
         for source in sources_of(inputs):
-            file_id = file_id_of(source)
-            if file_id is None:
+            if isinstance(source, FileInfo):
+                file_ids.append(source.id)
+            elif is_file_id(source):
+                file_ids.append(source)
+            else:
                 file_id = (self.upload(source, filename=filename_of(source))).id
                 uploaded.append(file_id)
-            file_ids.append(file_id)
+                file_ids.append(file_id)
         return file_ids
 
     def _preview(self, call: Callable[[Work], Ask[T]], inputs: Source | Iterable[Source], options: WorkOptions) -> T:
@@ -370,7 +374,7 @@ class Client:
             self.sleep(backoff_s(attempt, retry_after_s(reply.headers)))
         raise AssertionError("the last attempt returns or raises")
 
-    def read(self, stream: Stream[T]) -> Iterator[T]:
+    def read(self, stream: Stream[T]) -> Generator[T]:
         """What a stream of `batchmill.client.streams` reads, over as many connections as it takes."""
         while not stream.is_over:
             try:
@@ -387,7 +391,7 @@ class Client:
     def _send(self, request: Request, file: BinaryIO | None) -> Reply:
         return self._transport.send(request, file)
 
-    def _read_once(self, stream: Stream[T]) -> Iterator[T]:
+    def _read_once(self, stream: Stream[T]) -> Generator[T]:
         with self._transport.stream(stream.request()) as reply:
             if reply.status >= 400:
                 body = b"".join([piece for piece in reply.pieces])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class Job:
         self.view = self._client.call(calls.show(self.id))
         return self.view
 
-    def watch(self, interval_s: float = 1.0) -> Iterator[JobView]:
+    def watch(self, interval_s: float = 1.0) -> Generator[JobView]:
         """Views of the job, one an interval, until it is paused or has ended; broken connections are taken up."""
         with closing(self._client.read(Views(self.id, interval_s))) as views:
             for view in views:
