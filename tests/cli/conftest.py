@@ -25,7 +25,7 @@ def hangs_up_as_at_a_terminal():
 
 
 class MemoryJobs:
-    """`ports.Jobs` over a list of views for each job; `watch` goes through them and stays at the last."""
+    """`cli.clients.Jobs` over a list of views for each job; `watch` goes through them and stays at the last."""
 
     def __init__(self):
         self.views = {}
@@ -69,7 +69,7 @@ class MemoryJobs:
             await self.pausing.wait()
         yield views[-1]
 
-    async def _steer(self, verb, job_id):
+    async def steer(self, job_id, verb):
         self.asked.append((verb, job_id))
         view = self._views(job_id)[-1]
         if verb == "pause":
@@ -77,21 +77,6 @@ class MemoryJobs:
         if verb == "pause" and view.state in (JobState.COMPLETED, JobState.FAILED):
             raise InvalidTransition(f"the job {job_id} has ended")
         return view
-
-    async def pause(self, job_id):
-        return await self._steer("pause", job_id)
-
-    async def resume(self, job_id):
-        return await self._steer("resume", job_id)
-
-    async def cancel(self, job_id):
-        return await self._steer("cancel", job_id)
-
-    async def retry(self, job_id):
-        return await self._steer("retry", job_id)
-
-    async def fail_rows(self, job_id):
-        return await self._steer("fail_rows", job_id)
 
     async def remove(self, job_id):
         view = self._views(job_id)[-1]
@@ -120,7 +105,7 @@ class MemoryApp(LocalApp):
 
     def __init__(self):
         self.jobs = MemoryJobs()
-        self.configs = []
+        self.configs, self.projects = [], []
         self.report = None
         self.explanation = None
         self.estimate = None
@@ -130,8 +115,9 @@ class MemoryApp(LocalApp):
         self.while_closing = lambda: None
 
     @contextlib.asynccontextmanager
-    async def open_jobs(self, config):
+    async def open_jobs(self, config, project=None):
         self.configs.append(config)
+        self.projects.append(project)
         try:
             yield self.jobs
         except asyncio.CancelledError:

@@ -65,7 +65,7 @@ class MemoryModels:
 @pytest.fixture
 def models(app, place):
     made = MemoryModels(place)
-    app.open = lambda config, project=None: MachineClient(made.app, project)
+    app.open = lambda config, project: MachineClient(made.app, project)
     return made
 
 

@@ -31,7 +31,8 @@ def test_jobs_are_chosen(app, call, view):
     app.jobs.add(view()).add(view(id="job_2"))
     flags = ("--state", "running", "--model", "m", "--project", "p", "--since", "2026-01-02T03:04:05+00:00")
     result = call("jobs", *flags, "--limit", "1")
-    assert app.jobs.queries == [JobQuery(project="p", state="running", model="m", since=1767323045.0, limit=2)]
+    assert app.projects == ["p"]
+    assert app.jobs.queries == [JobQuery(state="running", model="m", since=1767323045.0, limit=2)]
     assert len(result.stdout.splitlines()) == 2 and "there are more than 1" in result.stderr
     for wrong in (("--state", "odd"), ("--since", "soon"), ("--limit", "0")):
         assert call("jobs", *wrong).exit_code == 2
@@ -175,14 +176,14 @@ def test_steering_that_takes_long_is_watched(app, call, view, monkeypatch):
     """Somebody who waits is told for what, and sees how the job is meanwhile."""
     monkeypatch.setattr(jobs_commands, "QUIET_S", 0.0)
     app.jobs.add(view(), view(state="cancelling"), view(state="cancelled"))
-    seen, steer = asyncio.Event(), app.jobs.cancel
+    seen, steer = asyncio.Event(), app.jobs.steer
     app.jobs.before_view = lambda number: seen.set() if number else None
 
-    async def cancel(job_id):
+    async def cancel(job_id, verb):
         await seen.wait()
-        return await steer(job_id)
+        return await steer(job_id, verb)
 
-    app.jobs.cancel = cancel
+    app.jobs.steer = cancel
     result = call("cancel", "job_1")
     assert result.exit_code == 0 and "rows in flight may still finish" in result.stderr
     assert "cancelling" in result.stderr and "job job_1: cancelled" in result.stdout

@@ -334,13 +334,13 @@ def test_after_the_second_interrupt_nothing_is_disturbed(app, call, view):
     """What a stopped command still has to close is closed, however often Ctrl-C comes, and no traceback is shown."""
     app.jobs.add(view(), view(), view(), view(state="paused", reason="asked"))
 
-    async def pause(job_id):
+    async def pause(job_id, verb):
         try:
             await asyncio.Event().wait()
         finally:
             raise OSError("the owner is gone")
 
-    app.jobs.pause = pause
+    app.jobs.steer = pause
     app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at else None
     app.jobs.waits_for_pause = True
     app.while_closing = lambda: os.kill(os.getpid(), signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,11 @@ import pytest
 
 CODE = """
 import time
+from pathlib import Path
+QUICK = Path(__file__).with_name("quick")
+def patient(n):
+    time.sleep(0.001 if QUICK.exists() else 0.5)
+    return n
 def slow(n):
     time.sleep(0.01)
     return n
@@ -110,13 +116,14 @@ def test_the_same_run_twice_is_one_job(folder):
 
 def test_other_commands_beside_a_run(folder):
     """Jobs are listed, shown, paused and resumed beside the command that runs them."""
-    running = run(folder, "slowest", "one.jsonl")
+    running = run(folder, "patient", "one.jsonl")
     running.wait_until_rows_are_done()
     job = running.messages[-1]["job"]["id"]
     shown = Command(folder, "show", job[:8])
     assert shown.end()[0] == 0
     assert Command(folder, "pause", job).end()[0] == 0
     assert running.end()[0] == 4 and running.job["state"] == "paused"
+    (folder / "quick").touch()
     resumed = Command(folder, "resume", job)
     assert resumed.end()[0] == 0
     assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
@@ -145,3 +152,15 @@ def test_the_guest_of_a_killed_owner_goes_on(folder):
     code, said = guest.end()
     assert code == 0, said
     assert ids(folder / "two.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_two_commands_that_race_for_the_lock(folder):
+    """Two commands that start at once, beside the socket of an owner that was killed, both do what they were asked."""
+    (folder / "data").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "data" / "control.sock"))
+    first, second = run(folder, "slow", "one.jsonl"), run(folder, "slow", "one.jsonl")
+    ends = [first.end(), second.end()]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert first.job["id"] == second.job["id"]
+    assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]

@@ -1,45 +1,132 @@
-"""The SDK over the connection to the owner of a data directory: the machine's user asks as others ask a server."""
+"""The SDK as commands use it: the machine's user asks the owner of a data directory as others ask a server."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec.structs import replace
 
+from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
-from batchmill.client.messages import OwnerGone, Reply, Request
-from batchmill.client.streams import Stream
+from batchmill.client.messages import Reply, Request
+from batchmill.client.streams import Views
 from batchmill.connection import OwnerConnection
-from batchmill.control.operations import PROJECT
+from batchmill.control import operations as own
+from batchmill.control.app import ControlApp
+from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
+from batchmill.wire.native import PAGE_MAX, Change
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from batchmill.control.guest import Guest
+
+WATCH_S = 0.5  # between two views
 
 
-class MachineClient(AsyncClient):
-    """Asks the owner, whoever that is by then. Args: project: on whose behalf; None: as each operation says."""
+class MachineTransport:
+    """Carries the requests of one client. Args: project: on whose behalf; None: as each operation says."""
 
-    def __init__(self, connection: OwnerConnection, project: str | None = None) -> None:
+    def __init__(self, connection: OwnerConnection | ControlApp | Guest, project: str | None) -> None:
         self._connection = connection
-        self._headers = {} if project is None else {PROJECT: project}
+        self._headers = {} if project is None else {own.PROJECT: project}
 
-    async def close(self) -> None:
-        """The connection is another's to close."""
+    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+        assert file is None, "files of this machine are named, not sent"
+        return await self._connection.send(self._told(request))
+
+    def stream(self, request: Request) -> AbstractAsyncContextManager[Any]:
+        return self._connection.stream(self._told(request))
 
     def _told(self, request: Request) -> Request:
         return replace(request, headers=request.headers | self._headers)
 
-    async def _send(self, request: Request, content: object) -> Reply:
-        return await self._connection.send(self._told(request))
+    async def close(self) -> None:
+        """The connection is another's to close."""
 
-    async def read(self, stream: Stream[T]) -> AsyncIterator[T]:
-        while not stream.is_over:
-            with contextlib.suppress(OwnerGone):
-                async with self._connection.stream(self._told(stream.request())) as reply:
-                    stream.begin(200, {"content-type": reply.media})
-                    async for piece in reply.pieces:
-                        for item in stream.feed(piece):
-                            yield item
-                    for item in stream.end():
-                        yield item
+
+class MachineClient(AsyncClient):
+    """Asks the owner, whoever that is by then."""
+
+    def __init__(self, connection: OwnerConnection | ControlApp | Guest, project: str | None = None) -> None:
+        super().__init__(transport=MachineTransport(connection, project))
+
+
+class Jobs(ABC):
+    """Jobs as commands ask for them, at a server or of the owner of a data directory."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    @abstractmethod
+    async def submit(self, order: JobOrder) -> Submitted:
+        """Start, resume or join a job. Raises: InvalidInput when the order cannot be run as it is."""
+
+    async def full_id(self, job_id: str) -> str:
+        """What is asked for where the first letters of an id are given: owners know what they mean."""
+        return job_id
+
+    def shown(self, view: JobView) -> JobView:
+        """A view with the names that the person at the terminal knows."""
+        return view
+
+    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
+        """Of a long list one page after another."""
+        views: list[JobView] = []
+        while query.limit is None or len(views) < query.limit:
+            wanted = PAGE_MAX if query.limit is None else min(PAGE_MAX, query.limit - len(views))
+            after = views[-1].id if views else query.after
+            what = calls.jobs(
+                state=query.state, label=None, limit=wanted, after=after, model=query.model, since=query.since
+            )
+            page = await self._client.call(what)
+            views += [self.shown(view) for view in page.jobs]
+            if page.after is None:
+                break
+        return views
+
+    async def show(self, job_id: str) -> JobView:
+        return self.shown(await self._client.call(calls.show(await self.full_id(job_id))))
+
+    async def watch(self, job_id: str, interval_s: float = WATCH_S) -> AsyncGenerator[JobView]:
+        async with contextlib.aclosing(self._client.read(Views(await self.full_id(job_id), interval_s))) as views:
+            async for view in views:
+                yield self.shown(view)
+
+    async def steer(self, job_id: str, verb: calls.Steering) -> JobView:
+        return self.shown(await self._client.call(calls.steer(await self.full_id(job_id), verb)))
+
+    async def amend(self, job_id: str, change: Change) -> JobView:
+        return self.shown(await self._client.call(calls.amend(await self.full_id(job_id), change)))
+
+    async def explain(self, job_id: str) -> Wait:
+        return await self._client.call(calls.explain(await self.full_id(job_id)))
+
+    async def remote(self, job_id: str) -> list[RemoteJob]:
+        return (await self._client.call(calls.remote(await self.full_id(job_id)))).jobs
+
+    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
+        return await self._client.call(calls.settle_remote(await self.full_id(job_id), tag, remote_id))
+
+    async def remove(self, job_id: str) -> JobView:
+        return self.shown(await self._client.call(calls.remove(await self.full_id(job_id))))
+
+    async def verify(self, job_id: str) -> LedgerReport:
+        return await self._client.call(calls.verify(await self.full_id(job_id)))
+
+
+class MachineJobs(Jobs):
+    """Orders name files and code of this machine."""
+
+    async def submit(self, order: JobOrder) -> Submitted:
+        return await self._client.call(calls.ask(own.RUN, body=order))
+
+    async def partial(self, job_id: str) -> str:
+        """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
+        return (await self._client.call(calls.ask(own.PARTIAL, job_id))).path
+
+    async def rebuild(self, job_id: str) -> LedgerReport:
+        """Make the ledger anew from the job's description and its segments."""
+        return await self._client.call(calls.ask(own.REBUILD, job_id))

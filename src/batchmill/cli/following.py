@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from batchmill.cli.displays import Display
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidTransition
-from batchmill.ports import Jobs
 from batchmill.types import JobView
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import Jobs
 
 
 class Followed(Struct, frozen=True):
@@ -96,7 +99,7 @@ class _Pause:
         self._asking = asyncio.get_running_loop().create_task(self._ask())
 
     async def _ask(self) -> JobView:
-        return await self._jobs.pause(self._job_id)
+        return await self._jobs.steer(self._job_id, "pause")
 
     async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
         """All of them: the pause shows in the last."""

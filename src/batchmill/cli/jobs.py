@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -32,9 +32,11 @@ from batchmill.cli.summary import lines, pause_lines, show_problems
 from batchmill.cli.text import brief, clean, count, moment, short, table
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
-from batchmill.ports import Jobs
 from batchmill.states import JobState
 from batchmill.types import JobQuery, JobView, Submitted
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import Jobs
 
 PARTIAL = "partial.jsonl"  # what results that are not all there would be called
 PIECE_BYTES = 1024 * 1024
@@ -62,16 +64,16 @@ def jobs(
         return None
     for text in (model, project):
         refuse_half_text(text or "")
-    query = JobQuery(project=project, state=state, model=model, since=since, limit=limit + 1)
-    return session.run(_list(session, query))
+    query = JobQuery(state=state, model=model, since=since, limit=limit + 1)
+    return session.run(_list(session, query, project))
 
 
 jobs.add_command(rm)
 jobs.add_command(prune)
 
 
-async def _list(session: Session, query: JobQuery) -> None:
-    async with session.app.open_jobs(session.config()) as opened:
+async def _list(session: Session, query: JobQuery, project: str | None) -> None:
+    async with session.app.open_jobs(session.config(), project) as opened:
         *views, more = [*await opened.list(query), None]
     if len(views) == query.limit:
         more = views.pop()
@@ -80,7 +82,7 @@ async def _list(session: Session, query: JobQuery) -> None:
             session.emit("job", job=view)
         return
     if not views:
-        is_narrowed = query != JobQuery(limit=query.limit)
+        is_narrowed = project is not None or query != JobQuery(limit=query.limit)
         session.print("there are no such jobs" if is_narrowed else "there are no jobs")
         return
     head = ["ID", "STATE", "DONE", "FAILED", "CREATED", "MODEL"]
@@ -257,7 +259,7 @@ async def _print_file(session: Session, found: ResultFile) -> None:
 @click.pass_obj
 def cancel(session: Session, job_id: str) -> int:
     """Cancel a job. Finished rows are kept and written; the rest become errors."""
-    return session.run(_steer(session, job_id, lambda opened: opened.cancel(job_id)))
+    return session.run(_steer(session, job_id, lambda opened: opened.steer(job_id, "cancel")))
 
 
 @click.command()
@@ -266,7 +268,7 @@ def cancel(session: Session, job_id: str) -> int:
 @click.pass_obj
 def pause(session: Session, job_id: str) -> int:
     """Pause a job. Rows in flight may finish; `resume` goes on from there."""
-    return session.run(_steer(session, job_id, lambda opened: opened.pause(job_id)))
+    return session.run(_steer(session, job_id, lambda opened: opened.steer(job_id, "pause")))
 
 
 @click.command()
@@ -275,7 +277,7 @@ def pause(session: Session, job_id: str) -> int:
 @click.pass_obj
 def resume(session: Session, job_id: str) -> int:
     """Go on with a paused job and show it to its end."""
-    return session.run(_go_on(session, lambda opened: opened.resume(job_id), "resumed"))
+    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "resume"), "resumed"))
 
 
 @click.command()
@@ -284,7 +286,7 @@ def resume(session: Session, job_id: str) -> int:
 @click.pass_obj
 def retry(session: Session, job_id: str) -> int:
     """Run the rows again that failed, and only those; the results are published anew."""
-    return session.run(_go_on(session, lambda opened: opened.retry(job_id), "retried"))
+    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "retry"), "retried"))
 
 
 @click.command()
@@ -297,7 +299,7 @@ def fail(session: Session, job_id: str) -> int:
     For a job that waits for a service which works, but for these rows. A paused job goes on so. Until a row is answered
     again, further rows that fail are not tried again either. Rows that had no reply go on waiting.
     """
-    return session.run(_go_on(session, lambda opened: opened.fail_rows(job_id), "resumed"))
+    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "fail_rows"), "resumed"))
 
 
 async def _steer(session: Session, job_id: str, ask: Callable[[Jobs], Awaitable[JobView]]) -> int:

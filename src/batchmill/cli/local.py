@@ -11,34 +11,70 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchmill import connection
-from batchmill.cli.clients import MachineClient
-from batchmill.cli.session import App, ResultFile, Session
+from batchmill.cli.clients import MachineClient, MachineJobs
+from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.calls import ask
 from batchmill.config import Config
 from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
+from batchmill.jobs import preview
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.deploying import SENT
-from batchmill.types import JobView, ModelSpec
+from batchmill.types import JobOrder, JobView, ModelSpec
 from batchmill.wire.native import DeployReply, ModelInfo, ModelList
+from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 PIECE_BYTES = 1024 * 1024
 
 
 class LocalApp:
-    open_jobs = staticmethod(connection.open_jobs)
-    preview_validate = staticmethod(connection.preview_validate)
-    preview_plan = staticmethod(connection.preview_plan)
-    preview_estimate = staticmethod(connection.preview_estimate)
-    partial_results = staticmethod(connection.partial_results)
     salvage = staticmethod(data_dirs.salvage)
 
     @contextlib.asynccontextmanager
     async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
         async with connection.connect(config) as owner:
             yield MachineClient(owner, project)
+
+    @contextlib.asynccontextmanager
+    async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[MachineJobs]:
+        async with self.open(config, project) as opened:
+            yield MachineJobs(opened)
+
+    async def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> SealReport:
+        data_dirs.prepare_data_dir(config.data_dir)
+        return await preview.validate(order, config.data_dir, progress)
+
+    async def preview_plan(
+        self, order: JobOrder, config: Config, progress: Progress
+    ) -> tuple[SealReport, Explanation | None]:
+        data_dirs.prepare_data_dir(config.data_dir)
+        return await preview.plan(order, config.data_dir, progress)
+
+    async def preview_estimate(
+        self, order: JobOrder, config: Config, progress: Progress
+    ) -> tuple[SealReport, Estimate | None]:
+        """The time is that of the newest finished job of the same models on this machine."""
+        async with self.open_jobs(config) as jobs:
+            views = await jobs.list()
+        names = ", ".join(model.name for model in order.models)
+        done = [view for view in views if view.model == names and view.finished and view.elapsed_s]
+        rate = done[0].rows / done[0].elapsed_s if done else None
+        return await preview.estimate(order, config.data_dir, progress, rate)
+
+    async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
+        async with self.open_jobs(config) as jobs:
+            path = Path(await jobs.partial(job_id))
+        rows = 0
+        try:
+            with open(path, "rb") as lines:
+                for line in lines:
+                    out.write(line)
+                    rows += 1
+        finally:
+            path.unlink()
+        return rows
 
     @contextlib.asynccontextmanager
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:

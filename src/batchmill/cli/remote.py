@@ -1,4 +1,4 @@
-"""Commands that work at a server: the SDK as an `App`, and a server's jobs as `ports.Jobs`.
+"""Commands that work at a server: the SDK as an `App`.
 
 Inputs are uploaded and results downloaded here, so that commands need not know where a job runs.
 """
@@ -14,27 +14,23 @@ from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
+from batchmill.cli.clients import WATCH_S, Jobs
 from batchmill.cli.output_file import written_whole
 from batchmill.cli.session import App, Progress, ResultFile, Session
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
-from batchmill.client.streams import Bytes, Views
+from batchmill.client.streams import Bytes
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
 from batchmill.jobs.results import errors_path, output_kind
 from batchmill.states import JobState
 from batchmill.types import (
-    Amendment,
     JobOrder,
-    JobQuery,
     JobView,
-    LedgerReport,
     ModelSpec,
-    RemoteJob,
     Submitted,
-    Wait,
 )
-from batchmill.wire.native import Change, DeployReply, FileInfo, ModelInfo
+from batchmill.wire.native import DeployReply, FileInfo, ModelInfo
 from batchmill.wire.previews import Estimate, Explanation, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
@@ -58,9 +54,9 @@ class RemoteApp:
             yield client
 
     @contextlib.asynccontextmanager
-    async def open_jobs(self, config: Config) -> AsyncIterator[RemoteJobs]:
-        async with self._client() as client:
-            yield RemoteJobs(client)
+    async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[ServerJobs]:
+        async with self.open(config, project) as client:
+            yield ServerJobs(client)
 
     async def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> SealReport:
         async with self._client() as client, _uploaded(client, order) as files:
@@ -113,11 +109,11 @@ class RemoteApp:
         return model
 
 
-class RemoteJobs:
+class ServerJobs(Jobs):
     """The jobs of a server. An id may be shortened, as on this machine, as long as it is of one job only."""
 
     def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+        super().__init__(client)
         self._orders: dict[str, JobOrder] = {}  # of this command: where their results are to go
         self._names: dict[str, str] = {}  # file id -> the path it was uploaded from
 
@@ -129,67 +125,20 @@ class RemoteJobs:
         self._orders[job.id] = order
         return Submitted(job.id, "started")
 
-    async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        found = []
-        if query.project is not None:
-            raise InvalidInput("--project has no meaning at a server: a key belongs to one project, and sees no other")
-        async for view in self._client.jobs(state=query.state, model=query.model, since=query.since):
-            found.append(self._told(view))
-            if len(found) == query.limit:
-                break
-        return found
-
-    async def show(self, job_id: str) -> JobView:
-        return self._told((await self._client.job(await self._full(job_id))).view)
-
-    async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncGenerator[JobView]:
-        full = await self._full(job_id)
-        async with contextlib.aclosing(self._client.read(Views(full, interval_s))) as views:
+    async def watch(self, job_id: str, interval_s: float = WATCH_S) -> AsyncGenerator[JobView]:
+        async with contextlib.aclosing(super().watch(job_id, interval_s)) as views:
             async for view in views:
-                yield await self._fetched(view) if JobState(view.state).is_at_rest else self._told(view)
+                yield await self._fetched(view) if JobState(view.state).is_at_rest else view
 
-    async def pause(self, job_id: str) -> JobView:
-        return await self._steer(job_id, "pause")
+    async def steer(self, job_id: str, verb: calls.Steering) -> JobView:
+        """A job that runs is not disturbed by `resume`: to come back to it is what was asked for."""
+        if verb == "resume":
+            view = await self.show(job_id)
+            if view.state != JobState.PAUSED and not JobState(view.state).is_at_rest:
+                return view
+        return await super().steer(job_id, verb)
 
-    async def resume(self, job_id: str) -> JobView:
-        """A job that runs is not disturbed: to come back to it is what was asked for."""
-        view = await self.show(job_id)
-        if view.state == JobState.PAUSED or JobState(view.state).is_at_rest:
-            return await self._steer(view.id, "resume")
-        return view
-
-    async def cancel(self, job_id: str) -> JobView:
-        return await self._steer(job_id, "cancel")
-
-    async def retry(self, job_id: str) -> JobView:
-        return await self._steer(job_id, "retry")
-
-    async def fail_rows(self, job_id: str) -> JobView:
-        return await self._steer(job_id, "fail_rows")
-
-    async def _steer(self, job_id: str, verb: calls.Steering) -> JobView:
-        return self._told(await self._client.call(calls.steer(await self._full(job_id), verb)))
-
-    async def amend(self, job_id: str, change: Amendment) -> JobView:
-        asked = Change(change.priority, change.deadline, change.budget)
-        return self._told(await self._client.call(calls.amend(await self._full(job_id), asked)))
-
-    async def explain(self, job_id: str) -> Wait:
-        return await self._client.call(calls.explain(await self._full(job_id)))
-
-    async def remote(self, job_id: str) -> list[RemoteJob]:
-        return (await self._client.call(calls.remote(await self._full(job_id)))).jobs
-
-    async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
-        return await self._client.call(calls.settle_remote(await self._full(job_id), tag, remote_id))
-
-    async def remove(self, job_id: str, by: str = "") -> JobView:
-        return await self._client.call(calls.remove(await self._full(job_id)))
-
-    async def verify(self, job_id: str) -> LedgerReport:
-        return await self._client.call(calls.verify(await self._full(job_id)))
-
-    async def _full(self, job_id: str) -> str:
+    async def full_id(self, job_id: str) -> str:
         """The one job that an id or its first letters mean."""
         if FULL_ID.fullmatch(job_id):
             return job_id
@@ -199,7 +148,7 @@ class RemoteJobs:
         told = f"{len(known)} jobs begin with" if known else "no job is called"
         raise UnknownName(f"{told} {job_id!r}", code="unknown_job")
 
-    def _told(self, view: JobView) -> JobView:
+    def shown(self, view: JobView) -> JobView:
         """The names of the input in place of the ids that the server gave them."""
         names = (view.origin or {}).get("files", {}) | self._names
         return replace(
@@ -210,15 +159,15 @@ class RemoteJobs:
 
     async def _fetched(self, view: JobView) -> JobView:
         """A job that has ended, its results where its order wanted them."""
-        told, order = self._told(view), self._orders.get(view.id)
+        order = self._orders.get(view.id)
         if order is None or order.output is None or (view.output is None and view.errors_output is None):
-            return told
+            return view
         await self._fetch(calls.results(view.id), order.output, order)
         if view.errors_output is None:
-            return replace(told, output=order.output)
+            return replace(view, output=order.output)
         apart = str(errors_path(Path(order.output)))
         await self._fetch(calls.errors(view.id), apart, order)
-        return replace(told, output=order.output, errors_output=apart)
+        return replace(view, output=order.output, errors_output=apart)
 
     async def _fetch(self, request: calls.Request, path: str, order: JobOrder) -> None:
         with written_whole(path, order.dataset.paths) as out:

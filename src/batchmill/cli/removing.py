@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options, refuse_half_text
 from batchmill.cli.text import clean, count
 from batchmill.errors import BatchmillError, InvalidInput
-from batchmill.ports import Jobs
 from batchmill.states import ENDED, JobState
 from batchmill.types import JobView
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import Jobs
 
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 AGE = re.compile(r"([0-9]{1,6})([mhdw])")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,9 +13,11 @@ from batchmill.cli.session import Session
 from batchmill.cli.summary import show_end
 from batchmill.cli.text import clean, count
 from batchmill.config import Config
-from batchmill.ports import Jobs
 from batchmill.types import Submitted
 from batchmill.wire.native import PRIORITY_MAX
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import Jobs
 
 PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 

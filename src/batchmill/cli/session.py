@@ -23,7 +23,6 @@ from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
 from batchmill.models import redaction
-from batchmill.ports import Jobs
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import (
     DeployReply,
@@ -31,6 +30,7 @@ from batchmill.wire.native import (
 )
 
 if TYPE_CHECKING:
+    from batchmill.cli.clients import Jobs
     from batchmill.client.asynchronous import AsyncClient
     from batchmill.wire.previews import Estimate, Explanation, SealReport
 
@@ -62,7 +62,8 @@ class App(Protocol):
     def salvage(self, config: Config, progress: Callable[[str], None]) -> SalvageReport:
         """On this machine alone. Raises: InvalidConfig while another process uses the data directory."""
 
-    def open_jobs(self, config: Config) -> AbstractAsyncContextManager[Jobs]: ...
+    def open_jobs(self, config: Config, project: str | None = None) -> AbstractAsyncContextManager[Jobs]:
+        """Args: project: whose are listed, on this machine; None: everybody's."""
 
     def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> Awaitable[SealReport]: ...
 

@@ -10,7 +10,7 @@ from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.summary import lines
 from batchmill.cli.text import clean, count, moment
 from batchmill.errors import InvalidInput
-from batchmill.types import Amendment
+from batchmill.wire.native import Change
 
 
 @click.command()
@@ -22,13 +22,13 @@ from batchmill.types import Amendment
 @click.pass_obj
 def amend(session: Session, job_id: str, *, priority: int | None, deadline: float | None, budget: float | None) -> int:
     """Change the priority, deadline or budget of a job that has not ended."""
-    change = Amendment(priority, deadline, budget)
-    if change == Amendment():
+    change = Change(priority, deadline, budget)
+    if change == Change():
         raise InvalidInput("nothing is to be changed: give --priority, --deadline or --budget")
     return session.run(_amend(session, job_id, change))
 
 
-async def _amend(session: Session, job_id: str, change: Amendment) -> int:
+async def _amend(session: Session, job_id: str, change: Change) -> int:
     async with session.app.open_jobs(session.config()) as jobs:
         view = await jobs.amend(job_id, change)
     if session.as_json:

@@ -50,6 +50,11 @@ class Pieces(Struct, frozen=True):
 
     pieces: AsyncIterator[bytes]
     media: str = EVENTS
+    status: int = 200
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"content-type": self.media}
 
 
 class _Route(Struct, frozen=True):

@@ -64,6 +64,16 @@ class Guest:
             ) as response:
                 if response.is_error:
                     raise msgspec.json.decode(await response.aread(), type=Raised).error()
-                yield Pieces(response.aiter_raw(), response.headers.get("content-type", ""))
+                yield Pieces(self._pieces(response), response.headers.get("content-type", ""))
         except httpx.TransportError as error:
-            raise OwnerGone(f"the process that owned {self._path.parent} has ended", was_sent=True) from error
+            raise self._gone() from error
+
+    async def _pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        try:
+            async for piece in response.aiter_raw():
+                yield piece
+        except httpx.TransportError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> OwnerGone:
+        return OwnerGone(f"the process that owned {self._path.parent} has ended", was_sent=True)
