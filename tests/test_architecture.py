@@ -95,6 +95,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.connection, once a command is called",
+    "batchmill.client.pairs.load_transport": "what carries requests to a server, which needs httpx",
     "batchmill.connection.load_guest": "what asks another process, which needs httpx",
     "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",
     "batchmill.dialects.load_dialects": "the dialects",

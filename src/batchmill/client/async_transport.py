@@ -10,8 +10,9 @@ from typing import BinaryIO, Protocol
 import httpx
 from msgspec import Struct
 
-from batchmill.client.connection import Address, async_pieces, broken, timeout
+from batchmill.client.connection import Address, address, broken, timeout
 from batchmill.client.messages import Reply, Request
+from batchmill.client.pairs import async_pieces
 
 
 class AsyncReplyStream(Struct, frozen=True):
@@ -44,9 +45,14 @@ class AsyncTransport(Protocol):
 class AsyncHttpTransport:
     """Carries requests to one server over HTTP."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
-        self._http = httpx.AsyncClient(base_url=address.base_url, headers=address.headers)
+    def __init__(self, server: Address, timeout_s: float) -> None:
+        self._address, self._timeout_s = server, timeout_s
+        self._http = httpx.AsyncClient(base_url=server.base_url, headers=server.headers)
+
+    @classmethod
+    def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> AsyncHttpTransport:
+        """Raises: InvalidInput when there is no address, or none that can be used."""
+        return cls(address(base_url, api_key), timeout_s)
 
     async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
         try:

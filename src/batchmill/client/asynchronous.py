@@ -7,13 +7,11 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, BinaryIO, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from batchmill.client import calls, llm_calls
 from batchmill.client.async_resources import AsyncJob, AsyncModel
-from batchmill.client.async_transport import AsyncHttpTransport, AsyncTransport
 from batchmill.client.calls import ask
-from batchmill.client.connection import address, async_sleep
 from batchmill.client.inputs import (
     Source,
     Upload,
@@ -29,6 +27,7 @@ from batchmill.client.inputs import (
 )
 from batchmill.client.messages import TIMEOUT_S, Ask, Broken, Reply, Request
 from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.pairs import async_sleep, load_transport
 from batchmill.client.replies import ATTEMPTS_MAX, backoff_s, may_repeat, retry_after_s, unreachable, value_of
 from batchmill.client.streams import Bytes, Stream, refusal
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
@@ -51,6 +50,9 @@ from batchmill.wire.native import (
 from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
 from batchmill.wire.previews import SealReport
+
+if TYPE_CHECKING:
+    from batchmill.client.async_transport import AsyncTransport
 
 T = TypeVar("T")
 
@@ -78,7 +80,9 @@ class AsyncClient:
         self, base_url: str | None = None, api_key: str | None = None, *, timeout_s: float = TIMEOUT_S,
         transport: AsyncTransport | None = None,
     ) -> None:  # fmt: skip
-        self._transport = transport or AsyncHttpTransport(address(base_url, api_key), timeout_s)
+        self._transport = transport or load_transport("async_transport").AsyncHttpTransport.to(
+            base_url, api_key, timeout_s
+        )
 
     async def close(self) -> None:
         """Close the connections to the server."""

@@ -1,24 +1,15 @@
-"""What the asyncio and the blocking client share of a connection: the server's address, timeouts and httpx's errors.
-
-The pairs at the end are where the two differ: the blocking client is generated with the second of each.
-"""
+"""What the asyncio and the blocking transport over httpx share: the server's address, timeouts and httpx's errors."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import BinaryIO, ParamSpec, TypeVar
+from collections.abc import Mapping
 
 import httpx
 from msgspec import Struct
 
-from batchmill.client.messages import PIECE_BYTES, Broken, Request
+from batchmill.client.messages import Broken, Request
 from batchmill.errors import InvalidInput
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
 CONNECT_S = 10.0
@@ -63,28 +54,3 @@ def broken(error: httpx.TransportError, base_url: str) -> Broken:
     was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
     what = "stopped answering" if was_sent else "cannot be reached"
     return Broken(f"the server {base_url} {what}: {error or type(error).__name__}", was_sent=was_sent)
-
-
-async_sleep, sleep = asyncio.sleep, time.sleep
-
-
-async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function beside the event loop."""
-    return await asyncio.to_thread(function, *args, **kwargs)
-
-
-def run_here(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function."""
-    return function(*args, **kwargs)
-
-
-async def async_pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    """Read the rest of a file beside the event loop."""
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-        yield piece
-
-
-def pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Read the rest of a file."""
-    while piece := file.read(PIECE_BYTES):
-        yield piece

@@ -8,11 +8,10 @@ import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Any, BinaryIO, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from batchmill.client import calls, llm_calls
 from batchmill.client.calls import ask
-from batchmill.client.connection import address, sleep
 from batchmill.client.inputs import (
     Source,
     Upload,
@@ -28,10 +27,10 @@ from batchmill.client.inputs import (
 )
 from batchmill.client.messages import TIMEOUT_S, Ask, Broken, Reply, Request
 from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.pairs import load_transport, sleep
 from batchmill.client.replies import ATTEMPTS_MAX, backoff_s, may_repeat, retry_after_s, unreachable, value_of
 from batchmill.client.streams import Bytes, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
-from batchmill.client.sync_transport import HttpTransport, Transport
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
 from batchmill.wire import operations as table
@@ -52,6 +51,9 @@ from batchmill.wire.native import (
 from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
 from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
 from batchmill.wire.previews import SealReport
+
+if TYPE_CHECKING:
+    from batchmill.client.sync_transport import Transport
 
 T = TypeVar("T")
 
@@ -79,7 +81,7 @@ class Client:
         self, base_url: str | None = None, api_key: str | None = None, *, timeout_s: float = TIMEOUT_S,
         transport: Transport | None = None,
     ) -> None:  # fmt: skip
-        self._transport = transport or HttpTransport(address(base_url, api_key), timeout_s)
+        self._transport = transport or load_transport("sync_transport").HttpTransport.to(base_url, api_key, timeout_s)
 
     def close(self) -> None:
         """Close the connections to the server."""

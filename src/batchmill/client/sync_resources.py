@@ -10,8 +10,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from batchmill.client import calls
-from batchmill.client.connection import run_here
 from batchmill.client.inputs import alias_of, is_past, part_of
+from batchmill.client.pairs import run_here
 from batchmill.client.streams import Bytes, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (

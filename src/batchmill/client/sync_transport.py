@@ -11,8 +11,9 @@ from typing import BinaryIO, Protocol
 import httpx
 from msgspec import Struct
 
-from batchmill.client.connection import Address, broken, pieces, timeout
+from batchmill.client.connection import Address, address, broken, timeout
 from batchmill.client.messages import Reply, Request
+from batchmill.client.pairs import pieces
 
 
 class ReplyStream(Struct, frozen=True):
@@ -45,9 +46,14 @@ class Transport(Protocol):
 class HttpTransport:
     """Carries requests to one server over HTTP."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
-        self._http = httpx.Client(base_url=address.base_url, headers=address.headers)
+    def __init__(self, server: Address, timeout_s: float) -> None:
+        self._address, self._timeout_s = server, timeout_s
+        self._http = httpx.Client(base_url=server.base_url, headers=server.headers)
+
+    @classmethod
+    def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> HttpTransport:
+        """Raises: InvalidInput when there is no address, or none that can be used."""
+        return cls(address(base_url, api_key), timeout_s)
 
     def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
         try:
