@@ -7,7 +7,8 @@ import click
 import pytest
 
 from batchmill.cli.flag_values import Moment
-from batchmill.types import Amendment, JobView
+from batchmill.types import JobView
+from batchmill.wire.native import Change
 
 RUNNING = JobView("job_1", "running", rows=10, rows_ok=4)
 CONFIG = """
@@ -29,7 +30,7 @@ def test_amend_changes_what_is_given_and_nothing_else(app, call):
     app.jobs.add(RUNNING)
     result = call("amend", "job_1", "--priority", "7", "--deadline", "2126-01-02T03:04:05+00:00")
     assert result.exit_code == 0, result.stderr
-    assert app.jobs.asked == [(Amendment(priority=7, deadline=4922996645.0), "job_1")]
+    assert app.jobs.asked == [(Change(priority=7, deadline=4922996645.0), "job_1")]
     assert "priority  7" in result.stdout and "deadline  2126-01-02" in result.stdout
 
 
