@@ -204,7 +204,7 @@ class PatientEngine(Protocol):
 
 
 class Jobs(Protocol):
-    """The one door to jobs. The owner's JobService is one; so is the client of its control socket.
+    """The one entrance to jobs, in the process that owns them: `JobService` is one.
 
     Raises, everywhere: UnknownName for an id nobody knows (a unique prefix of an id will do), InvalidTransition for
     what does not fit the job's state.

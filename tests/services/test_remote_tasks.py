@@ -334,7 +334,7 @@ async def test_a_look_that_breaks_is_a_failed_one(room, service, model, monkeypa
     def broken(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(remote_tasks, "read", broken)
+    monkeypatch.setattr(remote_tasks, "read_remote_job", broken)
     room.clock.at += 61
     await room.tasks.look_round()
     seen = await room.tasks.stored(ANN, task.id)

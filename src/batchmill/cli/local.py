@@ -30,12 +30,22 @@ PIECE_BYTES = 1024 * 1024
 
 
 class LocalApp:
+    _owner: connection.OwnerConnection | None = (
+        None  # while the command has it open: what it asks meanwhile uses it too
+    )
+
     salvage = staticmethod(data_dirs.salvage)
 
     @contextlib.asynccontextmanager
     async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
-        async with connection.connect(config) as owner:
-            yield MachineClient(owner, project)
+        if self._owner is not None:
+            yield MachineClient(self._owner, project)
+            return
+        async with connection.connect(config) as self._owner:
+            try:
+                yield MachineClient(self._owner, project)
+            finally:
+                self._owner = None
 
     @contextlib.asynccontextmanager
     async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[MachineJobs]:

@@ -43,8 +43,8 @@ def run(session: Session, **options: Any) -> int:
 
 
 async def _run(session: Session, config: Config, options: dict[str, Any]) -> int:
-    order = await build_order(session, config, options)
     async with session.app.open_jobs(config) as jobs:
+        order = await build_order(session, config, options)
         submitted = await jobs.submit(order)
         return await attend(session, jobs, submitted)
 
