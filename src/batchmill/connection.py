@@ -36,8 +36,8 @@ def load_guest() -> type[Guest]:
 class OwnerConnection:
     """Carries requests to the owner, whoever that is by then. The data directory is opened with the first of them.
 
-    Raises: what the owner's handlers raise; InvalidConfig when the data directory cannot be used. No request is held
-    back or tried again for any other reason than another owner.
+    Raises: what the owner's handlers raise; InvalidConfig when the data directory cannot be used; OwnerGone when the
+    owner ended with a request that must not be done twice. No request is tried again for any other reason.
     """
 
     def __init__(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
@@ -78,11 +78,13 @@ class OwnerConnection:
             try:
                 return await reached.send(request)
             except OwnerGone:
+                if not (request.is_repeatable or _steers(request)):
+                    raise
                 was_asked = True
             except InvalidTransition:
-                job, _, verb = request.path.rpartition("/")
-                if not was_asked or verb not in STEERING:
+                if not (was_asked and _steers(request)):
                     raise
+                job, _, _ = request.path.rpartition("/")
                 request = replace(request, method=SHOW_JOB.method, path=job)  # it was done: only the answer was lost
 
     @contextlib.asynccontextmanager
@@ -98,8 +100,11 @@ class OwnerConnection:
 
     async def _entered(self, stack: contextlib.AsyncExitStack, request: Request) -> Pieces:
         while True:
-            with contextlib.suppress(OwnerGone):
+            try:
                 return await stack.enter_async_context((await self._reached()).stream(request))
+            except OwnerGone:
+                if not request.is_repeatable:
+                    raise
 
     async def _following(self, request: Request, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Whole events, so that none is half of one owner's and half of another's."""
@@ -114,6 +119,11 @@ class OwnerConnection:
                 except OwnerGone:
                     await stack.aclose()
                     pieces = (await self._entered(stack, request)).pieces
+
+
+def _steers(request: Request) -> bool:
+    """Asks for another state of a job. Its refusal by the next owner says that the last one did it."""
+    return request.path.rpartition("/")[2] in STEERING
 
 
 @contextlib.asynccontextmanager

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from batchmill.faults import POINTS
 
+TESTS = Path(__file__).parents[1]
 ROWS = 500
 SERVER = """
 import asyncio, sys
@@ -48,7 +50,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 def run(folder, fault: str = "") -> list[str]:
-    environment = {**os.environ, "BATCHMILL_FAULT": fault}
+    environment = {**os.environ, "BATCHMILL_FAULT": fault, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-c", SERVER, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 or fault, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +20,7 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs import preview
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.functions.deploying import SENT
+from batchmill.services.functions.deploying import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec
 from batchmill.wire.native import DeployReply, ModelInfo, ModelList
 from batchmill.wire.previews import Estimate, Explanation, SealReport
@@ -110,10 +109,9 @@ class LocalApp:
     async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
         """Whoever owns the data directory reads the archive where it is put here."""
         data_dirs.prepare_data_dir(config.data_dir)
-        with tempfile.TemporaryDirectory(prefix=SENT, dir=config.data_dir) as folder:
-            path = Path(folder, "bundle.tar.gz")
-            with path.open("wb") as file:
-                await asyncio.to_thread(shutil.copyfileobj, bundle, file)
+        with sent_archive(config.data_dir) as (path, file):
+            await asyncio.to_thread(shutil.copyfileobj, bundle, file)
+            file.flush()
             return await opened.call(ask(own.DEPLOY_ARCHIVE, body=own.LocalFile(str(path))))
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:

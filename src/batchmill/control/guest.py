@@ -76,4 +76,7 @@ class Guest:
             raise self._gone() from error
 
     def _gone(self) -> OwnerGone:
-        return OwnerGone(f"the process that owned {self._path.parent} has ended", was_sent=True)
+        return OwnerGone(
+            f"the process that owned {self._path.parent} has ended before it answered: what was asked may be done",
+            was_sent=True,
+        )

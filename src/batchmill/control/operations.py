@@ -83,9 +83,16 @@ class FoundModel(Struct, frozen=True):
 PING = Endpoint("ping", "GET", f"{PREFIX}/ping", "Whether the owner answers", _USER, NOTHING, status=204)
 RUN = Endpoint(
     "run", "POST", _JOBS, "Start, resume or join a job of local files", _USER, Submitted, body=JobOrder,
+    is_idempotent=True,
 )  # fmt: skip
 PARTIAL = Endpoint(
-    "partial", "POST", f"{_JOBS}/{{job_id}}/partial", "Write the rows that are finished to a new file", _USER, LocalFile
+    "partial",
+    "POST",
+    f"{_JOBS}/{{job_id}}/partial",
+    "Write the rows that are finished to a new file",
+    _USER,
+    LocalFile,
+    is_idempotent=True,
 )
 REBUILD = Endpoint(
     "rebuild", "POST", f"{_JOBS}/{{job_id}}/rebuild", "Make the ledger anew", _USER, LedgerReport, is_idempotent=True

@@ -208,7 +208,7 @@ class JobService:
             submitted = await self._match_or_enter(order)
         else:
             async with self._active.alone(once.key):
-                known = await self.ordered(once)
+                known = await submissions.known(self._ledger.database, once, self._clock.now())
                 submitted = await self._match_or_enter(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.changed()

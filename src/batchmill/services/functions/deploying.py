@@ -7,14 +7,16 @@ made. A staging folder is of no use after the process that made it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -32,7 +34,7 @@ from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
 from batchmill.wire.deploys import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 
-SENT = "deploy-"  # how folders begin in which a command leaves an archive for whoever owns the data directory
+SENT = "deploy-"  # how the archives begin that commands leave for the owner of the data directory
 LOG, ORDER, TRIAL = "deploy.log", "deploy.json", "trial"
 LOG_BYTES_MAX = 256 * 1024  # of what is shown
 BATCH_WINDOW_S_MAX = 60.0
@@ -152,8 +154,8 @@ class Workshop:
     def sweep(self, keep: Collection[ModelVersion]) -> None:
         """Remove what an owner that died left behind. No other process writes here."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        for sent in self._data_dir.glob(f"{SENT}*"):  # by commands that were killed
-            shutil.rmtree(sent, ignore_errors=True)
+        for sent in self._data_dir.glob(f"{SENT}*"):
+            _remove_unlocked(sent)
         self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
         known = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
@@ -162,6 +164,29 @@ class Workshop:
             elif known[folder].state == FAILED:
                 _gather_log(folder)
                 self.discard_code(known[folder])
+
+
+@contextlib.contextmanager
+def sent_archive(data_dir: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A file for an archive that the owner of the data directory reads, locked for as long as its command lives."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=SENT, suffix=".tar.gz", dir=data_dir)
+        with open(handle, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink == 0:
+                continue  # an owner that opened meanwhile removed it before it was locked
+            try:
+                yield Path(name), file
+            finally:
+                Path(name).unlink(missing_ok=True)
+        return
+
+
+def _remove_unlocked(sent: Path) -> None:
+    """Remove an archive whose command was killed: a command that lives holds its lock."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), sent.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sent.unlink()
 
 
 def _stage(bundle: Path, folder: Path) -> Staged:
