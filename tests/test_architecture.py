@@ -17,7 +17,7 @@ PARAMETERS_MAX = 9
 
 # A module may import from its own row and the rows above it.
 ROWS = {
-    1: ("types", "states", "errors", "faults", "function_side"),
+    1: ("types", "states", "errors", "faults", "function_runtime"),
     2: ("ports", "config", "wire"),
     3: ("datasets", "models", "store", "children"),
     4: ("engines", "executors"),
@@ -47,27 +47,9 @@ PLUGINS = {
     "engines": {"function", "llm", "provider_batch", "remote"},
     "executors": {"local", "ray"},
 }
-# The groups inside `jobs`: a module imports from its own group and those before it. A module of none is above them all.
-JOB_GROUPS = {
-    "ledger": (
-        "audit", "commits", "job_files", "job_records", "key_order", "ledger", "ledger_snapshot", "outcome_map",
-        "part_file", "plan", "recovery", "remaking", "shard_notes",
-    ),
-    "results": (
-        "arrow_values", "gathering", "line_files", "publishing", "result_columns", "result_parquet", "results",
-        "row_index", "row_windows", "streaming_results",
-    ),
-    "intake": (
-        "adapters", "estimate", "orders", "policies", "preparation", "preview", "prompt_tokens", "routing",
-        "submissions",
-    ),
-    "scheduling": ("rates", "scheduler"),
-    "pools": (
-        "claims", "dispatcher", "engine_log", "job_run", "live", "machine", "pool", "pool_worker", "pools", "purse",
-        "quarantine", "replicas", "tallies",
-    ),
-}  # fmt: skip
-JOB_GROUP_OF = {module: at for at, modules in enumerate(JOB_GROUPS.values()) for module in modules}
+# The folders inside `jobs`: a module imports from its own folder and those before it. Others are above all.
+JOB_FOLDERS = ("ledger", "results", "intake", "pools")
+JOB_FOLDER_AT = {name: at for at, name in enumerate(JOB_FOLDERS)}
 
 HEAVY = {
     "aiohttp",
@@ -92,7 +74,7 @@ SQL_CALLS = {"execute", "executemany", "executescript", "exec_driver_sql", "text
 # "module.function" of the name tables: what may import inside a function, and why.
 NAME_TABLES: dict[str, str] = {
     "batchmill.__getattr__": "the public names",
-    "batchmill.cli.displays.display_for": "the displays, of which one needs rich",
+    "batchmill.cli.jobs.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.connection, once a command is called",
     "batchmill.client.pairs.load_transport": "what carries requests to a server, which needs httpx",
@@ -103,19 +85,19 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.datasets.late.load": "the formats and checks that need something heavy",
     "batchmill.engines.load_engine": "the engines",
     "batchmill.engines.provider_batch.cohere.load_reader": "the formats of datasets, of which one needs fastavro",
-    "batchmill.engines.provider_batch.providers.load_provider": "the batch APIs, of which some need botocore",
-    "batchmill.jobs.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
+    "batchmill.engines.provider_batch.load_provider": "the batch APIs, of which some need botocore",
+    "batchmill.jobs.results.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.children.child._find": "the jobs of a child process, which its parent names",
     "batchmill.children.child._main": "what serves them, once the child is bound to its parent",
-    "batchmill.jobs.plan.ordering": "the two orders of a plan, of which one needs numpy",
-    "batchmill.jobs.prompt_tokens.counter_for": "what counts tokens, which needs the package tokenizers",
+    "batchmill.jobs.ledger.plan.ordering": "the two orders of a plan, of which one needs numpy",
+    "batchmill.jobs.intake.estimate.counter_for": "what counts tokens, which needs the package tokenizers",
     "batchmill.models.adapters.late.load": "what fetches adapters, which needs huggingface_hub or obstore",
     "batchmill.models.connectors.late.load": "signatures, which need botocore, and JSONPath filters",
-    "batchmill.wire.call_forms.load_form": "the forms of calls, of which one needs numpy",
-    "batchmill.server.observers.load_tracing": "what sends traces, which needs OpenTelemetry",
+    "batchmill.wire.calls.load_form": "the forms of calls, of which one needs numpy",
+    "batchmill.server.metrics.load_tracing": "what sends traces, which needs OpenTelemetry",
     "batchmill.models.functions._import_module": "the user's own function",
-    "batchmill.function_side.loading._import_module": "the user's own function, deployed",
-    "batchmill.function_side.installed.installed": "what the environment of a deployed function has installed",
+    "batchmill.function_runtime.loading._import_module": "the user's own function, deployed",
+    "batchmill.function_runtime.installed.installed": "what the environment of a deployed function has installed",
 }
 # Ratchets: what was too large when the rule came -> its size then.
 LONG_FUNCTIONS: dict[str, int] = {}
@@ -136,7 +118,7 @@ class Import:
 class Module:
     """One file of the package, parsed."""
 
-    name: str  # "batchmill.jobs.plan"
+    name: str  # "batchmill.jobs.ledger.plan"
     path: Path
     tree: ast.Module
     lines: int
@@ -298,13 +280,13 @@ def test_imports_go_up_the_table():
     assert broken == []
 
 
-def test_groups_of_jobs_stand_above_each_other():
-    """Inside `jobs` a module imports from its own group and those before it; each group names modules that exist."""
-    there = {
+def test_folders_of_jobs_stand_above_each_other():
+    """A module of `jobs` imports from its own folder and those before it."""
+    found = {
         module.parts[1] for module in read_modules().values() if module.parts[:1] == ("jobs",) and module.parts[1:]
     }
-    assert set(JOB_GROUP_OF) <= there
-    top = len(JOB_GROUPS)
+    assert set(JOB_FOLDERS) <= found
+    top = len(JOB_FOLDERS)
     broken = [
         f"{module.name}:{item.line} imports {item.target}"
         for module in read_modules().values()
@@ -312,7 +294,7 @@ def test_groups_of_jobs_stand_above_each_other():
         if module.parts[:1] == parts[:1] == ("jobs",)
         and module.parts[1:]
         and parts[1:]
-        and JOB_GROUP_OF.get(parts[1], top) > JOB_GROUP_OF.get(module.parts[1], top)
+        and JOB_FOLDER_AT.get(parts[1], top) > JOB_FOLDER_AT.get(module.parts[1], top)
     ]
     assert broken == []
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import fields
 
 from batchmill import config
-from batchmill.config import Config, InputLimits, ModelEntry, entries, loading
+from batchmill.config import Config, InputLimits, ModelEntry, checks, entries
 from batchmill.errors import InvalidConfig
 from batchmill.types import Limits, Price
 from batchmill.types.isolation import FunctionsEntry
@@ -140,9 +140,9 @@ def test_all_limits_are_bounded():
 
 def test_a_file_has_a_largest_size(tmp_path):
     """A file of the maximum size is read, and one byte more is refused."""
-    assert load(tmp_path, "#" * loading.FILE_BYTES_MAX).models == {}
+    assert load(tmp_path, "#" * checks.FILE_BYTES_MAX).models == {}
     with pytest.raises(InvalidConfig, match="longer than"):
-        load(tmp_path, "#" * (loading.FILE_BYTES_MAX + 1))
+        load(tmp_path, "#" * (checks.FILE_BYTES_MAX + 1))
 
 
 def test_serving_is_read(tmp_path):

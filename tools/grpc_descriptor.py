@@ -1,4 +1,4 @@
-"""Make the descriptor that the gRPC door loads of its .proto file. Needs the package grpcio-tools."""
+"""Make the descriptor that the gRPC call_gate loads of its .proto file. Needs the package grpcio-tools."""
 
 import sys
 import tempfile

@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncClient": "batchmill.client.asynchronous",
     "Client": "batchmill.client.sync",
-    "batched": "batchmill.function_side.marks",
-    "tensor": "batchmill.function_side.marks",
+    "batched": "batchmill.function_runtime.marks",
+    "tensor": "batchmill.function_runtime.marks",
 }
 
 

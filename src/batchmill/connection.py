@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from batchmill.client.messages import OwnerGone, Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.control.app import ControlApp, Pieces
 from batchmill.errors import InvalidConfig, InvalidTransition
@@ -70,7 +70,7 @@ class OwnerConnection:
             "process"
         )
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> HttpReply:
         """The reply, of the owner that is asked last."""
         was_asked = False
         while True:
@@ -88,7 +88,7 @@ class OwnerConnection:
                 request = replace(request, method=SHOW_JOB.method, path=job)  # it was done: only the answer was lost
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request) -> AsyncIterator[Pieces]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
         """A reply as it comes. Events go on with the next owner; of anything else OwnerGone says that it broke off."""
         async with contextlib.AsyncExitStack() as stack:
             reply = await self._entered(stack, request)
@@ -98,7 +98,7 @@ class OwnerConnection:
             async with contextlib.aclosing(self._following(request, reply.pieces)) as pieces:
                 yield Pieces(pieces, reply.media)
 
-    async def _entered(self, stack: contextlib.AsyncExitStack, request: Request) -> Pieces:
+    async def _entered(self, stack: contextlib.AsyncExitStack, request: HttpRequest) -> Pieces:
         while True:
             try:
                 return await stack.enter_async_context((await self._reached()).stream(request))
@@ -106,7 +106,7 @@ class OwnerConnection:
                 if not request.is_repeatable:
                     raise
 
-    async def _following(self, request: Request, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def _following(self, request: HttpRequest, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Whole events, so that none is half of one owner's and half of another's."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
@@ -121,7 +121,7 @@ class OwnerConnection:
                     pieces = (await self._entered(stack, request)).pieces
 
 
-def _steers(request: Request) -> bool:
+def _steers(request: HttpRequest) -> bool:
     """Asks for another state of a job. Its refusal by the next owner says that the last one did it."""
     return request.path.rpartition("/")[2] in STEERING
 

@@ -15,19 +15,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from msgspec import Struct
 
 from batchmill.config import Config
-from batchmill.control.admin import ConnectorHandlers, KeyHandlers, SecretHandlers
+from batchmill.control.admin import ConnectorHandlers, JobHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
-from batchmill.control.jobs import JobHandlers
 from batchmill.control.listener import ControlListener
 from batchmill.control.models import AdapterHandlers, FunctionHandlers, LlmHandlers, ModelHandlers
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs import preview
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher, Sharing
-from batchmill.jobs.ledger import Ledger
-from batchmill.jobs.machine import Machine
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.intake import preview
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.isolation import of_config
@@ -39,18 +38,17 @@ from batchmill.services.backups import Backups, keep_backups
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import SOCKET
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.functions.deploying import Workshop
-from batchmill.services.functions.trial import Trials
+from batchmill.services.functions.deploying import Trials, VersionBuilder
 from batchmill.services.functions.versions import ModelVersions, Warm
 from batchmill.services.keys import KeyService
-from batchmill.services.llms.keeping import Calls, Engines
+from batchmill.services.llms.controller import Calls, Engines
 from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
 from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskQuota
 
 log = logging.getLogger("batchmill.owner")
 
@@ -82,7 +80,7 @@ class Store(Struct, frozen=True, eq=False):
     config: Config
     clock: Clock
     database: Database
-    room: DiskRoom
+    room: DiskQuota
     vault: Vault
     keys: KeyService
 
@@ -104,7 +102,7 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
             config,
             clock,
             database,
-            room=DiskRoom(database, config.data_dir, config.project_quotas),
+            room=DiskQuota(database, config.data_dir, config.project_quotas),
             vault=Vault(database, SecretBox(config.secrets_key), clock, config.project_quotas),
             keys=KeyService(database, clock, config.project_quotas),
         )
@@ -113,7 +111,7 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
 # -- what is served ---------------------------------------------------------------------------------------------------
 
 
-class Models(Struct, frozen=True, eq=False):
+class ModelServices(Struct, frozen=True, eq=False):
     """What has names: of the configuration, or deployed or registered over an API."""
 
     directory: ModelDirectory
@@ -133,16 +131,16 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
 def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
     """The deployed functions; `load` comes next."""
     config = store.config
-    workshop = Workshop(config.data_dir, Trials(provisions), config.functions, provisions.isolation)
+    builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation)
     return ModelVersions(
-        store.database, store.clock, directory, workshop=workshop, quotas=config.project_quotas, warm=warm,
+        store.database, store.clock, directory, builder=builder, quotas=config.project_quotas, warm=warm,
     )  # fmt: skip
 
 
 async def _open_models(
     stack: contextlib.AsyncExitStack, store: Store, directory: ModelDirectory, versions: ModelVersions, *,
     engines: Engines, calls: Calls, quarantine: Quarantine, gpus: int | None = None,
-) -> Models:  # fmt: skip
+) -> ModelServices:  # fmt: skip
     """All of it loaded, but for the adapters."""
     config = store.config
     await versions.load()
@@ -156,7 +154,7 @@ async def _open_models(
     await llms.load()
     adapters = AdapterService(store.database, store.clock, directory, config=config, vault=store.vault, room=store.room)
     close_last(stack, lambda _: adapters.close())
-    return Models(directory, versions, remote, llms, adapters)
+    return ModelServices(directory, versions, remote, llms, adapters)
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ class Owner(Struct, frozen=True, eq=False):
     """This process owns the data directory, runs its jobs, and answers other commands."""
 
     store: Store
-    models: Models
+    models: ModelServices
     backups: Backups
     dispatcher: Dispatcher
     jobs: JobService
@@ -198,16 +196,16 @@ async def open_owner(
         # Workers of a command have its environment themselves.
         provisions = await _make_provisions(store, os.environ if serves else None)
         gpus = devices.shared(config.machine.gpus, os.environ)
-        books = Books(Ledger(store.database))
-        stack.callback(books.close)
+        commit_log = CommitLog(Ledger(store.database))
+        stack.callback(commit_log.close)
         dispatcher = Dispatcher(
             config.data_dir,
-            books,
+            commit_log,
             executor,
             clock,
             sharing=Sharing(
                 {name: project.weight for name, project in config.projects.items()} if serves else {},
-                Machine(config.machine.memory_bytes, gpus),
+                Resources(config.machine.memory_bytes, gpus),
             ),
             linger_s=config.server.idle_unload_s if serves else 0.0,
             provisions=provisions,
@@ -226,11 +224,11 @@ async def open_owner(
         if serves:
             directory.check()
         jobs = JobService(
-            config.data_dir, books, dispatcher, clock, room=store.room, adapters=models.adapters,
+            config.data_dir, commit_log, dispatcher, clock, room=store.room, adapters=models.adapters,
             retention=config.retention,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
-        await jobs.recover(resume_doors=serves)
+        await jobs.recover(resume_server_jobs=serves)
         if not serves:  # a server has its rounds
             await jobs.retention.sweep()
         control = _control(store, models, jobs)
@@ -247,7 +245,7 @@ def _sweep(config: Config) -> None:
         leftover.unlink()
 
 
-def _control(store: Store, models: Models, jobs: JobService) -> ControlApp:
+def _control(store: Store, models: ModelServices, jobs: JobService) -> ControlApp:
     """What the machine's user may ask."""
     server = store.config.server
     groups = (

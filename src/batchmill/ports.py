@@ -14,9 +14,9 @@ from batchmill.errors import JobPaused
 from batchmill.types import (
     AdapterSet,
     Amendment,
-    Ask,
     CallStats,
     EngineStats,
+    FunctionRequest,
     JobOrder,
     JobQuery,
     JobView,
@@ -32,10 +32,10 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
-from batchmill.types.poison import Poison
+from batchmill.types.models import Poison
 
 if TYPE_CHECKING:
-    from batchmill.wire.messages import Answer, Start, ToOwner
+    from batchmill.wire.messages import FunctionReply, Start, ToOwner
 
 
 class Feed(Protocol):
@@ -151,14 +151,14 @@ class MortalEngine(Engine, Protocol):
 class Answering(Protocol):
     """Where an engine leaves answers to Asks, in any order, each exactly once."""
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: FunctionReply) -> None:
         """Take an answer over. Returns at once. Concurrency: on the event loop's thread only."""
 
 
 class CallEngine(Engine, Protocol):
     """An engine of deployed functions: it takes Asks besides rows and live requests."""
 
-    def ask(self, ask: Ask, answering: Answering) -> None:
+    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
         """Take a call over; returns at once. Its answer goes to `answering`, an error as `raised`."""
 
     def abandon(self, ask_id: int) -> None:
@@ -232,7 +232,7 @@ class Jobs(Protocol):
     async def cancel(self, job_id: str) -> JobView:
         """End a job without the rows that have not run; finished ones are kept.
 
-        A job that a server's door took may still be CANCELLING when this returns, but ends whatever happens; of any
+        A job that a server's frontend took may still be CANCELLING when this returns, but ends whatever happens; of any
         other the results are there.
         """
 
@@ -246,7 +246,7 @@ class Jobs(Protocol):
         """
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
-        """Change the priority, deadline or budget of a job that has not ended."""
+        """Change the priority, deadline or budget of an unfinished job."""
 
     async def explain(self, job_id: str) -> Wait:
         """Why a job waits, or goes no faster, and by which ways it goes or went."""
@@ -289,8 +289,8 @@ class Live(Protocol):
 
     async def ask(
         self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None
-    ) -> Answer:
-        """Call a deployed function; see `Ask`. Raises as `predict`, and what the function or its form raised."""
+    ) -> FunctionReply:
+        """Call a deployed function: see `FunctionRequest`. Raises as `predict`, and what the function raises."""
 
 
 class WorkerHandle(Protocol):

@@ -19,22 +19,22 @@ from batchmill.errors import BatchmillError, InvalidConfig
 from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
-from batchmill.server.admission.admission import Admission
+from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate, Hosts, is_loopback
+from batchmill.server.connection import Listener, bind, url_of
 from batchmill.server.fast_path import FastPath
 from batchmill.server.http import HttpRoot
-from batchmill.server.listening import Listener, bind, url_of
-from batchmill.server.observers import Observers
+from batchmill.server.metrics import Observers
 from batchmill.server.system_routes import Health, Own
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import prepare_data_dir, try_lock
-from batchmill.services.datasets.service import DatasetService
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.late_replies import LateReplies
-from batchmill.services.job_desk import JobDesk
 from batchmill.services.links import LinkService
 from batchmill.services.live_calls import LiveCalls
+from batchmill.services.named_datasets import DatasetService
+from batchmill.services.project_jobs import ProjectJobs
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.repeats import RepeatedOrders
@@ -74,7 +74,7 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
         sock = bind(config.server.host, config.server.port)
         stack.callback(sock.close)
         store = await stack.enter_async_context(open_store(config, await _take_lock(config)))
-        await _refuse_open_door(store)
+        await _refuse_open_address(store)
         owner = await stack.enter_async_context(open_owner(store, configured=configured, drain_s=rows_drain_s))
         stopping = asyncio.Event()
         services = await _open_services(stack, owner, stopping)
@@ -115,7 +115,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)
     stack.callback(webhooks.close)
-    desk = JobDesk(jobs, files, directory)
+    project_jobs = ProjectJobs(jobs, files, directory)
     links = LinkService(database, clock, store.vault.box, quotas)
     uploads = UploadService(database, files, clock)
     datasets = DatasetService(database, files, links, clock, config)
@@ -136,16 +136,17 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
         database,
         remote.models,
         remote.calls,
-        JobTasks(database, desk, repeats, quotas),
+        JobTasks(database, project_jobs, repeats, quotas),
         clock=clock,
         entry=config.ml_commons,
     )
     close_last(stack, lambda _: tasks.close())
     await tasks.open()
-    late = LateReplies(database, clock, functions, webhooks.courier, quotas)
+    late = LateReplies(database, clock, functions, webhooks.webhook_sender, quotas)
     close_last(stack, lambda at_once: late.close(at_once=at_once))
     return Services(
-        jobs=desk, repeats=repeats, files=files, uploads=uploads, links=links, datasets=datasets, keys=store.keys,
+        jobs=project_jobs, repeats=repeats, files=files, uploads=uploads, links=links, datasets=datasets,
+        keys=store.keys,
         directory=directory, live=LiveCalls(jobs.live, directory, clock, admit=remote.models.admit),
         functions=functions, versions=versions, webhooks=webhooks, vault=store.vault, connectors=remote.connectors,
         groups=remote.groups, remote_models=remote.models, programs=remote.programs, remote_tasks=tasks,
@@ -205,7 +206,7 @@ async def _close_front(stopping: asyncio.Event, closing: Sequence[Close], *, at_
     await asyncio.gather(*(close(at_once) for close in closing))
 
 
-async def _refuse_open_door(store: Store) -> None:
+async def _refuse_open_address(store: Store) -> None:
     """An address that other machines can reach needs a key. Before anything runs."""
     host = store.config.server.host
     if is_loopback(host) or await store.keys.any_exist():

@@ -9,7 +9,7 @@ import pytest
 from fakes.held_clock import HeldClock
 
 from batchmill.children import programs as limits
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, RateLimited, TooComplex
 
@@ -81,17 +81,17 @@ async def test_each_bound_stops_a_program(programs, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     cases = [
-        ("spin", Bounds(cpu_s=0.1), "more than 0.1 s"),
-        ("sleep", Bounds(wall_s=0.1), "more than 0.1 s"),
-        ("hoard", Bounds(memory_bytes=64 * 1024 * 1024), "more than 64 MiB of memory"),
-        ("talk", Bounds(answer_bytes=1024 * 1023), "came to more than"),
+        ("spin", ResourceLimits(cpu_s=0.1), "more than 0.1 s"),
+        ("sleep", ResourceLimits(wall_s=0.1), "more than 0.1 s"),
+        ("hoard", ResourceLimits(memory_bytes=64 * 1024 * 1024), "more than 64 MiB of memory"),
+        ("talk", ResourceLimits(answer_bytes=1024 * 1023), "came to more than"),
     ]
     for name, bounds, said in cases:
         with pytest.raises(TooComplex, match=said) as raised:
             await run(programs, name, str(fifo).encode(), bounds=bounds)
         assert raised.value.code == "too_complex"
     assert int(await run(programs, "pid")) > 0
-    assert len(await run(programs, "talk", bounds=Bounds(answer_bytes=1024 * 1024))) == 1024 * 1024
+    assert len(await run(programs, "talk", bounds=ResourceLimits(answer_bytes=1024 * 1024))) == 1024 * 1024
 
 
 async def test_a_child_is_used_again_after_an_error(programs):
@@ -112,7 +112,7 @@ async def test_a_program_has_nothing_of_ours(programs, tmp_path):
 
 async def test_a_program_that_was_stopped_often_is_not_run(programs, clock):
     """After so many times it is refused at once, for a while; others of the same project are not."""
-    bounds = Bounds(cpu_s=0.05)
+    bounds = ResourceLimits(cpu_s=0.05)
     for _ in range(limits.STRIKES_MAX):
         with pytest.raises(TooComplex, match="make it simpler"):
             await run(programs, "spin", program=b"p", bounds=bounds)
@@ -139,7 +139,7 @@ class Waiting:
         await asyncio.to_thread(self.fifo.write_text, "go")
 
 
-LONG = Bounds(cpu_s=60, wall_s=60)
+LONG = ResourceLimits(cpu_s=60, wall_s=60)
 
 
 async def test_one_project_leaves_a_place_to_others(programs, tmp_path):
@@ -194,9 +194,9 @@ async def test_who_wastes_time_gets_less_of_it(programs, clock, monkeypatch):
     """Once much of a project's time went to what was stopped, its next programs are stopped sooner."""
     monkeypatch.setattr(limits, "WASTED_MAX_S", 0.0)
     with pytest.raises(TooComplex, match="more than 0.5 s"):
-        task = asyncio.create_task(run(programs, "spin", bounds=Bounds(cpu_s=0.5)))
+        task = asyncio.create_task(run(programs, "spin", bounds=ResourceLimits(cpu_s=0.5)))
         await asyncio.sleep(0)
         clock.at += 1.0
         await task
     with pytest.raises(TooComplex, match="more than 0.05 s"):
-        await run(programs, "spin", bounds=Bounds(cpu_s=0.5))
+        await run(programs, "spin", bounds=ResourceLimits(cpu_s=0.5))

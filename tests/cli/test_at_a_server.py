@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from click.testing import CliRunner
 
-from batchmill.cli.following import follow
+from batchmill.cli.jobs.run import follow
 from batchmill.cli.main import cli
 from batchmill.cli.session import Session
 from batchmill.errors import InvalidInput
@@ -113,4 +113,4 @@ async def test_leaving_a_job_leaves_it_running():
     with session.interrupts.caught():
         followed = await asyncio.wait_for(follow(Jobs(), "job_1", display, session=session), 10)
     assert followed.was_interrupted and followed.view.state == "running" and looks == ["job_1"]
-    assert display.said == ["leaving: the job goes on at the server"]
+    assert display.said == ["leaving: the job continues on the server"]

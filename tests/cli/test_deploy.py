@@ -5,8 +5,8 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from batchmill.cli import deploy as command
 from batchmill.cli.clients import MachineClient
+from batchmill.cli.models import deploy as command
 from batchmill.cli.session import Session
 from batchmill.control import operations as own
 from batchmill.control.app import ControlApp

@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from batchmill.cli.bar import BarDisplay
-from batchmill.cli.displays import LINE_EVERY_S, LineDisplay
+from batchmill.cli.jobs.displays import LINE_EVERY_S, BarDisplay, LineDisplay
 from batchmill.cli.session import Session
 from batchmill.types import Usage
 

@@ -7,7 +7,7 @@ import sys
 
 STUCK = """
 import asyncio, threading
-from batchmill.cli import ending
+from batchmill.cli.admin import serve as ending
 ending.THREADS_S = 0.1
 async def main():
     threads = ending.own_threads()
@@ -32,7 +32,7 @@ def test_a_stuck_thread_keeps_no_process():
 
 def test_threads_that_are_idle_are_no_news():
     """Where no thread is at work the process ends as it always does."""
-    code = "from concurrent.futures import ThreadPoolExecutor; from batchmill.cli import ending; "
+    code = "from concurrent.futures import ThreadPoolExecutor; from batchmill.cli.admin import serve as ending; "
     code += "threads = ThreadPoolExecutor(); threads.submit(int).result(); ending.leave(threads, 7)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from batchmill.cli import jobs as jobs_commands
+from batchmill.cli.jobs import jobs as jobs_commands
 from batchmill.errors import BatchmillError
 from batchmill.types import JobQuery, Problem
 

@@ -3,7 +3,7 @@
 import json
 
 from batchmill.types import Problem, Seal, SealedFile
-from batchmill.wire.previews import Estimate, Explanation, ModelEstimate, PlanGroup, Range, SealReport
+from batchmill.wire.native import Estimate, EstimateRange, Explanation, ModelEstimate, PlanGroup, SealReport
 
 MODEL = ("in.jsonl", "--model", "function:app.py:f")
 SEAL = Seal(
@@ -59,7 +59,11 @@ def test_plan_of_a_refused_dataset_lists_its_problems(app, call):
     assert result.exit_code == 2 and "/in:3: invalid_json: no" in result.stderr
 
 
-TOKENS, ANSWERS, COST = Range(9e5, 1e6, 1.1e6), Range(16_000, 16_000, 16_000), Range(1.1, 1.234, 1.5)
+TOKENS, ANSWERS, COST = (
+    EstimateRange(9e5, 1e6, 1.1e6),
+    EstimateRange(16_000, 16_000, 16_000),
+    EstimateRange(1.1, 1.234, 1.5),
+)
 ONE = ModelEstimate("m", 900, 100, TOKENS, ANSWERS, COST, COST, "the model's own tokenizer")
 KNOWN = Estimate(
     rows=1000, run=900, folded=90, rejected=10, sampled=100, input_tokens=TOKENS, output_tokens=ANSWERS,

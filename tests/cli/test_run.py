@@ -185,7 +185,7 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("quota", "the account has nothing left to spend: x", "batchmill: the account has nothing left to spend: x"),
         ("storage_full", "", "batchmill: there is no room left on the disk"),
         ("storage_failed", "", "batchmill: the disk, or the limit of open files, was in the way"),
-        ("disk_quota", "", "to go on: delete files, uploads or adapters; it goes on by itself then"),
+        ("disk_quota", "", "to go on: delete files, uploads or adapters; the job then resumes by itself"),
         ("engine_failed", "boom", "batchmill: the engine failed: boom"),
         ("engine_failed", "boom", "the same command again with the flag mended"),
         ("submit_unknown", "", "batchmill remote job_1 lists them"),
@@ -348,7 +348,7 @@ def test_after_the_second_interrupt_nothing_is_disturbed(app, call, view):
     gc.collect()
     assert result.exit_code == 130 and app.was_cancelled and app.was_closed
     assert "Traceback" not in result.output and "never retrieved" not in result.output
-    assert result.stderr.splitlines()[-1].startswith("stopped; what was finished is kept")
+    assert result.stderr.splitlines()[-1].startswith("stopped; finished rows are kept")
 
 
 def test_an_interrupt_after_the_end_asks_for_no_pause(app, call, view):
@@ -378,7 +378,7 @@ def test_who_joins_is_told_what_that_means(app, call, view):
     assert (
         "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody" in told
     )
-    assert "pausing the job for everybody who runs or follows it" in told
+    assert "pausing the job for all who run or follow it" in told
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):

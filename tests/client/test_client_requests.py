@@ -8,8 +8,7 @@ import pytest
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.inputs import described
-from batchmill.client.messages import Broken, Reply
-from batchmill.client.replies import ATTEMPTS_MAX
+from batchmill.client.messages import ATTEMPTS_MAX, Broken, HttpReply
 from batchmill.errors import (
     BatchmillError,
     Conflict,
@@ -30,7 +29,7 @@ VIEW = JobView("job_1", "validating")
 
 
 def answer(value=None, status=200, **headers):
-    return Reply(status, headers, b"" if value is None else msgspec.json.encode(value))
+    return HttpReply(status, headers, b"" if value is None else msgspec.json.encode(value))
 
 
 def refused(status, code="c", *, retryable=False, **headers):
@@ -141,7 +140,7 @@ async def test_who_asks_too_often_hears_when_to_come_again():
 async def test_a_reply_of_something_else_is_an_error_too(body):
     """What a proxy or another server answers becomes an error with the status and the text."""
     with pytest.raises(BatchmillError, match="500") as caught:
-        await Scripted(Reply(500, {}, body)).call(calls.show("job_1"))
+        await Scripted(HttpReply(500, {}, body)).call(calls.show("job_1"))
     assert caught.value.code == "http_500"
 
 
@@ -149,7 +148,7 @@ async def test_a_reply_of_something_else_is_an_error_too(body):
 async def test_a_success_that_cannot_be_read_is_an_error(body):
     """A page of something else at the same address is no job."""
     with pytest.raises(BatchmillError, match="cannot read"):
-        await Scripted(Reply(200, {}, body)).call(calls.show("job_1"))
+        await Scripted(HttpReply(200, {}, body)).call(calls.show("job_1"))
 
 
 async def test_a_job_is_submitted_with_a_key_of_its_own(tmp_path):

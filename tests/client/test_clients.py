@@ -18,14 +18,14 @@ from batchmill.client import bundling
 from batchmill.client.async_resources import AsyncJob
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.connection import address
-from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.inputs import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
 from batchmill.client.sync import Client
 from batchmill.client.sync_resources import Job
 from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.types import JobView
-from batchmill.wire.deploys import DeployOrder
+from batchmill.wire.bundles import DeployOrder
 from batchmill.wire.native import ErrorDetail, ErrorReply, FileInfo, JobPage, ModelList, NewJob, Work
-from batchmill.wire.native_llms import LlmChange, NewLlm
+from batchmill.wire.native_models import LlmChange, NewLlm
 
 VIEW = JobView("job_1", "running")
 FILE = msgspec.json.encode(FileInfo("file-1", "x.jsonl", "batch", 3, 1.0))

@@ -5,10 +5,8 @@ import subprocess
 import pytest
 
 from batchmill.client import bundling
-from batchmill.client.bundling import bundled, frame_columns
-from batchmill.client.captured import capture
-from batchmill.client.git_source import collect_git, hidden
-from batchmill.client.sources import collect
+from batchmill.client.bundling import bundled, collect_git, frame_columns, hidden
+from batchmill.client.captured import capture, collect
 from batchmill.errors import InvalidInput
 from batchmill.wire import bundles
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.client import calls
-from batchmill.client.messages import Broken, Reply
-from batchmill.client.streams import BREAKS_MAX, Bytes, Lines, Views, refusal
+from batchmill.client.messages import Broken, HttpReply
+from batchmill.client.streams import BREAKS_MAX, FileContent, JsonLines, Views, refusal
 from batchmill.errors import Conflict, InvalidInput, Unavailable, UnknownName
 from batchmill.types import JobView
 from batchmill.wire.native import ErrorDetail, ErrorReply
@@ -80,7 +80,7 @@ TEXT = b"".join(msgspec.json.encode(row) + b"\n" for row in ROWS)
 def test_lines_may_be_cut_anywhere(places, ends_with_newline):
     """Rows come out whole wherever the network cuts them, the last one also without a line end."""
     data = TEXT if ends_with_newline else TEXT[:-1]
-    stream = Lines(Bytes(calls.results("job_1")))
+    stream = JsonLines(FileContent(calls.results("job_1")))
     stream.begin(200, HEAD | {"content-length": str(len(data))})
     rows = [row for piece in cut(data, places) for row in stream.feed(piece)]
     assert rows + stream.end() == ROWS and stream.is_over
@@ -89,7 +89,7 @@ def test_lines_may_be_cut_anywhere(places, ends_with_newline):
 @given(st.integers(1, len(TEXT) - 1))
 def test_a_broken_download_goes_on_where_it_was(place):
     """The rest of the file is asked for by range, if it is still the same file, and the rows come out once."""
-    stream = Lines(Bytes(calls.results("job_1")))
+    stream = JsonLines(FileContent(calls.results("job_1")))
     stream.begin(200, HEAD | {"content-length": str(len(TEXT))})
     rows = stream.feed(TEXT[:place])
     stream.broke(BREAK)
@@ -102,7 +102,7 @@ def test_a_broken_download_goes_on_where_it_was(place):
 
 def test_a_file_that_changed_is_not_joined_to_the_old_one():
     """A server that answers with the whole of another file is refused: nothing is put together from two."""
-    stream = Bytes(calls.results("job_1"))
+    stream = FileContent(calls.results("job_1"))
     stream.begin(200, HEAD)
     stream.feed(b"abc")
     stream.broke(BREAK)
@@ -112,7 +112,7 @@ def test_a_file_that_changed_is_not_joined_to_the_old_one():
 
 def test_a_body_that_is_too_short_is_a_break():
     """A connection that closes early is no end of the file, after a resumption neither."""
-    stream = Bytes(calls.results("job_1"))
+    stream = FileContent(calls.results("job_1"))
     stream.begin(200, HEAD | {"content-length": "6"})
     stream.feed(b"abc")
     with pytest.raises(Broken, match="3 of 6 bytes"):
@@ -126,7 +126,7 @@ def test_a_body_that_is_too_short_is_a_break():
 
 def test_rows_so_far_are_not_taken_up():
     """Partial results are another file each time: a break in the middle is told, one before the first byte is not."""
-    stream = Lines(Bytes(calls.partial("job_1"), is_resumable=False))
+    stream = JsonLines(FileContent(calls.partial("job_1"), is_resumable=False))
     assert stream.broke(BREAK) > 0
     stream.begin(200, HEAD)
     stream.feed(b"{}\n")
@@ -137,12 +137,12 @@ def test_rows_so_far_are_not_taken_up():
 def test_results_that_are_no_lines_are_not_read_as_such():
     """CSV and Parquet are downloaded: the refusal says so."""
     with pytest.raises(InvalidInput, match="text/csv: download them"):
-        Lines(Bytes(calls.results("job_1"))).begin(200, {"content-type": "text/csv; charset=utf-8"})
+        JsonLines(FileContent(calls.results("job_1"))).begin(200, {"content-type": "text/csv; charset=utf-8"})
 
 
 def test_what_refuses_a_stream_is_told_apart():
     """A server that is starting is come back to; a job that is not there is an error."""
     starting = ErrorReply(ErrorDetail("unavailable", "starting", "system", True))
     gone = ErrorReply(ErrorDetail("unknown_job", "no such job", "caller"))
-    assert isinstance(refusal(Reply(503, {}, msgspec.json.encode(starting))), Broken)
-    assert isinstance(refusal(Reply(404, {}, msgspec.json.encode(gone))), UnknownName)
+    assert isinstance(refusal(HttpReply(503, {}, msgspec.json.encode(starting))), Broken)
+    assert isinstance(refusal(HttpReply(404, {}, msgspec.json.encode(gone))), UnknownName)

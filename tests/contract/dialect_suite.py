@@ -20,7 +20,7 @@ from batchmill.server.operations import Content, Dialect
 
 SOURCE = Path(batchmill.__file__).parent
 # Raised to callers of a server by these; what only a command line says needs no row of its own.
-DOORS = ("services", "server", "dialects", "jobs", "datasets", "engines", "store", "wire")
+FRONTENDS = ("services", "server", "dialects", "jobs", "datasets", "engines", "store", "wire")
 STATUS = (  # of a class of errors, whatever a dialect calls it
     (errors.Gone, {404, 410}),
     (errors.UnknownName, {404}),
@@ -42,7 +42,7 @@ def known_errors() -> list[BatchmillError]:
     classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, BatchmillError)]
     by_name = {kind.__name__: kind for kind in classes}
     pairs = {(kind, kind.code) for kind in classes}
-    paths = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] in DOORS]
+    paths = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] in FRONTENDS]
     trees = [ast.parse(path.read_text()) for path in paths]
     for tree in trees:
         by_name |= _own_classes(tree, by_name)

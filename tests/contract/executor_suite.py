@@ -22,21 +22,21 @@ from batchmill.wire.messages import (
     Abandon,
     Ack,
     Answered,
-    Chunk,
+    AnswerLive,
     Drain,
     Failed,
+    FlowCredit,
     Grant,
     Head,
     Heartbeat,
     Open,
-    Predict,
     Ready,
     Record,
     Released,
+    ReplyChunk,
+    RequestRows,
     Revoke,
     Start,
-    Taken,
-    Want,
 )
 
 ROWS = 50
@@ -91,19 +91,19 @@ class ExecutorSuite:
         async for message in worker.messages():
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Heartbeat | Want | Ready | Record | Released), message
+            assert isinstance(message, Heartbeat | RequestRows | Ready | Record | Released), message
         raise AssertionError(f"the worker ended before it said {kind.__name__}")
 
     @staticmethod
     async def until(worker: WorkerHandle, kind: type) -> AsyncIterator[object]:
         """What a worker says of live requests, up to the first message of a kind."""
         async for message in worker.messages():
-            if isinstance(message, Head | Chunk | Answered):
+            if isinstance(message, Head | ReplyChunk | Answered):
                 yield message
             if isinstance(message, kind):
                 return
 
-    async def hear_live(self, worker: WorkerHandle, kind: type = Chunk) -> object:
+    async def hear_live(self, worker: WorkerHandle, kind: type = ReplyChunk) -> object:
         """The next message of a kind among those about live requests."""
         return [message async for message in self.until(worker, kind)][-1]
 
@@ -144,11 +144,11 @@ class ExecutorSuite:
         await self.hear(worker, Ready)
         self.open_job(worker, tmp_path)
         worker.send(Grant(Lease("job_1", 0, 0, 1), 0, 0, ROWS))
-        worker.send(Predict(7, LiveRequest("/v1/x", b'{"n": 21}')))
+        worker.send(AnswerLive(7, LiveRequest("/v1/x", b'{"n": 21}')))
         said = [message async for message in self.until(worker, Answered)]
         heads = [message for message in said if isinstance(message, Head)]
         assert [(each.id, each.head.status) for each in heads] == [(7, 200)]
-        assert b"".join(message.data for message in said if isinstance(message, Chunk)) == b"42"
+        assert b"".join(message.data for message in said if isinstance(message, ReplyChunk)) == b"42"
         assert said[-1] == Answered(7)
         worker.kill()
         await worker.wait()
@@ -157,10 +157,10 @@ class ExecutorSuite:
         """What the engine raised comes back with its code, and the worker answers the next one."""
         worker = await executor.start(start)
         await self.hear(worker, Ready)
-        worker.send(Predict(1, LiveRequest("/v1/x", b'{"m": 21}')))
+        worker.send(AnswerLive(1, LiveRequest("/v1/x", b'{"m": 21}')))
         failed = [message async for message in self.until(worker, Answered)][-1]
         assert failed.raised is not None and failed.raised.code == "missing_argument"
-        worker.send(Predict(2, LiveRequest("/v1/x", b'{"n": 1}')))
+        worker.send(AnswerLive(2, LiveRequest("/v1/x", b'{"n": 1}')))
         assert [message async for message in self.until(worker, Answered)][-1] == Answered(2)
         worker.kill()
         await worker.wait()
@@ -171,20 +171,20 @@ class ExecutorSuite:
         worker = await executor.start(start)
         await self.hear(worker, Ready)
         size = 3 * LIVE_AHEAD_BYTES
-        worker.send(Predict(1, LiveRequest("/v1/x", b'{"n": %d}' % size)))
-        worker.send(Predict(2, LiveRequest("/v1/x", b'{"n": 1}')))
+        worker.send(AnswerLive(1, LiveRequest("/v1/x", b'{"n": %d}' % size)))
+        worker.send(AnswerLive(2, LiveRequest("/v1/x", b'{"n": 1}')))
         said = [message async for message in self.until(worker, Answered)]
         assert said[-1] == Answered(2)  # the first cannot end
-        received = sum(len(message.data) for message in said if isinstance(message, Chunk) and message.id == 1)
-        worker.send(Taken(1, received))
+        received = sum(len(message.data) for message in said if isinstance(message, ReplyChunk) and message.id == 1)
+        worker.send(FlowCredit(1, received))
         while received < size:
             chunk = await self.hear_live(worker)
             received += len(chunk.data)
-            worker.send(Taken(1, len(chunk.data)))
-        worker.send(Predict(3, LiveRequest("/v1/x", b'{"n": %d}' % size)))
+            worker.send(FlowCredit(1, len(chunk.data)))
+        worker.send(AnswerLive(3, LiveRequest("/v1/x", b'{"n": %d}' % size)))
         await self.hear_live(worker, Head)
         worker.send(Abandon(3))
-        worker.send(Predict(4, LiveRequest("/v1/x", b'{"n": 1}')))
+        worker.send(AnswerLive(4, LiveRequest("/v1/x", b'{"n": 1}')))
         assert 3 not in {message.id async for message in self.until(worker, Answered) if isinstance(message, Answered)}
         worker.kill()
         await worker.wait()

@@ -10,7 +10,7 @@ import pytest
 
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.types import DatasetSpec
-from batchmill.wire.previews import SealReport
+from batchmill.wire.native import SealReport
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from dataset_rows import openai_row
 
-from batchmill.datasets import allowance, formats, layout, parquet_rows
+from batchmill.datasets import formats, layout, orders, parquet_rows
 from batchmill.datasets.formats import classify, detect
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.errors import InvalidDataset, OverQuota
@@ -68,7 +68,7 @@ def refused(home: Path, path: str, *, spec: dict | None = None, **order: object)
 def test_unpacking_ends_at_its_bound(files: list[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a file is packed with, and whichever bound it meets, no more than a buffer beyond the bound is ever on
     the disk, and nothing afterwards; the refusal names the setting."""
-    monkeypatch.setattr(allowance, "FREE_BYTES", BOUND)
+    monkeypatch.setattr(orders, "FREE_BYTES", BOUND)
     for path in files:
         for told, spec, order in (
             ("limits.unpacked_bytes_max", {"unpacked_bytes_max": BOUND}, {}),
@@ -106,7 +106,7 @@ def test_a_file_that_says_how_many_rows_it_has_is_refused_before_one_is_read(
     files: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of which not even the least would fit are not converted until they no longer do."""
-    monkeypatch.setattr(allowance, "FREE_BYTES", BOUND)
+    monkeypatch.setattr(orders, "FREE_BYTES", BOUND)
     path = next(each for each in files if each.endswith(".parquet"))
     for code, spec, order in (
         ("too_many_rows", {"rows_max": 1000}, {}),

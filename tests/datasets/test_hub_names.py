@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from batchmill.datasets import hub_names, sealing
-from batchmill.datasets.hub_names import HubPatterns, is_hub_id
+from batchmill.datasets import sealing, validation
+from batchmill.datasets.validation import HubPatterns, is_hub_id
 from batchmill.errors import InvalidDataset
 from batchmill.wire.forms import CHAT, URLS, TableForm
 
@@ -75,7 +75,7 @@ def test_a_prompt_may_name_one(write, sealed):
 @pytest.mark.parametrize(("count", "is_refused"), [(5, False), (6, True)])
 def test_their_number_is_bounded(write, sealed, monkeypatch, count, is_refused):
     """As many as may be fetched pass; with one more the dataset is refused as a whole."""
-    for module in (hub_names, sealing):
+    for module in (validation, sealing):
         monkeypatch.setattr(module, "ADAPTERS_MAX", 5)
     path = write([row(number, f"acme/a{number % count}") for number in range(60)])
     if not is_refused:

@@ -6,8 +6,8 @@ import pytest
 
 from batchmill.datasets import bodies
 from batchmill.errors import InvalidRow
+from batchmill.wire.fields import REFUSED
 from batchmill.wire.forms import CHAT, COMPLETIONS
-from batchmill.wire.lorax_fields import REFUSED
 
 BODIES = {CHAT: b'"messages":[{"role":"user","content":"x"}]', COMPLETIONS: b'"prompt":"x"'}
 

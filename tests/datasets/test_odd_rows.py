@@ -8,9 +8,9 @@ import pytest
 from dataset_rows import CHAT, openai_row
 
 from batchmill.datasets.csv_rows import columns
-from batchmill.datasets.formats import Source
+from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inspection import Inspector
-from batchmill.datasets.orders import Chunk, Part, Range, SealOrder
+from batchmill.datasets.orders import ByteRange, SealOrder, SourcePart, ValidatedChunk
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
 from batchmill.wire.forms import OpenAIForm, TableForm
@@ -28,8 +28,10 @@ def refused(tmp_path, lines, form, **order):
     name = "jsonl" if isinstance(form, TableForm) else "openai"
     wanted = SealOrder(DatasetSpec([str(path)], format=name), form, **order)
     size = path.stat().st_size
-    part = Part(0, str(path), str(path), 0, 0, size)
-    chunks = [each for each in Inspector(wanted).inspect(Range(0, part, 0, size)) if isinstance(each, Chunk)]
+    part = SourcePart(0, str(path), str(path), 0, 0, size)
+    chunks = [
+        each for each in Inspector(wanted).inspect(ByteRange(0, part, 0, size)) if isinstance(each, ValidatedChunk)
+    ]
     return {each.row: (each.code, each.message) for chunk in chunks for each in chunk.refused}
 
 
@@ -63,7 +65,7 @@ def test_other_separators_get_a_hint(tmp_path, header, said):
     path = tmp_path / "in.csv"
     path.write_text(f"{header}\n1,2\n")
     with pytest.raises(InvalidDataset, match=said) as caught:
-        columns(Source(str(path), "csv", None), DatasetSpec([str(path)], format="csv"))
+        columns(SourceFile(str(path), "csv", None), DatasetSpec([str(path)], format="csv"))
     assert "csvformat" in caught.value.message
     path.write_text("a;b,c\n1,2\n")
-    assert columns(Source(str(path), "csv", None), DatasetSpec([str(path)], format="csv")) == ["a;b", "c"]
+    assert columns(SourceFile(str(path), "csv", None), DatasetSpec([str(path)], format="csv")) == ["a;b", "c"]

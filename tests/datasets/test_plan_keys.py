@@ -6,7 +6,7 @@ from dataset_rows import CHAT, openai_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchmill.datasets import layout, plan_keys
+from batchmill.datasets import inspection, layout
 from batchmill.types import Request
 from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RESPONSES, URLS, TableForm
 
@@ -25,7 +25,7 @@ def folds(home):
 
 
 def keys(fold="deterministic", url=CHAT, target=0, **body):
-    return plan_keys.of_request(Request(url, json.dumps(body).encode()), target, fold)
+    return inspection.of_request(Request(url, json.dumps(body).encode()), target, fold)
 
 
 def chat(text, **more):
@@ -63,10 +63,10 @@ def test_prefixes_sort_together(shared, one, two):
     """Rows that share the first n bytes share the key's levels up to n."""
     texts = [(shared + tail).encode() for tail in (one, two)]
     common = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))  # noqa: B905
-    levels = sum(level <= common for level in plan_keys.LEVELS)
-    shift = plan_keys.LEVEL_BITS * (len(plan_keys.LEVELS) - levels)
-    assert plan_keys.prefix_of(texts[0]) >> shift == plan_keys.prefix_of(texts[1]) >> shift
-    assert plan_keys.prefix_of(texts[0]) < 1 << 60
+    levels = sum(level <= common for level in inspection.LEVELS)
+    shift = inspection.LEVEL_BITS * (len(inspection.LEVELS) - levels)
+    assert inspection.prefix_of(texts[0]) >> shift == inspection.prefix_of(texts[1]) >> shift
+    assert inspection.prefix_of(texts[0]) < 1 << 60
 
 
 def test_tools_come_before_messages():
@@ -74,7 +74,9 @@ def test_tools_come_before_messages():
     tools = [{"type": "function", "function": {"name": "f" * 200}}]
     first = json.dumps({"tools": tools, **chat("a")}).encode()
     last = json.dumps({**chat("a"), "tools": tools}).encode()
-    assert plan_keys.of_request(Request(CHAT, first), 0, "none") == plan_keys.of_request(Request(CHAT, last), 0, "none")
+    assert inspection.of_request(Request(CHAT, first), 0, "none") == inspection.of_request(
+        Request(CHAT, last), 0, "none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,22 +95,22 @@ def test_tools_come_before_messages():
 )
 def test_who_may_share_an_answer(url, body, folded):
     """By default only rows whose answer is sure to be the same share it; `all` adds the rest but streams."""
-    assert (keys(url=url, **body).fold != plan_keys.NO_FOLD) == folded
-    assert (keys("all", url=url, **body).fold != plan_keys.NO_FOLD) == ("stream" not in body)
-    assert keys("none", url=url, **body).fold == plan_keys.NO_FOLD
+    assert (keys(url=url, **body).fold != inspection.NO_FOLD) == folded
+    assert (keys("all", url=url, **body).fold != inspection.NO_FOLD) == ("stream" not in body)
+    assert keys("none", url=url, **body).fold == inspection.NO_FOLD
 
 
 def test_equal_requests():
     """Order of fields and the model's other name do not matter; every digit, target and path does."""
 
     def fold(text, url=CHAT, target=0):
-        return plan_keys.fold_of(url, text, target, without="model")
+        return inspection.fold_of(url, text, target, without="model")
 
     assert fold(b'{"a":1,"b":{"c":2,"d":3},"model":"x"}') == fold(b'{"b":{"d":3,"c":2}, "model":"y", "a":1}')
     texts = [b'{"a":1}', b'{"a":1.0}', b'{"a":"1"}', b'{"a":18446744073709551617}', b'{"a":18446744073709551618}']
     found = {fold(text) for text in texts} | {fold(texts[0], target=1), fold(texts[0], COMPLETIONS)}
     assert len(found) == len(texts) + 2
-    assert fold(b'{"a":' + b"9" * 9000 + b"}") == plan_keys.NO_FOLD
+    assert fold(b'{"a":' + b"9" * 9000 + b"}") == inspection.NO_FOLD
 
 
 def test_costs():
@@ -116,7 +118,7 @@ def test_costs():
     text = len(json.dumps(chat("a")["messages"])) // 4
     assert keys(**chat("a", max_tokens=5, n=3)).cost == text + 15
     assert keys(**chat("a", max_completion_tokens=7, max_tokens=5)).cost == text + 7
-    assert keys(**chat("a", max_tokens=2**31 - 1, n=16_384)).cost == plan_keys.COST_MAX
+    assert keys(**chat("a", max_tokens=2**31 - 1, n=16_384)).cost == inspection.COST_MAX
     assert keys(url=EMBEDDINGS, input="a" * 398).cost == 100
     assert keys(url=EMBEDDINGS, input="a" * 398, n="odd").cost > 100
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.datasets import fan_out, inspection, layout
-from batchmill.datasets.orders import Chunk, Part
+from batchmill.datasets.orders import SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.errors import InputChanged, InvalidDataset, StorageFull
@@ -266,8 +266,8 @@ def test_files_that_fail_under_the_validators(write, processes):
     path = write([openai_row("a")])
     size = os.path.getsize(path)
     cases = [
-        (Part(0, path + ".gone", path, 0, 0, size), InvalidDataset, "cannot be read: No such file"),
-        (Part(0, path, path, 0, 0, size + 1), InputChanged, "became shorter"),
+        (SourcePart(0, path + ".gone", path, 0, 0, size), InvalidDataset, "cannot be read: No such file"),
+        (SourcePart(0, path, path, 0, 0, size + 1), InputChanged, "became shorter"),
     ]
     for part, error, message in cases:
         order = SealOrder(DatasetSpec([path]), form=OpenAIForm(), processes=processes)
@@ -280,10 +280,10 @@ def test_files_that_fail_under_the_validators(write, processes):
 def test_chunks_are_bounded(write):
     """What is checked at once is bounded, however many lines a file has and however short they are."""
     path = write(b"{}\n" * 700_000)
-    part = Part(0, path, path, 0, 0, os.path.getsize(path))
+    part = SourcePart(0, path, path, 0, 0, os.path.getsize(path))
     inspector = inspection.Inspector(SealOrder(DatasetSpec([path]), form=OpenAIForm()))
     found = [found for range_ in inspection.ranges([part]) for found in inspector.inspect(range_)]
-    chunks = [chunk for chunk in found if isinstance(chunk, Chunk)]
+    chunks = [chunk for chunk in found if isinstance(chunk, ValidatedChunk)]
     assert max(chunk.end - chunk.start for chunk in chunks) <= layout.CHUNK_BYTES + len(b"{}\n")
     assert sum(chunk.rows for chunk in chunks) == 700_000
     inspector.close()

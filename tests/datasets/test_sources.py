@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from batchmill.datasets.sources import describe, kind, resolve, unchanged
+from batchmill.datasets.formats import describe, kind, resolve, unchanged
 from batchmill.errors import InvalidDataset
 
 

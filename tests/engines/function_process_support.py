@@ -12,9 +12,9 @@ from typing import Any
 from contract.engine_suite import PATIENCE_S
 
 from batchmill.engines.function.engine import FunctionProcessEngine
-from batchmill.types import Ask, FunctionSpec, Limits, ModelSpec, Row
+from batchmill.types import FunctionRequest, FunctionSpec, Limits, ModelSpec, Row
 from batchmill.wire.forms import OpenAIForm, TableForm
-from batchmill.wire.messages import Answer
+from batchmill.wire.messages import FunctionReply
 
 
 def deployed(folder: Path, text: str, *, source: str = "app.py:f", limits: Limits = Limits(), **how: Any) -> ModelSpec:
@@ -42,18 +42,18 @@ class Answers:
 
     def __init__(self, engine: FunctionProcessEngine) -> None:
         self._engine = engine
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[FunctionReply]] = {}
         self._next = 0
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: FunctionReply) -> None:
         self._waiting.pop(answer.id).set_result(answer)
 
-    def ask(self, form: str, body: object, **how: Any) -> asyncio.Future[Answer]:
+    def ask(self, form: str, body: object, **how: Any) -> asyncio.Future[FunctionReply]:
         """Ask at once; the future has the answer."""
         self._next += 1
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         future = self._waiting[self._next] = asyncio.get_running_loop().create_future()
-        self._engine.ask(Ask(self._next, form, data, **how), self)
+        self._engine.ask(FunctionRequest(self._next, form, data, **how), self)
         return future
 
     async def value(self, body: object, *, form: str = "arguments", **how: Any) -> Any:

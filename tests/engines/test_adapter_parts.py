@@ -6,7 +6,7 @@ import pytest
 from llm_support import chat_row
 
 from batchmill.engines.llm.adapters import NAMES_MAX, OTHERS, Adapter, AdapterCounts, AdapterNames, Restorer
-from batchmill.engines.llm.calls import Call
+from batchmill.engines.llm.calls import LlmRow
 from batchmill.engines.llm.row_queue import AdapterQueue
 from batchmill.types import AdapterStats, Usage
 
@@ -14,7 +14,7 @@ A, B = Adapter("a", "/a"), Adapter("b", "/b")
 
 
 def call(number, adapter=None):
-    return Call(chat_row(number, "x"), "/v1/chat/completions", b"{}", adapter)
+    return LlmRow(chat_row(number, "x"), "/v1/chat/completions", b"{}", adapter)
 
 
 def filled(*adapters):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from batchmill.engines.connections import PIECE_BYTES, Connections, FilePart, NoReply
-from batchmill.engines.replies import REPLY_BYTES_MAX
-from batchmill.engines.retry import Kind
+from batchmill.engines.connections import PIECE_BYTES, Connections, FileRange, NoReply
+from batchmill.engines.retry import REPLY_BYTES_MAX, FaultKind
 from batchmill.models.addresses import EVERYWHERE, Private, read_private
 from batchmill.types import Limits
 
@@ -94,7 +93,7 @@ async def test_a_private_address_is_not_called(service: Service) -> None:
     """Where private addresses are closed a call of one fails for good, and the reason is told."""
     async with opened(private=Private()) as connections:
         fault = (await refusal(connections, service.url)).fault
-        assert (fault.kind, fault.error.code) == (Kind.PERMANENT, "url_not_allowed")
+        assert (fault.kind, fault.error.code) == (FaultKind.PERMANENT, "url_not_allowed")
         assert "private" in fault.error.message
     assert service.headers == []
 
@@ -116,7 +115,7 @@ async def test_metadata_is_never_called(host: str, private: Private) -> None:
     """Where clouds keep credentials nobody is sent, not even by whoever runs the machine."""
     async with opened(private=private) as connections:
         fault = (await refusal(connections, f"http://{host}/latest/meta-data/")).fault
-        assert (fault.kind, fault.error.code in ("url_not_allowed", "invalid_url")) == (Kind.PERMANENT, True)
+        assert (fault.kind, fault.error.code in ("url_not_allowed", "invalid_url")) == (FaultKind.PERMANENT, True)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ async def test_what_is_no_url(url: str) -> None:
     """Text that is no address fails for good, before anything is sent."""
     async with opened() as connections:
         fault = (await refusal(connections, url)).fault
-        assert (fault.kind, fault.error.code) == (Kind.PERMANENT, "invalid_url")
+        assert (fault.kind, fault.error.code) == (FaultKind.PERMANENT, "invalid_url")
 
 
 async def test_redirects_are_answers(service: Service) -> None:
@@ -163,7 +162,7 @@ async def test_silence_ends(service: Service, options: dict[str, object]) -> Non
     service.answer = service.hang
     async with opened(**options) as connections:
         fault = (await refusal(connections, service.url)).fault
-        assert (fault.kind, fault.error.code) == (Kind.TRANSIENT, "timeout")
+        assert (fault.kind, fault.error.code) == (FaultKind.TRANSIENT, "timeout")
 
 
 async def test_files_are_sent_in_pieces(service: Service, tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ async def test_files_are_sent_in_pieces(service: Service, tmp_path: Path) -> Non
     file = tmp_path / "rows"
     file.write_bytes(b"0123456789" + b"x" * (2 * PIECE_BYTES))
     service.answer = service.keep
-    parts = [b"<", FilePart(file, 4, 3), b"|", FilePart(file, 2 * PIECE_BYTES + 10), b">"]
+    parts = [b"<", FileRange(file, 4, 3), b"|", FileRange(file, 2 * PIECE_BYTES + 10), b">"]
     async with opened() as connections:
         response, body = await connections.upload("POST", service.url, parts, {"Content-Type": "text/x"})
     expected = b"<3456|" + file.read_bytes() + b">"
@@ -188,7 +187,7 @@ async def test_an_upload_that_nobody_takes_ends(service: Service, tmp_path: Path
     service.answer = service.hang
     async with opened(idle_timeout_s=0.1) as connections:
         with pytest.raises(NoReply) as lost:
-            await connections.upload("PUT", service.url, [FilePart(file, 32 * PIECE_BYTES)])
+            await connections.upload("PUT", service.url, [FileRange(file, 32 * PIECE_BYTES)])
     assert lost.value.fault.error.code == "timeout"
 
 
@@ -198,7 +197,7 @@ async def test_an_upload_may_be_refused_before_its_end(service: Service, tmp_pat
     file.write_bytes(b"x" * (32 * PIECE_BYTES))
     service.answer = lambda _: web.Response(status=401, text="no")
     async with opened() as connections:
-        response, body = await connections.upload("PUT", service.url, [FilePart(file, 32 * PIECE_BYTES)])
+        response, body = await connections.upload("PUT", service.url, [FileRange(file, 32 * PIECE_BYTES)])
         assert (response.status, body) == (401, b"no")
 
 

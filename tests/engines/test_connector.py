@@ -20,7 +20,7 @@ from fakes.faulty_service import FAULTS, FaultyService
 from fakes.held_clock import HeldClock
 
 from batchmill.children import programs
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.engines.remote.connector import ConnectorEngine
 from batchmill.errors import (
@@ -32,7 +32,7 @@ from batchmill.errors import (
     TooComplex,
     Unavailable,
 )
-from batchmill.models import provisions
+from batchmill.models import secrets
 from batchmill.models.connectors import bounded
 from batchmill.types import (
     Action,
@@ -88,7 +88,7 @@ async def service() -> AsyncIterator[Service]:
 def nothing_provided() -> Iterator[None]:
     """What one test provides to its worker, the next does not have."""
     yield
-    provisions.take(Provision())
+    secrets.take(Provision())
 
 
 def spec(url: str, body: str | None = '{"input": ${parameters.input}}', **fields: Any) -> ModelSpec:
@@ -472,11 +472,11 @@ async def test_connections_are_bounded(service: Service) -> None:
 
 async def test_a_rotated_secret_is_used_at_once(service: Service) -> None:
     """What the owner provides anew goes out with the next call; nothing is started again."""
-    provisions.take(Provision({"secret:connector/c1/key": "first-secret"}))
+    secrets.take(Provision({"secret:connector/c1/key": "first-secret"}))
     model = spec(service.url, headers={"X-Key": "${credential.key}"}, credential={"key": "secret:connector/c1/key"})
     async with started(model) as engine:
         await run_all(engine, [row(input="x")])
-        provisions.take(Provision({"secret:connector/c1/key": "second-secret"}))
+        secrets.take(Provision({"secret:connector/c1/key": "second-secret"}))
         await run_all(engine, [row(input="x")])
     assert [headers["X-Key"] for _, _, headers, _ in service.calls] == ["first-secret", "second-secret"]
 
@@ -542,7 +542,7 @@ async def test_a_connector_of_a_caller_reaches_no_private_place(service: Service
     (outcome,) = await run(spec(service.url, is_trusted=False), row(input="x"))
     assert error_of(outcome)[0] == "url_not_allowed"
     assert service.calls == []
-    provisions.take(Provision(private_hosts=["127.0.0.1"]))
+    secrets.take(Provision(private_hosts=["127.0.0.1"]))
     (outcome,) = await run(spec(service.url, is_trusted=False), row(input="x"))
     assert outcome.error is None
 
@@ -667,7 +667,7 @@ UNIONS = "$.." + "[*,*,*]" * 114  # 3 ** 114 ways through a reply
 
 async def test_a_filter_that_never_ends_is_stopped(service, monkeypatch):
     """A caller's filter without an end fails its own row and call with `too_complex`; others go on."""
-    monkeypatch.setattr(bounded, "BOUNDS", Bounds(cpu_s=0.2))
+    monkeypatch.setattr(bounded, "BOUNDS", ResourceLimits(cpu_s=0.2))
     nested = {"a": json.loads("[" * 40 + "1" + "]" * 40)}
     service.answers = [web.json_response(nested) for _ in range(7)]
     async with started(spec(service.url)) as engine:
@@ -703,7 +703,7 @@ async def test_a_filter_that_is_none_is_the_callers(service):
 
 async def test_many_rows_with_such_a_filter_cost_little(service, monkeypatch):
     """Rows of one job share a filter without an end: a few of them pay for its bound, and the others fail at once."""
-    monkeypatch.setattr(bounded, "BOUNDS", Bounds(cpu_s=0.05))
+    monkeypatch.setattr(bounded, "BOUNDS", ResourceLimits(cpu_s=0.05))
     service.answers = [web.json_response({"a": json.loads("[" * 40 + "1" + "]" * 40)}) for _ in range(20)]
     rows = [row(number, input="x", response_filter=UNIONS) for number in range(20)]
     errors = [each.error for each in await run(spec(service.url), *rows)]

@@ -10,15 +10,14 @@ from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
 from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
-from batchmill.engines.remote.outgoing import Call, Composer
+from batchmill.engines.remote.outgoing import Composer, RemoteRow
 from batchmill.engines.remote.pacing import Ahead, Pacer
-from batchmill.engines.replies import Reply
-from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, Kind, Retries
+from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, FaultKind, Reply, Retries
 from batchmill.errors import AuthRefused
 from batchmill.types import Limits, ModelSpec, Outcome, RowError
 
-REFUSED = Fault(Kind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
-FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
+REFUSED = Fault(FaultKind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
+FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
 
 
 def dispatch(send: Send, clock: HeldClock, in_flight: int = 64, retries: Retries = Retries(5)) -> Dispatch:
@@ -27,7 +26,7 @@ def dispatch(send: Send, clock: HeldClock, in_flight: int = 64, retries: Retries
     return Dispatch(composer.call, send, pacer, ahead=Ahead(pacer, clock), retries=retries, clock=clock)
 
 
-def answered(call: Call) -> Outcome:
+def answered(call: RemoteRow) -> Outcome:
     return Reply(200, b"{}").ok(call.row)
 
 
@@ -46,7 +45,7 @@ class CountingSink(ListSink):
 async def test_results_are_put_together() -> None:
     """Calls that end in one turn of the loop are put at once, not one by one."""
 
-    async def send(call: Call) -> Outcome:
+    async def send(call: RemoteRow) -> Outcome:
         await asyncio.sleep(0)
         return answered(call)
 
@@ -60,7 +59,7 @@ async def test_retries_beyond_the_budget_wait_longest() -> None:
     """Once many more calls fail than succeed, a retry waits as long as any would, so that it adds no load."""
     clock, failed = HeldClock(), set()
 
-    async def send(call: Call) -> Outcome | Fault:
+    async def send(call: RemoteRow) -> Outcome | Fault:
         number = call.row.number
         if number % 2 == 0 and number not in failed:
             failed.add(number)
@@ -81,7 +80,7 @@ async def test_pause_does_not_wait_for_ever() -> None:
     """Calls in flight have half a minute when the job pauses; those that hang longer stay undone."""
     clock, hanging = HeldClock(), asyncio.Event()
 
-    async def send(call: Call) -> Outcome | Fault:
+    async def send(call: RemoteRow) -> Outcome | Fault:
         if call.row.number == 0:
             hanging.set()
             await asyncio.Event().wait()
@@ -99,7 +98,7 @@ async def test_pause_does_not_wait_for_ever() -> None:
 async def test_bug_in_a_call_ends_the_run() -> None:
     """What is no failure of the service comes out of the run as it is; no row vanishes in silence."""
 
-    async def send(call: Call) -> Outcome:
+    async def send(call: RemoteRow) -> Outcome:
         raise ZeroDivisionError
 
     sink = ListSink()
@@ -115,7 +114,7 @@ async def test_retries_are_made_as_told(retries: Retries, slept: list[float]) ->
     """Where it is said how often, when and how long a call is made again, that is what happens."""
     clock = HeldClock()
 
-    async def send(call: Call) -> Fault:
+    async def send(call: RemoteRow) -> Fault:
         return FAILED
 
     sink = ListSink()

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.engines.llm.row_limits import (
-    BACKLOG_ROWS,
-    LIMIT_MAX,
-    LIMIT_MIN,
-    LIMIT_START,
-    Flight,
-    Gauges,
-    read_gauges,
-)
+from batchmill.engines.llm.row_queue import BACKLOG_ROWS, LIMIT_MAX, LIMIT_MIN, LIMIT_START, Flight, Gauges, read_gauges
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -76,7 +68,7 @@ def test_a_full_engine_keeps_a_bounded_backlog(slots):
     assert flight.limit >= slots
 
 
-def test_preemption_shrinks_at_once_and_growth_is_careful_after():
+def test_preemption_shrinks_at_once_and_growth_is_isolated_after():
     """Each sample with a preemption takes rows out; after it the limit creeps for a while before it doubles again."""
     flight = Flight()
     flight.observe(Gauges(running=200, waiting=56, preemptions=3), 256)

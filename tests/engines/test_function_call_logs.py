@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from batchmill.errors import ModelFailed
 from batchmill.models import call_log
 from batchmill.models.call_log import CallLog
-from batchmill.services.functions import call_logs
-from batchmill.wire.native_logs import LogEntry, LogQuery
+from batchmill.services.functions import calls
+from batchmill.wire.native_models import LogEntry, LogQuery
 
 LINES = "print('loading')\ndef f(a):\n  print('got', a, end='')\n  print('!')\n  return 1 / a\n"
 ASYNC = "import asyncio\nasync def f(a):\n  await asyncio.sleep(0)\n  print('got', a)\n  return 1 / a\n"
@@ -28,7 +28,7 @@ class Lease:
 
 
 def read(folder: Path, project: str | None = None, **query: object) -> list[LogEntry]:
-    return call_logs.read(folder, LogQuery(**query), project).entries
+    return calls.read(folder, LogQuery(**query), project).entries
 
 
 async def test_lines_and_tracebacks_have_their_request(tmp_path: Path) -> None:
@@ -96,20 +96,20 @@ def test_a_cursor_goes_on_across_a_rotation(tmp_path: Path, monkeypatch: pytest.
     log = CallLog(tmp_path)
     write = lambda text: log.write(text, "p", "r")  # noqa: E731
     write("1")
-    first = call_logs.read(tmp_path, LogQuery(), "p")
+    first = calls.read(tmp_path, LogQuery(), "p")
     write("2")
     log.rotate()
     write("3")
-    page = call_logs.read(tmp_path, LogQuery(after=first.next, limit=1), "p")
+    page = calls.read(tmp_path, LogQuery(after=first.next, limit=1), "p")
     assert [each.text for each in page.entries] == ["2"] and not page.is_lost
-    page = call_logs.read(tmp_path, LogQuery(after=page.next), "p")
+    page = calls.read(tmp_path, LogQuery(after=page.next), "p")
     assert [each.text for each in page.entries] == ["3"]
     for text in ("4", "5"):
         log.rotate()
         write(text)
-    page = call_logs.read(tmp_path, LogQuery(after=first.next), "p")
+    page = calls.read(tmp_path, LogQuery(after=first.next), "p")
     assert [each.text for each in page.entries] == ["4", "5"] and page.is_lost
-    assert [each.text for each in call_logs.read(tmp_path, LogQuery(limit=1), "p").entries] == ["5"]
+    assert [each.text for each in calls.read(tmp_path, LogQuery(limit=1), "p").entries] == ["5"]
     log.close()
 
 

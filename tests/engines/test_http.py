@@ -16,7 +16,7 @@ from fakes.held_clock import HeldClock
 from fakes.openai_service import CUT, HANG, RESET, STALL, Answer, OpenAIService, refusal
 
 from batchmill.engines.remote.http import HttpEngine
-from batchmill.engines.replies import REPLY_BYTES_MAX
+from batchmill.engines.retry import REPLY_BYTES_MAX
 from batchmill.errors import AuthRefused, JobPaused, ModelFailed, QuotaExhausted
 from batchmill.ports import Clock
 from batchmill.states import PauseReason

@@ -11,8 +11,7 @@ from contract.engine_suite import ListSink, OpenFeed, answer_to, chat_request, c
 from llm_support import FakeVllm
 
 from batchmill.engines.llm.engine import LlmEngine
-from batchmill.engines.llm.pattern_bounds import check_grammar, check_pattern
-from batchmill.engines.llm.request_bounds import Bounds
+from batchmill.engines.llm.request_bounds import RequestLimits, check_grammar, check_pattern
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import Limits
 from batchmill.wire.forms import CHAT, COMPLETIONS
@@ -40,7 +39,7 @@ def doubling(levels: int) -> Any:
 
 def refusal(url: str = CHAT, limits: Limits = Limits(), **fields: Any) -> InvalidRow | None:
     try:
-        Bounds(limits).check(url, split_object(json.dumps(fields).encode()))
+        RequestLimits(limits).check(url, split_object(json.dumps(fields).encode()))
     except InvalidRow as error:
         return error
     return None

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from batchmill.engines.llm.engine import LlmEngine
 from batchmill.engines.llm.quarantine import Deaths, Tracked
 from batchmill.errors import InvalidInput, Unavailable
-from batchmill.types.poison import Charge, Poison, Suspect
+from batchmill.types.models import Charge, Poison, Suspect
 from batchmill.wire.messages import Charged, EngineDied, Suspected
 
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 class Lease:
     project: str
     adapters = None
-    careful = False
+    isolated = False
 
 
 @pytest.fixture

@@ -11,15 +11,14 @@ from contract.engine_suite import ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
 from batchmill.engines.remote.dispatch import LAST_WAIT_S, Dispatch
-from batchmill.engines.remote.outgoing import Call, Composer
+from batchmill.engines.remote.outgoing import Composer, RemoteRow
 from batchmill.engines.remote.pacing import OUTAGE_MAX_S, Ahead, Pacer
-from batchmill.engines.replies import Reply
-from batchmill.engines.retry import Fault, Kind, Retries
+from batchmill.engines.retry import Fault, FaultKind, Reply, Retries
 from batchmill.errors import JobPaused
 from batchmill.types import Limits, ModelSpec, Outcome, RowError, Usage
 
-FAILED = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
-UNREACHABLE = Fault(Kind.UNREACHABLE, RowError("connection_failed", "refused"))
+FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
+UNREACHABLE = Fault(FaultKind.UNREACHABLE, RowError("connection_failed", "refused"))
 LEASE = SimpleNamespace(job_id="job", key="job/0")
 OTHER = SimpleNamespace(job_id="other", key="other/0")
 
@@ -37,7 +36,7 @@ class Service:
         ahead = Ahead(pacer, self.clock)
         self.dispatch = Dispatch(composer.call, self.send, pacer, ahead=ahead, retries=retries, clock=self.clock)
 
-    async def send(self, call: Call) -> Outcome | Fault:
+    async def send(self, call: RemoteRow) -> Outcome | Fault:
         self.calls[call.row.number] += 1
         await asyncio.sleep(0)
         if self.is_down or call.row.number in self.bad:
@@ -159,9 +158,9 @@ async def test_what_was_said_of_a_job_ends_with_it() -> None:
 async def test_replies_that_cannot_be_kept_are_paid() -> None:
     """What a reply cost that was called for again is part of what its row cost."""
     service = Service()
-    garbled = Fault(Kind.GARBLED, RowError("bad_response", "twice"), Reply(0, None, Usage(7, 0, 3)))
+    garbled = Fault(FaultKind.GARBLED, RowError("bad_response", "twice"), Reply(0, None, Usage(7, 0, 3)))
 
-    async def send(call: Call) -> Outcome | Fault:
+    async def send(call: RemoteRow) -> Outcome | Fault:
         service.calls[call.row.number] += 1
         await asyncio.sleep(0)
         if call.row.number == 0 or service.calls[call.row.number] == 1:

@@ -14,19 +14,18 @@ from batchmill.engines.remote.pacing import (
     OUTAGE_MAX_S,
     OUTAGE_NEW_S,
     Bucket,
+    ConcurrencyWindow,
     Outage,
     Pacer,
     TokenGuess,
-    Window,
 )
-from batchmill.engines.replies import Reply
-from batchmill.engines.retry import Fault, Kind
+from batchmill.engines.retry import Fault, FaultKind, Reply
 from batchmill.types import Limits, RowError
 
-THROTTLED = Fault(Kind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429))
-REFUSED = Fault(Kind.UNREACHABLE, RowError("connection_failed", "refused"))
-BROKEN = Fault(Kind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
-TIMED_OUT = Fault(Kind.TRANSIENT, RowError("timeout", "too long"))
+THROTTLED = Fault(FaultKind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429))
+REFUSED = Fault(FaultKind.UNREACHABLE, RowError("connection_failed", "refused"))
+BROKEN = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
+TIMED_OUT = Fault(FaultKind.TRANSIENT, RowError("timeout", "too long"))
 
 
 class Simulation:
@@ -35,7 +34,7 @@ class Simulation:
     def __init__(self, ceiling: int, slots: int, latency_s: float, *, spread: float = 0.3) -> None:
         self._random = random.Random(1)
         self._spread = spread
-        self.window = Window(ceiling, 0.0)
+        self.window = ConcurrencyWindow(ceiling, 0.0)
         self.now = 0.0
         self.latency_s = latency_s
         self._free = [0.0] * slots
@@ -104,7 +103,7 @@ def test_window_keeps_to_its_ceiling() -> None:
 
 def test_idle_window_learns_nothing() -> None:
     """Rows that come one by one are no evidence, and do not open the window."""
-    window = Window(1024, 0.0)
+    window = ConcurrencyWindow(1024, 0.0)
     for n in range(5000):
         window.in_flight += 1
         window.answered(n * 0.02)
@@ -127,7 +126,7 @@ def test_refusals_shrink_once_a_round_trip() -> None:
 
 def test_window_never_closes() -> None:
     """However often a service refuses, one call stays possible."""
-    window = Window(1024, 0.0)
+    window = ConcurrencyWindow(1024, 0.0)
     for n in range(200):
         window.in_flight += 1
         window.refused(float(n), n + 0.5)
@@ -202,7 +201,7 @@ def test_retry_after_holds_every_call() -> None:
     """What one call was told holds for the whole service: nothing goes until the time is over."""
     pace = pacer(jitter=0.0)
     pace.sent(1)
-    rest = Fault(Kind.THROTTLED, THROTTLED.error, THROTTLED.reply, 12.0)
+    rest = Fault(FaultKind.THROTTLED, THROTTLED.error, THROTTLED.reply, 12.0)
     pace.throttled(rest, 0.0, 1.0)
     assert pace.wait_s(1, 1.0) == pytest.approx(12.0)
     assert pace.note(1.0) == "the service asked for 12 s of rest"
@@ -215,7 +214,7 @@ def test_rests_do_not_shorten_each_other() -> None:
     pace = pacer(jitter=0.0)
     for rest in (30.0, 1.0):
         pace.sent(1)
-        pace.throttled(Fault(Kind.THROTTLED, THROTTLED.error, None, rest), 0.0, 1.0)
+        pace.throttled(Fault(FaultKind.THROTTLED, THROTTLED.error, None, rest), 0.0, 1.0)
     assert pace.wait_s(1, 1.0) == pytest.approx(30.0)
 
 
@@ -225,7 +224,7 @@ def test_rest_has_jitter() -> None:
     for jitter in (0.0, 0.9):
         pace = pacer(jitter=jitter)
         pace.sent(1)
-        pace.throttled(Fault(Kind.THROTTLED, THROTTLED.error, None, 10.0), 0.0, 1.0)
+        pace.throttled(Fault(FaultKind.THROTTLED, THROTTLED.error, None, 10.0), 0.0, 1.0)
         ends.append(pace.wait_s(1, 1.0))
     assert ends == [pytest.approx(10.0), pytest.approx(10.9)]
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from batchmill.engines.remote.learned_rate import LearnedRate, Verdict
+from batchmill.engines.remote.learned_rate import LearnedRate, RefusalCause
 from batchmill.engines.remote.pacing import Pacer
-from batchmill.engines.replies import Reply
-from batchmill.engines.retry import Fault, Kind
+from batchmill.engines.retry import Fault, FaultKind, Reply
 from batchmill.types import Limits, RowError
 
 IN_FLIGHT = 64
@@ -52,7 +51,7 @@ class Service:
 
     @property
     def fault(self) -> Fault:
-        return Fault(Kind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429), self.rest_s)
+        return Fault(FaultKind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429), self.rest_s)
 
 
 @dataclass
@@ -176,7 +175,7 @@ def test_nothing_is_paced_before_a_refusal() -> None:
 def test_a_refusal_alone_says_nothing() -> None:
     """Without anything answered there is no rate to go by."""
     rate = LearnedRate()
-    assert [rate.refused(at, at, None, 1) for at in (1.0, 2.0, 3.0)] == [Verdict.UNKNOWN] * 3
+    assert [rate.refused(at, at, None, 1) for at in (1.0, 2.0, 3.0)] == [RefusalCause.UNKNOWN] * 3
     assert rate.pace is None
 
 
@@ -186,11 +185,11 @@ def test_refusals_together_are_one() -> None:
     rate.refused(0.0, 0.0, None, 1)
     for _ in range(100):
         rate.answered()
-    assert rate.refused(0.9, 1.0, None, 1) is Verdict.FOUND
+    assert rate.refused(0.9, 1.0, None, 1) is RefusalCause.FOUND
     assert rate.pace == pytest.approx(100.0)
-    assert [rate.refused(0.95, 1.01, None, 1) for _ in range(50)] == [Verdict.STALE] * 50
+    assert [rate.refused(0.95, 1.01, None, 1) for _ in range(50)] == [RefusalCause.STALE] * 50
     assert rate.pace == pytest.approx(100.0)
-    assert rate.refused(1.02, 1.03, None, 1) is Verdict.RATE
+    assert rate.refused(1.02, 1.03, None, 1) is RefusalCause.RATE
     assert rate.pace is not None
     assert rate.pace < 100
 

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import Connections
+from batchmill.engines.provider_batch import load_provider
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.engines.provider_batch.following import Course
 from batchmill.engines.provider_batch.provider import RowReply
-from batchmill.engines.provider_batch.providers import load_provider
 from batchmill.engines.provider_batch.settings import read_settings
 from batchmill.engines.provider_batch.shard import Collector, Gathered
 from batchmill.engines.provider_batch.spool import Spool

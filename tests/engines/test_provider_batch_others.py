@@ -16,7 +16,7 @@ from fakes.cohere_batches import CohereFake
 from fakes.provider_fake import LOST_REPLY, ProviderFake, Wrong
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.providers import load_provider
+from batchmill.engines.provider_batch import load_provider
 from batchmill.errors import RouteFailed, SubmitUnknown
 from batchmill.models.addresses import Private
 from batchmill.types import Limits, ModelSpec, RemoteJob, Row
@@ -217,7 +217,7 @@ async def test_bedrock_takes_no_few_rows(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("missing", "statement", "extra"),
     [
-        ("botocore", "providers.load_provider(ModelSpec('m', 'provider_batch', 'm', provider='bedrock'), None)", "aws"),
+        ("botocore", "load_provider(ModelSpec('m', 'provider_batch', 'm', provider='bedrock'), None)", "aws"),
         ("fastavro", "cohere.load_reader('avro')", "cohere"),
     ],
 )
@@ -225,7 +225,7 @@ def test_extras_that_are_not_installed(missing: str, statement: str, extra: str)
     """What is not installed is named with the extra that brings it."""
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from batchmill.engines.provider_batch import cohere, providers\n"
+        "from batchmill.engines.provider_batch import cohere, load_provider\n"
         "from batchmill.errors import BatchmillError\n"
         "from batchmill.types import ModelSpec\n"
         f"try:\n    {statement}\nexcept BatchmillError as error:\n    print(error.message)"

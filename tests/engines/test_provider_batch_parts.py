@@ -13,10 +13,9 @@ from engines.provider_batch_support import FAST, Ground, HeldLease, batch_model,
 from fakes.batch_provider import BatchProvider
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.azure import AzureBatches
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine, sweep
-from batchmill.engines.provider_batch.openai import OpenAIBatches, read_line
-from batchmill.engines.provider_batch.provider import BatchLimits, Line
+from batchmill.engines.provider_batch.openai import AzureBatches, OpenAIBatches, read_line
+from batchmill.engines.provider_batch.provider import BatchLimits, ProviderRow
 from batchmill.engines.provider_batch.settings import Access, read_settings
 from batchmill.engines.provider_batch.spool import Drafts, Spool
 from batchmill.errors import InvalidRow, ModelFailed
@@ -56,7 +55,7 @@ def test_spool_reads_far_apart(tmp_path: Path) -> None:
 
 
 def drafted(
-    folder: Path, limits: BatchLimits, lines: list[tuple[int, Line]]
+    folder: Path, limits: BatchLimits, lines: list[tuple[int, ProviderRow]]
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     drafts = Drafts(folder, "d", limits)
     for number, line in lines:
@@ -67,13 +66,13 @@ def drafted(
 def test_draft_at_its_rows(tmp_path: Path) -> None:
     """A draft takes as many rows as the provider does, and the next row begins another."""
     limits = BatchLimits(3, 1000, 1.0)
-    lines = [(number, Line(b"%d" % number)) for number in range(4)]
+    lines = [(number, ProviderRow(b"%d" % number)) for number in range(4)]
     assert drafted(tmp_path, limits, lines) == [("0\n1\n2\n", [(0, 3)]), ("3\n", [(3, 1)])]
 
 
 def test_draft_at_its_bytes(tmp_path: Path) -> None:
     """A draft is filled to the last byte that the provider takes, and no further."""
-    lines = [(number, Line(b"abc")) for number in range(4)]
+    lines = [(number, ProviderRow(b"abc")) for number in range(4)]
     whole = len(b"[abc,abc,abc]") + 1
     limits = BatchLimits(100, whole, 1.0, head=b"[", between=b",", tail=b"]")
     assert [text for text, _ in drafted(tmp_path, limits, lines)] == ["[abc,abc,abc]", "[abc]"]
@@ -84,12 +83,12 @@ def test_draft_at_its_bytes(tmp_path: Path) -> None:
 def test_draft_at_its_inputs(tmp_path: Path) -> None:
     """Inputs of embeddings are counted over a draft's rows."""
     limits = BatchLimits(100, 1000, 1.0, inputs_max=5)
-    lines = [(number, Line(b"a", "", 2)) for number in range(3)]
+    lines = [(number, ProviderRow(b"a", "", 2)) for number in range(3)]
     assert [runs for _, runs in drafted(tmp_path, limits, lines)] == [[(0, 2)], [(2, 1)]]
 
 
-@pytest.mark.parametrize("line", [Line(b"x" * 99), Line(b"x", "", 6)])
-def test_draft_refuses_a_row(tmp_path: Path, line: Line) -> None:
+@pytest.mark.parametrize("line", [ProviderRow(b"x" * 99), ProviderRow(b"x", "", 6)])
+def test_draft_refuses_a_row(tmp_path: Path, line: ProviderRow) -> None:
     """A row that is larger than any job may be is refused, and says so."""
     with pytest.raises(InvalidRow) as raised:
         Drafts(tmp_path, "d", BatchLimits(100, 100, 1.0, inputs_max=5)).add(0, line)
@@ -100,11 +99,11 @@ def test_draft_groups_and_gaps(tmp_path: Path) -> None:
     """Rows of two groups go in two files, and runs say which rows each holds."""
     limits = BatchLimits(100, 1000, 1.0)
     lines = [
-        (1, Line(b"a", "A")),
-        (2, Line(b"b", "B")),
-        (3, Line(b"c", "A")),
-        (4, Line(b"d", "A")),
-        (9, Line(b"e", "A")),
+        (1, ProviderRow(b"a", "A")),
+        (2, ProviderRow(b"b", "B")),
+        (3, ProviderRow(b"c", "A")),
+        (4, ProviderRow(b"d", "A")),
+        (9, ProviderRow(b"e", "A")),
     ]
     assert drafted(tmp_path, limits, lines) == [("a\nc\nd\ne\n", [(1, 1), (3, 2), (9, 1)]), ("b\n", [(2, 1)])]
 
@@ -259,18 +258,18 @@ class AzureDoor:
 @pytest.fixture
 async def azure() -> AsyncIterator[tuple[BatchProvider, AzureDoor]]:
     provider = BatchProvider()
-    door = AzureDoor()
-    provider.prefix, provider.middlewares = "/openai", [door.middleware]
+    frontend = AzureDoor()
+    provider.prefix, provider.middlewares = "/openai", [frontend.middleware]
     provider.file_states = ["pending", "running"]
     async with provider:
-        yield provider, door
+        yield provider, frontend
 
 
 async def test_azure_by_deployment(
     azure: tuple[BatchProvider, AzureDoor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Azure's older API is called with its version, its key and its own paths, once it has read the file."""
-    provider, door = azure
+    provider, frontend = azure
     monkeypatch.setenv("AZURE_KEY", "az-1")
     model = ModelSpec(
         "m",
@@ -284,7 +283,7 @@ async def test_azure_by_deployment(
     ground = Ground(model, tmp_path)
     await ground.run((HeldLease(4), [batch_row(number) for number in range(4)]))
     assert sorted(ground.outcomes()) == [0, 1, 2, 3]
-    assert door.versions == {"2024-10-21"} and door.keys == {"az-1"}
+    assert frontend.versions == {"2024-10-21"} and frontend.keys == {"az-1"}
     (batch,) = provider.batches.values()
     assert (batch.endpoint, batch.lines[0]["url"]) == ("/chat/completions", "/chat/completions")
     assert batch.lines[0]["body"]["model"] == "deployment"

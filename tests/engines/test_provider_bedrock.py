@@ -12,7 +12,7 @@ from batchmill.engines.provider_batch.aws import Account
 from batchmill.engines.provider_batch.bedrock import BedrockBatches, usage_of
 from batchmill.engines.provider_batch.provider import JobRefused, RowReply, Upload
 from batchmill.errors import InvalidRow
-from batchmill.models import provisions
+from batchmill.models import secrets
 from batchmill.types import Connector, Limits, ModelSpec, Provision, Request, Usage
 
 CLAUDE = "anthropic.claude-test-v1:0"
@@ -181,7 +181,7 @@ def test_a_region_among_the_credentials() -> None:
     """ML Commons lets a region stand beside the keys: it counts where no parameter says one."""
     keys = {"access_key": "secret:connector/c/access_key", "secret_key": "secret:connector/c/secret_key"}
     told = {"region": "secret:connector/c/region"}
-    provisions.take(Provision({"secret:connector/c/region": "eu-west-3"}))
+    secrets.take(Provision({"secret:connector/c/region": "eu-west-3"}))
     connector = Connector("c", "c", "1", "aws_sigv4", [], credential=keys | told)
     spec = ModelSpec("m", "provider_batch", "m", provider="bedrock", connector=connector)
     assert Account(spec).region == "eu-west-3"

@@ -8,8 +8,8 @@ from contract.provider_suite import ProviderSuite
 from fakes.openai_batches import OpenAIFake
 
 from batchmill.engines.connections import Connections
+from batchmill.engines.provider_batch import load_provider
 from batchmill.engines.provider_batch.provider import ProviderApi, RowReply
-from batchmill.engines.provider_batch.providers import load_provider
 from batchmill.types import Limits, ModelSpec, Request
 
 CHAT = "/v1/chat/completions"

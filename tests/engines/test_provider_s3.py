@@ -10,10 +10,8 @@ from fakes.aws_batches import BedrockFake
 from moto.server import ThreadedMotoServer
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.aws import Account, sort
-from batchmill.engines.provider_batch.calls import Refusal
-from batchmill.engines.provider_batch.provider import JobGone, TryAgain, Upload
-from batchmill.engines.provider_batch.s3 import S3, Place, read_uri
+from batchmill.engines.provider_batch.aws import S3, Account, S3Object, read_uri, sort
+from batchmill.engines.provider_batch.provider import JobGone, ProviderRefusal, TryAgain, Upload
 from batchmill.engines.provider_batch.sagemaker import SageMakerBatches
 from batchmill.errors import AuthRefused, ModelFailed, RouteFailed
 from batchmill.types import Limits, ModelSpec, RemoteJob
@@ -78,7 +76,7 @@ async def test_a_file_there_and_back(s3: S3, theirs, tmp_path: Path) -> None:
     file = tmp_path / "file"
     data = b"".join(b'{"n":%d}\n' % n for n in range(2000))
     file.write_bytes(data)
-    place = Place(BUCKET, "runs/a b+c/input.jsonl")
+    place = S3Object(BUCKET, "runs/a b+c/input.jsonl")
     await s3.put(place, file, len(data))
     assert theirs.get_object(Bucket=BUCKET, Key=place.key)["Body"].read() == data
     assert b"".join([line + b"\n" async for some in s3.lines(place) for line in some]) == data
@@ -92,7 +90,7 @@ async def test_listing(s3: S3, theirs) -> None:
     """Every file below a name is listed, and no other."""
     for name in ("many/1", "many/2", "many/3 &<", "manyother"):
         theirs.put_object(Bucket=BUCKET, Key=name, Body=b"")
-    found = [place.key async for place in s3.list(Place(BUCKET, "many/"))]
+    found = [place.key async for place in s3.list(S3Object(BUCKET, "many/"))]
     assert found == ["many/1", "many/2", "many/3 &<"]
 
 
@@ -106,14 +104,14 @@ async def test_listing_turns_pages(connections: Connections, monkeypatch: pytest
         spec.engine_args["access_key"] = "env:TEST_AWS_ID"
         fake.page = 2
         fake.files = {f"{BUCKET}/many/{number} +/": b"" for number in range(5)}
-        found = [place.key async for place in S3(Account(spec), connections).list(Place(BUCKET, "many/"))]
+        found = [place.key async for place in S3(Account(spec), connections).list(S3Object(BUCKET, "many/"))]
     assert found == [f"many/{number} +/" for number in range(5)]
 
 
 async def test_what_is_not_there(s3: S3) -> None:
     """A file that is not there is refused with S3's own code."""
-    with pytest.raises(Refusal) as caught:
-        [some async for some in s3.lines(Place(BUCKET, "nothing"))]
+    with pytest.raises(ProviderRefusal) as caught:
+        [some async for some in s3.lines(S3Object(BUCKET, "nothing"))]
     assert (caught.value.status, caught.value.reason) == (404, "NoSuchKey")
 
 
@@ -151,7 +149,7 @@ def test_addresses(moto: str, connections: Connections, bucket: str, url: str) -
     """A bucket has a host of its own, unless its name would not fit that host's certificate."""
     spec = model(moto)
     del spec.engine_args["s3_endpoint"]
-    assert S3(Account(spec), connections)._url(Place(bucket, "a/b c")) == url
+    assert S3(Account(spec), connections)._url(S3Object(bucket, "a/b c")) == url
 
 
 XML = b"<Error><Code>%b</Code><Message>told</Message></Error>"
@@ -163,7 +161,7 @@ SORTED = {
     "wrong key": (403, {}, XML % b"SignatureDoesNotMatch", AuthRefused),
     "not allowed": (400, {}, b'{"__type":"a.b#AccessDeniedException","Message":"no"}', AuthRefused),
     "another region": (301, {"x-amz-bucket-region": "us-east-1"}, XML % b"PermanentRedirect", RouteFailed),
-    "a wrong value": (400, {}, b'{"__type":"ValidationException","message":"bad"}', Refusal),
+    "a wrong value": (400, {}, b'{"__type":"ValidationException","message":"bad"}', ProviderRefusal),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.engines.replies import read_reply, redact
+from batchmill.engines.retry import read_reply, redact
 from batchmill.types import Usage
 
 

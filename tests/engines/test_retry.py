@@ -7,8 +7,17 @@ import json
 import pytest
 from multidict import CIMultiDict
 
-from batchmill.engines.replies import MESSAGE_BYTES_MAX, read_reply
-from batchmill.engines.retry import BACKOFF_MAX_S, Kind, RetryBudget, backoff_s, is_result, judge, rest_asked
+from batchmill.engines.retry import (
+    BACKOFF_MAX_S,
+    MESSAGE_BYTES_MAX,
+    FaultKind,
+    RetryBudget,
+    backoff_s,
+    is_result,
+    judge,
+    read_reply,
+    rest_asked,
+)
 
 NOW = 1_700_000_000.0  # Tue, 14 Nov 2023 22:13:20 GMT
 
@@ -17,52 +26,52 @@ def envelope(code: object = None, type_: str | None = None, message: str = "no")
     return json.dumps({"error": {"message": message, "type": type_, "code": code}}).encode()
 
 
-def kind_of(status: int, data: bytes, **headers: str) -> Kind:
+def kind_of(status: int, data: bytes, **headers: str) -> FaultKind:
     return judge(read_reply(status, data), CIMultiDict(headers), NOW).kind
 
 
 @pytest.mark.parametrize(
     ("status", "data", "kind"),
     [
-        (400, envelope("bad_request"), Kind.PERMANENT),
-        (404, envelope("model_not_found"), Kind.PERMANENT),
-        (422, b'{"detail":[{"msg":"x"}]}', Kind.PERMANENT),
-        (401, envelope("invalid_api_key"), Kind.AUTH),
-        (403, b"", Kind.AUTH),
-        (403, envelope(403, message="Your input was flagged by moderation"), Kind.PERMANENT),
-        (402, b"", Kind.QUOTA),
-        (429, envelope("insufficient_quota"), Kind.QUOTA),
-        (429, envelope("billing_hard_limit_reached"), Kind.QUOTA),
-        (400, envelope("billing_hard_limit_reached"), Kind.QUOTA),
-        (429, envelope("rate_limit_exceeded"), Kind.THROTTLED),
-        (429, b"<html>", Kind.THROTTLED),
-        (529, b"", Kind.THROTTLED),
-        (503, b"", Kind.TRANSIENT),
-        (500, b"oops", Kind.TRANSIENT),
-        (502, b"", Kind.TRANSIENT),
-        (408, b"", Kind.TRANSIENT),
-        (409, b"", Kind.TRANSIENT),
-        (425, b"", Kind.TRANSIENT),
-        (307, b"", Kind.PERMANENT),
-        (200, b'{"a":', Kind.TRANSIENT),
-        (200, b"[1]", Kind.TRANSIENT),
-        (200, b'{"a":"\xff"}', Kind.TRANSIENT),
-        (200, rb'{"a":"\ud83d"}', Kind.GARBLED),
-        (200, rb'{"a":"\uDE00 x","b":1}', Kind.GARBLED),
-        (200, rb'{"a":"\ud83d', Kind.TRANSIENT),
-        (200, rb'["\ud83d"]', Kind.TRANSIENT),
-        (200, rb'{"a":"\ud83d","b":NaN}', Kind.TRANSIENT),
-        (502, rb'{"a":"\ud83d"}', Kind.TRANSIENT),
-        (204, b"{}", Kind.TRANSIENT),
-        (200, envelope(429), Kind.THROTTLED),
-        (200, envelope("502"), Kind.TRANSIENT),
-        (200, envelope("insufficient_quota"), Kind.QUOTA),
-        (200, envelope("invalid_api_key"), Kind.AUTH),
-        (200, envelope(None, "invalid_request_error"), Kind.PERMANENT),
-        (200, envelope("whatever"), Kind.TRANSIENT),
+        (400, envelope("bad_request"), FaultKind.PERMANENT),
+        (404, envelope("model_not_found"), FaultKind.PERMANENT),
+        (422, b'{"detail":[{"msg":"x"}]}', FaultKind.PERMANENT),
+        (401, envelope("invalid_api_key"), FaultKind.AUTH),
+        (403, b"", FaultKind.AUTH),
+        (403, envelope(403, message="Your input was flagged by moderation"), FaultKind.PERMANENT),
+        (402, b"", FaultKind.QUOTA),
+        (429, envelope("insufficient_quota"), FaultKind.QUOTA),
+        (429, envelope("billing_hard_limit_reached"), FaultKind.QUOTA),
+        (400, envelope("billing_hard_limit_reached"), FaultKind.QUOTA),
+        (429, envelope("rate_limit_exceeded"), FaultKind.THROTTLED),
+        (429, b"<html>", FaultKind.THROTTLED),
+        (529, b"", FaultKind.THROTTLED),
+        (503, b"", FaultKind.TRANSIENT),
+        (500, b"oops", FaultKind.TRANSIENT),
+        (502, b"", FaultKind.TRANSIENT),
+        (408, b"", FaultKind.TRANSIENT),
+        (409, b"", FaultKind.TRANSIENT),
+        (425, b"", FaultKind.TRANSIENT),
+        (307, b"", FaultKind.PERMANENT),
+        (200, b'{"a":', FaultKind.TRANSIENT),
+        (200, b"[1]", FaultKind.TRANSIENT),
+        (200, b'{"a":"\xff"}', FaultKind.TRANSIENT),
+        (200, rb'{"a":"\ud83d"}', FaultKind.GARBLED),
+        (200, rb'{"a":"\uDE00 x","b":1}', FaultKind.GARBLED),
+        (200, rb'{"a":"\ud83d', FaultKind.TRANSIENT),
+        (200, rb'["\ud83d"]', FaultKind.TRANSIENT),
+        (200, rb'{"a":"\ud83d","b":NaN}', FaultKind.TRANSIENT),
+        (502, rb'{"a":"\ud83d"}', FaultKind.TRANSIENT),
+        (204, b"{}", FaultKind.TRANSIENT),
+        (200, envelope(429), FaultKind.THROTTLED),
+        (200, envelope("502"), FaultKind.TRANSIENT),
+        (200, envelope("insufficient_quota"), FaultKind.QUOTA),
+        (200, envelope("invalid_api_key"), FaultKind.AUTH),
+        (200, envelope(None, "invalid_request_error"), FaultKind.PERMANENT),
+        (200, envelope("whatever"), FaultKind.TRANSIENT),
     ],
 )
-def test_kinds(status: int, data: bytes, kind: Kind) -> None:
+def test_kinds(status: int, data: bytes, kind: FaultKind) -> None:
     """Each reply that is no result is of the kind that says what may follow."""
     assert not is_result(read_reply(status, data))
     assert kind_of(status, data) is kind
@@ -70,7 +79,7 @@ def test_kinds(status: int, data: bytes, kind: Kind) -> None:
 
 def test_unavailable_with_a_time_is_a_throttle() -> None:
     """A 503 that says when to come back asks for rest; it is no failed attempt."""
-    assert kind_of(503, b"", **{"Retry-After": "5"}) is Kind.THROTTLED
+    assert kind_of(503, b"", **{"Retry-After": "5"}) is FaultKind.THROTTLED
 
 
 def test_results() -> None:

@@ -11,7 +11,7 @@ from llm_support import FakeVllm
 from batchmill.engines.llm.launch import (
     LORA_RANKS,
     SIDE,
-    Machine,
+    Hardware,
     adapter_room,
     find_python,
     plan_launch,
@@ -20,9 +20,9 @@ from batchmill.engines.llm.launch import (
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits, ModelSpec
 
-CPU = Machine([], 64 * 1024**3, cores=64)
-SMALL_CPU = Machine([], 64 * 1024**3, cores=2)
-GPUS = Machine(["0", "1", "2", "3"], 64 * 1024**3, cores=64)
+CPU = Hardware([], 64 * 1024**3, cores=64)
+SMALL_CPU = Hardware([], 64 * 1024**3, cores=2)
+GPUS = Hardware(["0", "1", "2", "3"], 64 * 1024**3, cores=64)
 SOCKET = Path("/tmp/batchmill-x/s")
 
 
@@ -94,7 +94,7 @@ def test_a_cpu_starts_eager_with_a_cache_that_fits(fake):
     plan = launch(fake.model())
     assert "--enforce-eager" in plan.command
     assert plan.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert launch(fake.model(), machine=Machine([], 0, 2)).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert launch(fake.model(), machine=Hardware([], 0, 2)).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert launch(fake.model(), env={"VLLM_CPU_KVCACHE_SPACE": "9"}).env["VLLM_CPU_KVCACHE_SPACE"] == "9"
     assert "--enforce-eager" not in launch(fake.model(engine_args={"O": 3})).command
 
@@ -108,7 +108,7 @@ def test_a_small_cpu_runs_in_one_process(fake):
         launch(fake.model(), machine=CPU),
         launch(fake.model(), machine=SMALL_CPU, env={"VLLM_CPU_OMP_THREADS_BIND": "0"}),
         launch(fake.model(engine_args={"tensor-parallel-size": 2}), machine=SMALL_CPU),
-        launch(fake.model(), machine=Machine(["0"], 0, 2)),
+        launch(fake.model(), machine=Hardware(["0"], 0, 2)),
     ]
     for other in others:
         assert not any(word.startswith("--distributed-executor-backend") for word in other.command)
@@ -268,7 +268,7 @@ def test_a_downloaded_model_is_looked_at_too(fake, tmp_path):
 def test_gpus_that_were_dealt_are_taken(fake):
     """Where somebody deals the devices, the engine sees those and no others, and says when they are too few."""
     env = {"BATCHMILL_GPUS": "2,5", "BATCHMILL_REPLICA": "7", "CUDA_VISIBLE_DEVICES": "0"}
-    machine = Machine.here(env)
+    machine = Hardware.here(env)
     assert machine.gpus == ["2", "5"]
     model = fake.model(engine_args={"tensor-parallel-size": 2})
     assert launch(model, env=env, machine=machine).env["CUDA_VISIBLE_DEVICES"] == "2,5"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.engines.llm.row_limits import ALERT_S, CREDIT_MAX_S, ROWS_MIN, Yielding
+from batchmill.engines.llm.row_queue import ALERT_S, CREDIT_MAX_S, ROWS_MIN, Yielding
 
 FULL = 256
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from batchmill.executors.calling import REPLY_BYTES_MAX, Calling
+from batchmill.executors.live_calls import REPLY_BYTES_MAX, Calling
 from batchmill.executors.local import LocalExecutor, LocalWorker
-from batchmill.types import Ask, CallStats, FunctionSpec, ModelSpec
-from batchmill.wire.messages import Abandon, Answer, Answers, Asks, Drain, Failed, Ready, Start
+from batchmill.types import CallStats, FunctionRequest, FunctionSpec, ModelSpec
+from batchmill.wire.messages import Abandon, Answers, Asks, Drain, Failed, FunctionReply, Ready, Start
 
 PATIENCE_S = 60.0
 
@@ -37,9 +37,9 @@ async def worker_of(model: ModelSpec, tmp_path: Path) -> AsyncIterator[LocalWork
         await worker.wait()
 
 
-async def answers_of(worker: LocalWorker, count: int) -> tuple[dict[int, Answer], CallStats, int]:
+async def answers_of(worker: LocalWorker, count: int) -> tuple[dict[int, FunctionReply], CallStats, int]:
     """So many answers by id, the sums that came with them, and in how many messages they came."""
-    found: dict[int, Answer] = {}
+    found: dict[int, FunctionReply] = {}
     sums, messages = CallStats(), 0
     async for message in worker.messages():
         if isinstance(message, Answers):
@@ -54,7 +54,7 @@ async def answers_of(worker: LocalWorker, count: int) -> tuple[dict[int, Answer]
 async def test_many_asks_in_one_message(tmp_path: Path) -> None:
     """Asks that came together are answered each once, in far fewer messages, with what was counted."""
     async with worker_of(deployed(tmp_path, "def f(n):\n    return 2 * n"), tmp_path) as worker:
-        worker.send(Asks([Ask(n, "arguments", b'{"n": %d}' % n) for n in range(1, 201)]))
+        worker.send(Asks([FunctionRequest(n, "arguments", b'{"n": %d}' % n) for n in range(1, 201)]))
         found, sums, messages = await answers_of(worker, 200)
         assert {id_: json.loads(answer.body) for id_, answer in found.items()} == {n: 2 * n for n in range(1, 201)}
         assert messages < 100
@@ -64,7 +64,7 @@ async def test_many_asks_in_one_message(tmp_path: Path) -> None:
 async def test_draining_answers_first(tmp_path: Path) -> None:
     """A worker that is told to drain answers what it was asked before, then ends."""
     async with worker_of(deployed(tmp_path, "def f(n):\n    return n"), tmp_path) as worker:
-        worker.send(Asks([Ask(n, "arguments", b'{"n": 1}') for n in range(50)]))
+        worker.send(Asks([FunctionRequest(n, "arguments", b'{"n": 1}') for n in range(50)]))
         worker.send(Drain())
         found, _, _ = await answers_of(worker, 50)
         assert len(found) == 50
@@ -77,10 +77,17 @@ async def test_an_abandoned_ask_has_no_answer(tmp_path: Path) -> None:
     for name in ("begun", "go"):
         os.mkfifo(tmp_path / name)
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:
-        worker.send(Asks([Ask(1, "arguments", b'{"waits": true}'), Ask(2, "arguments", b'{"waits": false}')]))
+        worker.send(
+            Asks(
+                [
+                    FunctionRequest(1, "arguments", b'{"waits": true}'),
+                    FunctionRequest(2, "arguments", b'{"waits": false}'),
+                ]
+            )
+        )
         await asyncio.to_thread((tmp_path / "begun").read_text)
         worker.send(Abandon(1))
-        worker.send(Asks([Ask(3, "arguments", b"no JSON")]))
+        worker.send(Asks([FunctionRequest(3, "arguments", b"no JSON")]))
         found, _, _ = await answers_of(worker, 1)  # refused by the worker itself, after it heard the one before
         await asyncio.to_thread((tmp_path / "go").write_text, "go")
         worker.send(Drain())
@@ -94,7 +101,7 @@ async def test_another_kind_of_engine_refuses(tmp_path: Path) -> None:
     """An engine that takes no such calls refuses them by name."""
     (tmp_path / "app.py").write_text("def f(n):\n    return n\n")
     async with worker_of(ModelSpec("f", "function", f"{tmp_path}/app.py:f"), tmp_path) as worker:
-        worker.send(Asks([Ask(1, "arguments", b'{"n": 1}')]))
+        worker.send(Asks([FunctionRequest(1, "arguments", b'{"n": 1}')]))
         found, _, _ = await answers_of(worker, 1)
         assert found[1].raised is not None
         assert (found[1].raised.kind, found[1].raised.code) == ("InvalidInput", "not_a_function")
@@ -108,7 +115,7 @@ if os.path.exists("gone"): raise RuntimeError("no more")
 def f(n): open("gone", "w").close(); os._exit(1)
 """
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:
-        worker.send(Asks([Ask(1, "arguments", b'{"n": 1}'), Ask(2, "arguments", b'{"n": 1}')]))
+        worker.send(Asks([FunctionRequest(1, "arguments", b'{"n": 1}'), FunctionRequest(2, "arguments", b'{"n": 1}')]))
         codes, failed = {}, None
         async for message in worker.messages():
             if isinstance(message, Answers):
@@ -124,9 +131,9 @@ class _Engine:
     """Answers nothing by itself."""
 
     def __init__(self) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[FunctionRequest] = []
 
-    def ask(self, ask: Ask, answering: object) -> None:
+    def ask(self, ask: FunctionRequest, answering: object) -> None:
         self.asked.append(ask)
 
     def taken_stats(self) -> CallStats | None:
@@ -137,10 +144,16 @@ async def test_a_reply_that_no_message_holds() -> None:
     """A reply of more bytes than can be sent is an error of that call; one of exactly so many is sent alone."""
     sent: list[Answers] = []
     calling = Calling(_Engine(), sent.append)  # type: ignore[arg-type]
-    calling.begin([Ask(1, "arguments", b"{}"), Ask(2, "arguments", b"{}"), Ask(3, "arguments", b"{}")])
-    calling.put(Answer(1, bytes(REPLY_BYTES_MAX)))
-    calling.put(Answer(2, bytes(REPLY_BYTES_MAX + 1)))
-    calling.put(Answer(3, b"{}"))
+    calling.begin(
+        [
+            FunctionRequest(1, "arguments", b"{}"),
+            FunctionRequest(2, "arguments", b"{}"),
+            FunctionRequest(3, "arguments", b"{}"),
+        ]
+    )
+    calling.put(FunctionReply(1, bytes(REPLY_BYTES_MAX)))
+    calling.put(FunctionReply(2, bytes(REPLY_BYTES_MAX + 1)))
+    calling.put(FunctionReply(3, b"{}"))
     calling.flush()
     [first, second] = [[answer.id for answer in message.answers] for message in sent]
     refused = sent[0].answers[1].raised if len(first) > 1 else sent[1].answers[0].raised

@@ -10,7 +10,7 @@ import pytest
 from batchmill.executors import channel as channels
 from batchmill.executors.channel import open_channel
 from batchmill.wire import messages
-from batchmill.wire.messages import Chunk, Ready, to_owner
+from batchmill.wire.messages import Ready, ReplyChunk, to_owner
 
 
 async def both():
@@ -28,7 +28,7 @@ async def take(channel, count):
 async def test_messages_arrive_in_order():
     """What is sent is read, whole and in order, however large."""
     one, two = await both()
-    sent = [Ready(1), Chunk(1, b"x" * 3_000_000), Ready(2), *[Chunk(n, b"y") for n in range(1000)]]
+    sent = [Ready(1), ReplyChunk(1, b"x" * 3_000_000), Ready(2), *[ReplyChunk(n, b"y") for n in range(1000)]]
     for message in sent:
         one.send(message)
     assert await take(two, len(sent)) == sent
@@ -43,13 +43,13 @@ async def test_reads_may_cut_anywhere(size):
     """A message in pieces of any length is the message."""
     ours, theirs = socket.socketpair()
     channel = await open_channel(ours)
-    data = messages.pack(Ready(7)) + messages.pack(Chunk(3, b"abcdef" * 10)) + messages.pack(Ready(8))
+    data = messages.pack(Ready(7)) + messages.pack(ReplyChunk(3, b"abcdef" * 10)) + messages.pack(Ready(8))
     reading = asyncio.create_task(take(channel, 3))
     for at in range(0, len(data), size):
         theirs.sendall(data[at : at + size])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert await reading == [Ready(7), Chunk(3, b"abcdef" * 10), Ready(8)]
+    assert await reading == [Ready(7), ReplyChunk(3, b"abcdef" * 10), Ready(8)]
     theirs.close()
     channel.close()
 
@@ -68,7 +68,7 @@ async def test_a_reader_that_does_not_read_holds_up_the_writer(monkeypatch):
     """What nobody has taken is bounded: beyond that the other side has to wait, until somebody reads."""
     monkeypatch.setattr(channels, "READ_AHEAD_BYTES", 10_000)
     one, two = await both()
-    sent = [Chunk(n, b"z" * 100_000) for n in range(400)]
+    sent = [ReplyChunk(n, b"z" * 100_000) for n in range(400)]
     for message in sent:
         one.send(message)
     draining = asyncio.create_task(one.drain())
@@ -86,12 +86,12 @@ async def test_what_was_said_is_read_after_the_end():
     something else holds that side open and nobody reads what was to be sent."""
     ours, theirs = socket.socketpair()
     channel, other = await open_channel(ours), theirs.dup()
-    sent = [Ready(1), Chunk(1, b"x" * 200_000), Ready(2)]
+    sent = [Ready(1), ReplyChunk(1, b"x" * 200_000), Ready(2)]
     for message in sent:
         theirs.sendall(messages.pack(message))
     theirs.close()
     for _ in range(20):
-        channel.send(Chunk(1, b"y" * 3_000_000))  # more than the kernel takes
+        channel.send(ReplyChunk(1, b"y" * 3_000_000))  # more than the kernel takes
     channel.finish()
     assert await take(channel, len(sent)) == sent
     assert await channel.read() == []

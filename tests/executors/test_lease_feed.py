@@ -14,7 +14,7 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.held import Held, OpenJob
+from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.ports import LeaseFeed
 from batchmill.store.segments import SegmentFile, SegmentHead
@@ -54,7 +54,7 @@ async def feed(tmp_path: Path) -> GrantFeed:
 def give(feed: GrantFeed, job: OpenJob, grant: Grant) -> None:
     held = Held(
         lease=grant.lease, job=msgspec.structs.replace(job, id=grant.lease.job), seq=0, base=0, key="k", undone=grant.n,
-        careful=False, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[],
+        isolated=False, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[],
         unsent=[],
     )  # fmt: skip
     feed.grant(held, grant)

@@ -14,7 +14,7 @@ from fakes.openai_service import Answer, OpenAIService, refusal
 
 from batchmill.executors.local import LocalExecutor, LocalWorker
 from batchmill.types import LiveHead, ModelSpec, Provision
-from batchmill.wire.messages import Answered, Chunk, Failed, Head, Predict, Provide, Ready, Start
+from batchmill.wire.messages import Answered, AnswerLive, Failed, Head, Provide, Ready, ReplyChunk, Start
 
 KEY, NEXT = "canary-key-4711", "canary-key-0815"
 PATIENCE_S = 60.0
@@ -34,13 +34,13 @@ async def worker_of(service: OpenAIService, folder: Path, provision: Provision) 
 
 async def answer_to(worker: LocalWorker, text: str, *, stream: bool = False) -> tuple[LiveHead | None, bytes, str]:
     """Head, body and error of a live request."""
-    worker.send(Predict(1, chat_request(text, stream=stream)))
+    worker.send(AnswerLive(1, chat_request(text, stream=stream)))
     head, body = None, b""
     async for message in worker.messages():
         match message:
             case Head(_, begun):
                 head = begun
-            case Chunk(_, piece):
+            case ReplyChunk(_, piece):
                 body += piece
             case Answered(_, raised):
                 return head, body, raised.message if raised else ""

@@ -12,7 +12,7 @@ from batchmill.datasets.sealing import seal
 from batchmill.errors import InputChanged
 from batchmill.executors import recorder as recording
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.held import Held, OpenJob
+from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, Row, RowError, Usage
@@ -61,7 +61,7 @@ class Desk:
 
     def grant(self, shard: int, grant: Grant) -> Held:
         held = Held(
-            lease=grant.lease, job=self.job, seq=0, base=grant.base, key="k", undone=grant.n, careful=grant.careful,
+            lease=grant.lease, job=self.job, seq=0, base=grant.base, key="k", undone=grant.n, isolated=grant.isolated,
             ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[], unsent=[],
         )  # fmt: skip
         self.feed.grant(held, grant)
@@ -78,35 +78,35 @@ def rows_of(job: OpenJob, commit: Commit) -> list[int]:
 
 async def test_every_outcome_is_committed_once(job, tmp_path):
     """Rows of interleaved leases, ok and failed, out of order: each is in one commit of its own lease."""
-    desk = Desk(job, tmp_path)
+    lease_host = Desk(job, tmp_path)
     numbers = [39, 20, 31, 25]
     scattered = Grant(lease(1), 0, 20, 4, positions=pack_u32([20, 21, 22, 23]), rows=pack_u32(numbers))
-    granted = [desk.grant(0, Grant(lease(0), 0, 0, 20)), desk.grant(1, scattered)]
-    desk.feed.end()
-    taken = [row for _ in range(3) for row in await desk.feed.take(17)]
-    assert await desk.feed.take(1) == []
+    granted = [lease_host.grant(0, Grant(lease(0), 0, 0, 20)), lease_host.grant(1, scattered)]
+    lease_host.feed.end()
+    taken = [row for _ in range(3) for row in await lease_host.feed.take(17)]
+    assert await lease_host.feed.take(1) == []
     for row in sorted(taken, key=lambda row: -row.number):
         error = RowError("odd", "an odd row") if row.number % 2 else None
-        desk.recorder.put([Outcome(row, None if error else b"{}", error, usage=Usage(1, 0, 1))])
-    desk.recorder.flush()
-    await desk.recorder.sync()
+        lease_host.recorder.put([Outcome(row, None if error else b"{}", error, usage=Usage(1, 0, 1))])
+    lease_host.recorder.flush()
+    await lease_host.recorder.sync()
     counted = {shard: [] for shard in (0, 1)}
-    for commit in desk.commits:
+    for commit in lease_host.commits:
         positions = [p + (0, 20)[commit.lease.shard] for s, n in unpack_positions(commit.done) for p in range(s, s + n)]
         assert len(positions) == commit.rows_ok + commit.rows_failed == commit.usage.input_tokens
         counted[commit.lease.shard] += rows_of(job, commit)
     assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
-    assert sum(commit.errors.get("odd", 0) for commit in desk.commits) == 10 + 3
-    assert all(desk.recorder.is_done_with(held) for held in granted)
+    assert sum(commit.errors.get("odd", 0) for commit in lease_host.commits) == 10 + 3
+    assert all(lease_host.recorder.is_done_with(held) for held in granted)
 
 
 async def test_lines_hold_the_rows_own_ids(job, tmp_path):
     """A block's lines are the finished output lines of its rows."""
-    desk = Desk(job, tmp_path)
-    desk.grant(0, Grant(lease(0), 0, 0, 2, row=7))
-    desk.recorder.put([Outcome(row, b'{"x":1}') for row in await desk.feed.take(5)])
-    await desk.recorder.sync()
-    (commit,) = desk.commits
+    lease_host = Desk(job, tmp_path)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 2, row=7))
+    lease_host.recorder.put([Outcome(row, b'{"x":1}') for row in await lease_host.feed.take(5)])
+    await lease_host.recorder.sync()
+    (commit,) = lease_host.commits
     (block,) = read_ref(job.segment.folder, commit.ref)
     first, second = read_payload(block).splitlines()
     assert b'"custom_id":"r7"' in first and b'"custom_id":"r8"' in second
@@ -115,64 +115,64 @@ async def test_lines_hold_the_rows_own_ids(job, tmp_path):
 async def test_a_reply_that_makes_no_line_is_an_error(job, tmp_path):
     """A reply whose line cannot be written is that row's error; the rows beside it keep their results."""
     form = TableForm(prompt="{n}")
-    desk = Desk(OpenJob("job_1", form, job.rows, job.segment), tmp_path)
-    desk.grant(0, Grant(lease(0), 0, 0, 3))
-    rows = [Row(row.position, row.number, b'{"n":1}', form, row.lease) for row in await desk.feed.take(3)]
+    lease_host = Desk(OpenJob("job_1", form, job.rows, job.segment), tmp_path)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 3))
+    rows = [Row(row.position, row.number, b'{"n":1}', form, row.lease) for row in await lease_host.feed.take(3)]
     replies = [b'{"choices":[]}', b'{"x":1e999,"choices":[{"message":{"content":"a"}}]}', b'{"choices":[]}']
-    desk.recorder.put([Outcome(row, reply, usage=Usage(1)) for row, reply in zip(rows, replies, strict=True)])
-    await desk.recorder.sync()
-    assert sum(commit.rows_ok for commit in desk.commits) == 2
-    assert [commit.errors for commit in desk.commits if commit.errors] == [{"bad_reply": 1}]
-    assert sum(commit.usage.input_tokens for commit in desk.commits) == 3
+    lease_host.recorder.put([Outcome(row, reply, usage=Usage(1)) for row, reply in zip(rows, replies, strict=True)])
+    await lease_host.recorder.sync()
+    assert sum(commit.rows_ok for commit in lease_host.commits) == 2
+    assert [commit.errors for commit in lease_host.commits if commit.errors] == [{"bad_reply": 1}]
+    assert sum(commit.usage.input_tokens for commit in lease_host.commits) == 3
 
 
 async def test_a_full_disk_names_no_byte(job, tmp_path, monkeypatch):
     """When the disk cannot be written, no commit is sent and the error is reported."""
-    desk = Desk(job, tmp_path)
-    desk.grant(0, Grant(lease(0), 0, 0, 2))
+    lease_host = Desk(job, tmp_path)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 2))
 
     def refuse(segments: list[SegmentFile]) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recording, "_sync_all", refuse)
-    desk.recorder.put([Outcome(row, b"{}") for row in await desk.feed.take(5)])
-    await desk.recorder.sync()
-    assert desk.commits == [] and [error.errno for error in desk.broken] == [28]
+    lease_host.recorder.put([Outcome(row, b"{}") for row in await lease_host.feed.take(5)])
+    await lease_host.recorder.sync()
+    assert lease_host.commits == [] and [error.errno for error in lease_host.broken] == [28]
 
 
 async def test_careful_rows_come_alone(job, tmp_path):
-    """Under a careful lease a row waits until the one before it is recorded, and its place is noted first."""
-    desk = Desk(job, tmp_path)
+    """Under a isolated lease a row waits until the one before it is recorded, and its place is noted first."""
+    lease_host = Desk(job, tmp_path)
     pairs = {"positions": pack_u32([3, 4]), "rows": pack_u32([3, 4])}
-    desk.grant(0, Grant(lease(0), 0, 0, 2, careful=True, **pairs))
-    (first,) = await desk.feed.take(10)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 2, isolated=True, **pairs))
+    (first,) = await lease_host.feed.take(10)
     assert (tmp_path / "suspect").read_text().split() == ["job_1", "0", "0", "3"]
-    waiting = asyncio.create_task(desk.feed.take(10))
+    waiting = asyncio.create_task(lease_host.feed.take(10))
     await asyncio.sleep(0)
     assert not waiting.done()
-    desk.recorder.put([Outcome(first, b"{}")])
+    lease_host.recorder.put([Outcome(first, b"{}")])
     (second,) = await waiting
     assert second.number == 4
 
 
 async def test_asks_ahead(job, tmp_path):
     """The feed asks for the next grant while a grant's worth of rows is still in hand."""
-    desk = Desk(job, tmp_path)
-    desk.grant(0, Grant(lease(0), 0, 0, 10))
-    assert desk.wants == 1
-    desk.grant(1, Grant(lease(1), 0, 10, 10, position=10, row=10))
-    assert desk.wants == 1
-    await desk.feed.take(10)
-    assert desk.wants == 2
+    lease_host = Desk(job, tmp_path)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 10))
+    assert lease_host.wants == 1
+    lease_host.grant(1, Grant(lease(1), 0, 10, 10, position=10, row=10))
+    assert lease_host.wants == 1
+    await lease_host.feed.take(10)
+    assert lease_host.wants == 2
 
 
 async def test_a_changed_file_stops_its_job_only(job, tmp_path):
     """Rows that are not what was sealed are never run; the job they belong to hears of it."""
-    desk = Desk(job, tmp_path)
+    lease_host = Desk(job, tmp_path)
     source = tmp_path / "in.jsonl"
     source.write_text(source.read_text().replace('"n":5}', '"n":6}'))
-    desk.grant(0, Grant(lease(0), 0, 0, 10))
-    desk.feed.end()
-    assert await desk.feed.take(10) == []
-    ((job_id, error),) = desk.changed
+    lease_host.grant(0, Grant(lease(0), 0, 0, 10))
+    lease_host.feed.end()
+    assert await lease_host.feed.take(10) == []
+    ((job_id, error),) = lease_host.changed
     assert job_id == "job_1" and isinstance(error, InputChanged)

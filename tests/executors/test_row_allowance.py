@@ -7,7 +7,7 @@ import json
 import pytest
 from contract.engine_suite import chat_row
 
-from batchmill.executors.allowance import OUTPUT_GUESS, Allowance
+from batchmill.executors.leases import OUTPUT_GUESS, Allowance
 from batchmill.types import Outcome, Price, Row, RowError, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Spending

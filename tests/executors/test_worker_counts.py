@@ -10,7 +10,7 @@ from engines.llm_support import FakeVllm
 
 from batchmill.executors.local import LocalExecutor
 from batchmill.types import EngineStats, LiveRequest
-from batchmill.wire.messages import Drain, Heartbeat, Predict, Ready, Start
+from batchmill.wire.messages import AnswerLive, Drain, Heartbeat, Ready, Start
 
 PATIENCE_S = 60.0
 
@@ -30,7 +30,7 @@ async def test_the_last_counts_are_told(tmp_path: Path, monkeypatch) -> None:
             async for message in worker.messages():
                 if isinstance(message, Ready):
                     worker.send(
-                        Predict(1, LiveRequest(request.url, request.body, adapter="upper", adapter_place=place))
+                        AnswerLive(1, LiveRequest(request.url, request.body, adapter="upper", adapter_place=place))
                     )
                     worker.send(Drain())
                 elif isinstance(message, Heartbeat):

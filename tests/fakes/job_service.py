@@ -5,28 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchmill.config import RetentionEntry
-from batchmill.jobs.adapters import NoAdapters
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher, Sharing
-from batchmill.jobs.ledger import Ledger
-from batchmill.jobs.machine import Machine
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.intake.adapters import NoAdapters
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock, Executor
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskQuota
 from batchmill.types import ProjectQuotas
 
 
 def job_service(
     data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, linger_s: float = 0.0,
-    machine: Machine | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
+    machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
     retention: RetentionEntry = RetentionEntry(),
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
-    books = Books(ledger)
+    commit_log = CommitLog(ledger)
     dispatcher = Dispatcher(
-        data_dir, books, executor, clock, linger_s=linger_s, quarantine=Quarantine(clock, ledger.database),
+        data_dir, commit_log, executor, clock, linger_s=linger_s, quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    room = DiskRoom(ledger.database, data_dir, quotas)
-    return JobService(data_dir, books, dispatcher, clock, room=room, adapters=adapters, retention=retention)
+    room = DiskQuota(ledger.database, data_dir, quotas)
+    return JobService(data_dir, commit_log, dispatcher, clock, room=room, adapters=adapters, retention=retention)

@@ -8,8 +8,8 @@ from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.adapters import NoAdapters
-from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.intake.adapters import NoAdapters
+from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock
 from batchmill.types import ProjectQuotas
@@ -33,7 +33,7 @@ async def opened(folder: Path) -> AsyncIterator[Callable[..., Awaitable[JobServi
         executor.sweep()
         ledger = open_ledger(data_dir / "batchmill.db")
         service = job_service(data_dir, ledger, executor, clock, quotas=quotas, adapters=adapters)
-        await service.recover(resume_doors=serving)
+        await service.recover(resume_server_jobs=serving)
         services.append(service)
         return service
 

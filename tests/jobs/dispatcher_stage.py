@@ -9,17 +9,17 @@ from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 from written_dataset import RowKeys, write_dataset
 
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.messages import Ack, Grant, Want
+from batchmill.wire.messages import Ack, Grant, RequestRows
 
 SHARDS, SHARD_ROWS = 3, 4
 MODEL = ModelSpec("m", "function", "app.py:f")
@@ -31,9 +31,9 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.executor = ScriptedExecutor()
-        self.books = Books(open_ledger(folder / "batchmill.db"))
+        self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
         self.clock = HeldClock()
-        self.dispatcher = Dispatcher(folder, self.books, self.executor, self.clock)
+        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, self.clock)
         self.plans: list[PlanReader] = []
 
     def open_run(self, name: str, model: ModelSpec = MODEL) -> JobRun:
@@ -44,13 +44,13 @@ class Stage:
             (home / "segments").mkdir()
             written = write_dataset(home, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
             make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
-            self.books.ledger.create(self.spec(name, model))
+            self.commit_log.ledger.create(self.spec(name, model))
             for state in (JobState.PLANNING, JobState.QUEUED, JobState.RUNNING):
-                self.books.ledger.move(name, state)
+                self.commit_log.ledger.move(name, state)
         self.plans.append(PlanReader(home / "plan"))
         files = JobFiles(self.folder, name)
         run = JobRun(self.spec(name, model), 0, self.plans[-1], files=files, clock=self.clock)
-        run.load(self.books.ledger.progress(name, 0))
+        run.load(self.commit_log.ledger.progress(name, 0))
         self.dispatcher.reserve(name, [model])
         return run
 
@@ -68,11 +68,11 @@ class Stage:
         )  # fmt: skip
 
     def rows_ok(self, name: str) -> int:
-        return self.books.ledger.job(name)["rows_ok"]
+        return self.commit_log.ledger.job(name)["rows_ok"]
 
     async def close(self) -> None:
         await self.dispatcher.close(at_once=True)
-        self.books.close()
+        self.commit_log.close()
         for plan in self.plans:
             plan.close()
 
@@ -80,7 +80,7 @@ class Stage:
 async def grant(worker: ScriptedWorker, *, more_of: str = "") -> Grant:
     """The next grant of a worker; `more_of`: which has room for one more of this job."""
     if more_of:
-        worker.say(Want(more_of))
+        worker.say(RequestRows(more_of))
     return await worker.hear(Grant)
 
 

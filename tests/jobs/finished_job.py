@@ -7,8 +7,8 @@ from pathlib import Path
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import SealOrder, seal
-from batchmill.jobs.plan import PlanOrder, PlanReader, make, make_again
-from batchmill.jobs.results import GatherOrder
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make, make_again
+from batchmill.jobs.results.results import GatherOrder
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
 from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm

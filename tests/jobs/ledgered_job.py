@@ -7,11 +7,11 @@ from pathlib import Path
 
 from finished_job import FinishedJob, quiet, write_requests
 
-from batchmill.jobs.audit import AuditOrder, verify
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.ledger_snapshot import Rebuilt
-from batchmill.jobs.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.audit import AuditOrder, verify
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame, pack_positions

@@ -49,7 +49,7 @@ async def test_a_bad_adapter_fails_its_own_rows(folder, fake, opened):
     )  # fmt: skip
     names = [None, "good", "high", "good/1", "tiny"]
     asked = JobOrder(
-        DatasetSpec([write_rows(folder, names)], format="openai"), [model], origin={"door": "x"}, together=True
+        DatasetSpec([write_rows(folder, names)], format="openai"), [model], origin={"frontend": "x"}, together=True
     )
     service = await opened()
     job = (await service.submit(asked)).id
@@ -85,7 +85,7 @@ async def test_a_retry_runs_with_an_adapter_that_was_repaired(folder, fake, open
     )
     service = await opened()
     dataset = DatasetSpec([write_rows(folder, ["high"])], format="openai")
-    job = (await service.submit(JobOrder(dataset, [model], origin={"door": "x"}))).id
+    job = (await service.submit(JobOrder(dataset, [model], origin={"frontend": "x"}))).id
     async with asyncio.timeout(100):
         view = [view async for view in service.watch(job, 0.05)][-1]
         assert (view.state, view.errors) == (JobState.COMPLETED, {"bad_adapter": ROWS})

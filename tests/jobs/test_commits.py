@@ -10,9 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
-from batchmill.jobs import commits, ledger
-from batchmill.jobs.commits import Books
-from batchmill.jobs.ledger import Verdict, open_ledger
+from batchmill.jobs.ledger import commits, ledger
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import Verdict, open_ledger
 from batchmill.states import JobState
 from batchmill.store.segments import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
@@ -41,8 +41,8 @@ def commit(lease: Lease, seq: int, position: int, errors: dict[str, int] | None 
 
 
 @pytest.fixture
-async def books(tmp_path):
-    opened = Books(open_ledger(tmp_path / "batchmill.db"))
+async def commit_log(tmp_path):
+    opened = CommitLog(open_ledger(tmp_path / "batchmill.db"))
     opened.ledger.create(spec())
     yield opened
     opened.close()
@@ -52,43 +52,43 @@ async def books(tmp_path):
 
 
 @pytest.mark.parametrize("end", [[JobState.CANCELLING, JobState.CANCELLED], [JobState.FINALIZING, JobState.COMPLETED]])
-async def test_a_job_that_ended_takes_no_more(books, end):
+async def test_a_job_that_ended_takes_no_more(commit_log, end):
     """Once a job's results are out, what a worker still sends is refused, but what was counted is still known."""
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
     for state in TO_THE_END + end[:1]:
-        books.ledger.move("job_1", state)
+        commit_log.ledger.move("job_1", state)
     counted = commit(lease, 0, 100)
-    assert books.ledger.commit([(counted, None)]) == [Verdict.COUNTED]
-    books.ledger.move("job_1", end[1])
-    assert books.ledger.commit([(commit(lease, 1, 101), None)]) == [Verdict.STALE]
-    assert books.ledger.commit([(counted, None)]) == [Verdict.REPEATED]
-    assert books.ledger.job("job_1")["rows_ok"] == 1
+    assert commit_log.ledger.commit([(counted, None)]) == [Verdict.COUNTED]
+    commit_log.ledger.move("job_1", end[1])
+    assert commit_log.ledger.commit([(commit(lease, 1, 101), None)]) == [Verdict.STALE]
+    assert commit_log.ledger.commit([(counted, None)]) == [Verdict.REPEATED]
+    assert commit_log.ledger.job("job_1")["rows_ok"] == 1
 
 
-async def test_a_paused_job_takes_what_was_paid_for(books):
+async def test_a_paused_job_takes_what_was_paid_for(commit_log):
     """Rows in flight when their job was paused are counted."""
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
-    books.ledger.move("job_1", JobState.PAUSED)
-    assert books.ledger.commit([(commit(lease, 0, 100), None)]) == [Verdict.COUNTED]
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
+    commit_log.ledger.move("job_1", JobState.PAUSED)
+    assert commit_log.ledger.commit([(commit(lease, 0, 100), None)]) == [Verdict.COUNTED]
 
 
-async def test_another_generation_takes_no_more(books):
+async def test_another_generation_takes_no_more(commit_log):
     """A commit of a generation that is over is refused."""
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
-    books.ledger.note("job_1", generation=1)
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
+    commit_log.ledger.note("job_1", generation=1)
     late = commit(lease, 0, 100)
-    assert books.ledger.commit([(late, None)]) == [Verdict.STALE]
+    assert commit_log.ledger.commit([(late, None)]) == [Verdict.STALE]
 
 
-async def test_distinct_error_codes_have_a_maximum(books):
+async def test_distinct_error_codes_have_a_maximum(commit_log):
     """At most so many codes are counted apart; all further ones together, and no row is lost from the sum."""
-    lease = books.ledger.lease("job_1", 0, Shard(0, 100, 100 + 2 * ledger.ERROR_CODES_MAX, 0)).lease
+    lease = commit_log.ledger.lease("job_1", 0, Shard(0, 100, 100 + 2 * ledger.ERROR_CODES_MAX, 0)).lease
     most = {f"E{n}": 1 for n in range(ledger.ERROR_CODES_MAX)}
-    books.ledger.commit([(commit(lease, 0, 100, most), None)])
-    assert books.ledger.errors("job_1").keys() == most.keys()
+    commit_log.ledger.commit([(commit(lease, 0, 100, most), None)])
+    assert commit_log.ledger.errors("job_1").keys() == most.keys()
     more = {"E0": 1, "F1": 1, "F2": 1}
-    books.ledger.commit([(commit(lease, 1, 100 + len(most), more), None)])
-    counted = books.ledger.errors("job_1")
+    commit_log.ledger.commit([(commit(lease, 1, 100 + len(most), more), None)])
+    counted = commit_log.ledger.errors("job_1")
     assert len(counted) == len(most) + 1
     assert counted["E0"] == (2, "it was E0") and counted[ledger.OTHER_ERRORS] == (2, "it was F1")
 
@@ -100,9 +100,9 @@ def broken(_: object) -> None:
     raise ValueError("deaf")
 
 
-async def test_who_fails_to_hear_is_told(books):
+async def test_who_fails_to_hear_is_told(commit_log):
     """Should hearing of a commit fail, that one is told so; the next commit is counted as if nothing was."""
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
     first: list[Verdict | BatchmillError] = []
     second: list[Verdict | BatchmillError] = []
 
@@ -111,76 +111,76 @@ async def test_who_fails_to_hear_is_told(books):
         if len(first) == 1:
             raise ValueError("deaf")
 
-    await books.commit(commit(lease, 0, 100), None, hears_badly)
-    await books.commit(commit(lease, 1, 101), None, second.append)
-    await books.settle()
+    await commit_log.commit(commit(lease, 0, 100), None, hears_badly)
+    await commit_log.commit(commit(lease, 1, 101), None, second.append)
+    await commit_log.settle()
     assert first[0] is Verdict.COUNTED and isinstance(first[1], LedgerBroken) and "deaf" in first[1].message
     assert second == [Verdict.COUNTED]
 
 
-async def test_a_commit_nobody_can_count_stays_its_own_trouble(books):
+async def test_a_commit_nobody_can_count_stays_its_own_trouble(commit_log):
     """A commit that makes the ledger fail in any way is told so; its neighbours are counted."""
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
     heard: list[Verdict | BatchmillError] = []
     bad = Commit(lease, 1, SegmentRef("w-0001.seg", 0, 10), None, 1, 0, Usage())  # type: ignore[arg-type]
-    await books.commit(commit(lease, 0, 100), None, heard.append)
-    await books.commit(bad, None, heard.append)
-    await books.commit(commit(lease, 1, 101), None, heard.append)
-    await books.settle()
+    await commit_log.commit(commit(lease, 0, 100), None, heard.append)
+    await commit_log.commit(bad, None, heard.append)
+    await commit_log.commit(commit(lease, 1, 101), None, heard.append)
+    await commit_log.settle()
     assert heard[0] is heard[2] is Verdict.COUNTED and isinstance(heard[1], LedgerBroken)
 
 
-async def test_a_queue_that_broke_says_so(books):
+async def test_a_queue_that_broke_says_so(commit_log):
     """When the queue itself ends, whoever waits in it and whoever comes later is told; nobody waits for ever."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    lease = books.ledger.lease("job_1", 0, SHARD).lease
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
     heard: list[Verdict | BatchmillError] = []
-    await books.commit(commit(lease, 0, 100), None, broken)
-    waiting = [asyncio.create_task(books.commit(commit(lease, 1, 101), None, heard.append))]
-    waiting += [asyncio.create_task(books.settle()) for _ in range(commits.QUEUE_MAX + 5)]
+    await commit_log.commit(commit(lease, 0, 100), None, broken)
+    waiting = [asyncio.create_task(commit_log.commit(commit(lease, 1, 101), None, heard.append))]
+    waiting += [asyncio.create_task(commit_log.settle()) for _ in range(commits.QUEUE_MAX + 5)]
     ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(end, LedgerBroken) for end in ends[1:])
-    await books.commit(commit(lease, 2, 102), None, heard.append)
+    await commit_log.commit(commit(lease, 2, 102), None, heard.append)
     await asyncio.sleep(0)
     assert [type(each) for each in heard] == [LedgerBroken, LedgerBroken]
     with pytest.raises(LedgerBroken, match="deaf"):
-        await books.settle()
-    assert await books.call(books.ledger.progress, "job_1", 0) == {0: 1}
+        await commit_log.settle()
+    assert await commit_log.call(commit_log.ledger.progress, "job_1", 0) == {0: 1}
 
 
-async def test_the_queue_has_a_maximum(books):
+async def test_the_queue_has_a_maximum(commit_log):
     """Up to so many commits are queued at once; one more waits until there is room."""
     stale = commit(Lease("gone", 0, 0, 1), 0, 100)
     slow = threading.Event()
-    busy = asyncio.create_task(books.call(slow.wait))
+    busy = asyncio.create_task(commit_log.call(slow.wait))
     heard: list[Verdict | BatchmillError] = []
-    await books.commit(stale, None, heard.append)
+    await commit_log.commit(stale, None, heard.append)
     await asyncio.sleep(0)  # the queue hands over its first
     for _ in range(commits.QUEUE_MAX):
-        await asyncio.wait_for(books.commit(stale, None, heard.append), 5)
-    one_more = asyncio.create_task(books.commit(stale, None, heard.append))
+        await asyncio.wait_for(commit_log.commit(stale, None, heard.append), 5)
+    one_more = asyncio.create_task(commit_log.commit(stale, None, heard.append))
     await asyncio.sleep(0)
     assert not one_more.done()
     slow.set()
     await one_more
-    await books.settle()
+    await commit_log.settle()
     await busy
     assert heard == [Verdict.STALE] * (commits.QUEUE_MAX + 2)
 
 
 async def test_a_closed_ledger_says_so(tmp_path):
     """After the close a call is an error of ours, not of the thread that is gone."""
-    books = Books(open_ledger(tmp_path / "batchmill.db"))
-    books.close()
+    commit_log = CommitLog(open_ledger(tmp_path / "batchmill.db"))
+    commit_log.close()
     with pytest.raises(LedgerBroken, match="closed"):
-        await books.call(books.ledger.job, "job_1")
+        await commit_log.call(commit_log.ledger.job, "job_1")
 
 
-async def test_a_full_disk_is_told_by_its_code(books):
+async def test_a_full_disk_is_told_by_its_code(commit_log):
     """SQLite's code says that the disk is full; a path with the word in it does not."""
 
     def fill() -> None:
-        with books.ledger._engine.connect() as db:
+        with commit_log.ledger._engine.connect() as db:
             pages = db.exec_driver_sql("PRAGMA page_count").scalar()
             db.exec_driver_sql(f"PRAGMA max_page_count={pages}")
             db.exec_driver_sql("CREATE TABLE large (data BLOB)")
@@ -190,6 +190,6 @@ async def test_a_full_disk_is_told_by_its_code(books):
         raise sa.exc.OperationalError("", None, sqlite3.OperationalError("no such table: fullness"))
 
     with pytest.raises(StorageFull):
-        await books.call(fill)
+        await commit_log.call(fill)
     with pytest.raises(LedgerBroken, match="fullness"):
-        await books.call(misname)
+        await commit_log.call(misname)

@@ -7,10 +7,10 @@ import os
 import pytest
 from ledgered_job import LedgeredJob
 
+from batchmill.datasets.layout import SUMMED, check
 from batchmill.datasets.sealed import SealedRows
-from batchmill.datasets.soundness import SUMMED, check
 from batchmill.errors import DatasetDamaged, InputChanged
-from batchmill.jobs.remaking import ANEW
+from batchmill.jobs.ledger.audit import ANEW
 from batchmill.states import PauseReason
 
 FILES = (*SUMMED, "sums.json")
@@ -52,7 +52,7 @@ def test_damage_is_found_told_and_mended(job):
                 check(home)
             assert raised.value.reason is PauseReason.DATASET_DAMAGED and "ledger rebuild job" in raised.value.message
             assert any(name in each for each in job.verify().broken), (name, how)
-            assert any("made anew" in each for each in job.rebuild().damaged), (name, how)
+            assert any("from the input" in each for each in job.rebuild().damaged), (name, how)
             assert contents(home) == whole, (name, how)
             assert job.verify().broken == [] and job.verify().rows_done == 50
 

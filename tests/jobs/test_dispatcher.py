@@ -10,9 +10,9 @@ from dispatcher_stage import MODEL, SHARD_ROWS, SHARDS, Stage, finish, grant, po
 from fakes.scripted_workers import ScriptedWorker
 
 from batchmill.errors import JobPaused, LedgerBroken
-from batchmill.jobs import dispatcher as dispatching
-from batchmill.jobs import pool as pools
-from batchmill.jobs.job_run import JobRun
+from batchmill.jobs.pools import dispatcher as dispatching
+from batchmill.jobs.pools import pool as pools
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import JobState, PauseReason
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, frame
 from batchmill.types import ModelSpec
@@ -47,12 +47,12 @@ async def test_pausing_leaves_a_worker_that_others_need(stage):
     first, second, worker, one, two = await two_jobs(stage)
     pause(first)
     await stage.dispatcher.remove(first)
-    stage.books.ledger.move("first", JobState.PAUSED)
+    stage.commit_log.ledger.move("first", JobState.PAUSED)
     assert (await worker.hear(Revoke)).job == "first" and not worker.was_killed
     assert second.is_held_by(worker.name)
     assert await finish(worker, one) and await finish(worker, two)
     assert (stage.rows_ok("first"), stage.rows_ok("second")) == (SHARD_ROWS, SHARD_ROWS)
-    assert (await grant(worker, more_of="second")).careful is False
+    assert (await grant(worker, more_of="second")).isolated is False
 
 
 async def test_a_cancelled_job_leaves_nothing_that_commits(stage):
@@ -102,13 +102,13 @@ async def test_which_deaths_are_the_rows_fault(stage):
     held.end()
     heir = await stage.executor.next()
     again = await grant(heir)
-    assert (again.lease.shard, again.careful) == (granted.lease.shard, False)
+    assert (again.lease.shard, again.isolated) == (granted.lease.shard, False)
     heir.exit(1)
     second = await stage.executor.next()
-    assert (await grant(second)).careful is False
+    assert (await grant(second)).isolated is False
     second.exit(1)
     last = await grant(await stage.executor.next())
-    assert last.careful and run.held_by(worker.name) == []
+    assert last.isolated and run.held_by(worker.name) == []
 
 
 async def test_at_once_waits_for_nothing_but_the_end(stage, monkeypatch):
@@ -185,7 +185,7 @@ async def test_what_is_in_flight_goes_to_nobody_else(stage):
     taken = sorted(each.lease.shard for each in got if each.lease.job == "first")
     assert taken == [number for number in range(SHARDS) if number != one.lease.shard]
     slow = threading.Event()
-    busy = asyncio.create_task(stage.books.call(slow.wait))
+    busy = asyncio.create_task(stage.commit_log.call(slow.wait))
     for place, seq in ((0, 0), (1, 1), (2, 2)):
         holder.finish(one, positions(one)[place : place + 1], seq=seq)
         await asyncio.sleep(0)

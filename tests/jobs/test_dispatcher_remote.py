@@ -10,12 +10,13 @@ from dispatcher_stage import MODEL, SHARD_ROWS, Stage, finish, grant, positions
 from fakes.scripted_workers import ScriptedWorker
 
 from batchmill.errors import JobPaused
-from batchmill.jobs import dispatcher as dispatching
-from batchmill.jobs import early_end, shard_notes
-from batchmill.jobs.job_run import JobRun
+from batchmill.jobs import early_end
+from batchmill.jobs.ledger import ledger
+from batchmill.jobs.pools import dispatcher as dispatching
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import PauseReason
 from batchmill.types import ModelSpec, RemoteJob
-from batchmill.wire.messages import Failed, Grant, Left, Note, Noted, Released, Revoke
+from batchmill.wire.messages import Failed, Grant, LeaseReleased, Note, Noted, Released, Revoke
 
 FAR = ModelSpec("far", "provider_batch", "gpt", provider="openai")
 
@@ -40,7 +41,7 @@ def over(stage: Stage, name: str, *shards: int) -> JobRun:
     """A run of a job that ends, over what providers have of these shards."""
     run = stage.open_run(name, FAR)
     last = JobRun(run.spec, 0, run.plan, files=run.files, clock=stage.clock, is_over=True)
-    last.load(stage.books.ledger.progress(name, 0), frozenset(shards))
+    last.load(stage.commit_log.ledger.progress(name, 0), frozenset(shards))
     return last
 
 
@@ -50,11 +51,11 @@ async def test_the_next_worker_has_the_notes(stage):
     for _ in range(4):
         worker = await stage.executor.next()
         granted = await grant(worker)
-        assert (granted.lease.shard, granted.careful, granted.is_over) == (0, False, False)
+        assert (granted.lease.shard, granted.isolated, granted.is_over) == (0, False, False)
         assert await noted(worker, granted)
         worker.exit(-9)
     last = await stage.executor.next()
-    remote = shard_notes.read((await grant(last)).notes["t"], 0)
+    remote = ledger.read((await grant(last)).notes["t"], 0)
     assert remote is not None and remote.state == "submitted"
 
 
@@ -63,7 +64,7 @@ async def test_a_worker_without_the_lease_is_told_so(stage):
     stage.begin("job", FAR)
     worker = await stage.executor.next()
     granted = await grant(worker)
-    stage.books.ledger.fence("job", 0)
+    stage.commit_log.ledger.fence("job", 0)
     assert not await noted(worker, granted)
 
 
@@ -79,7 +80,7 @@ async def test_how_a_job_is_let_go(stage, is_over):
         run.pause(JobPaused("enough"))
     removing = asyncio.create_task(stage.dispatcher.remove(run))
     assert (await worker.hear(Revoke)).is_over is is_over
-    worker.say(Left(granted.lease))
+    worker.say(LeaseReleased(granted.lease))
     worker.say(Released("job"))
     await removing
     assert not worker.was_killed
@@ -114,7 +115,7 @@ async def test_only_shards_with_notes_are_wound_up(stage):
     second = await grant(worker, more_of="job")
     assert [(each.lease.shard, each.is_over) for each in (first, second)] == [(0, True), (2, True)]
     worker.finish(first, positions(first)[:1])
-    worker.say(Left(first.lease))
+    worker.say(LeaseReleased(first.lease))
     assert await finish(worker, second)
     assert (await worker.hear(Revoke)).is_over
     worker.say(Released("job"))
@@ -129,7 +130,7 @@ async def test_one_that_cannot_be_collected_is_left(stage):
     winding = asyncio.create_task(early_end.cancel_remote(run, stage.dispatcher, is_at_once=False))
     first = await grant(worker)
     worker.say(Failed("submit_unknown", "where is it?", PauseReason.SUBMIT_UNKNOWN, "job"))
-    worker.say(Left(first.lease))
+    worker.say(LeaseReleased(first.lease))
     second = await grant(worker, more_of="job")
     assert second.lease.shard == 1
     worker.say(Failed("auth_refused", "401", PauseReason.AUTH, "job"))

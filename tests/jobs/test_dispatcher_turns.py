@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from dispatcher_stage import SHARD_ROWS, SHARDS, Stage, finish, grant, positions
 
-from batchmill.jobs import pool_worker
+from batchmill.jobs.pools import pool_worker
 from batchmill.types import Policy, Usage
-from batchmill.wire.messages import Ack, Grant, Open, Released, Revoke, Weigh
+from batchmill.wire.messages import Ack, Grant, Open, Released, Revoke, SetShare
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ async def test_workers_hear_what_has_changed(stage):
     alone = await grant(worker)
     assert (alone.priority, alone.share) == (0, 1.0)
     stage.begin("second")
-    less = await worker.hear(Weigh)
+    less = await worker.hear(SetShare)
     assert (less.job, less.share) == ("first", 0.625)
     second = await grant(worker)
     assert (second.lease.job, second.share) == ("second", 0.375)
     assert await finish(worker, alone)
-    assert not worker.has_heard(Weigh)
+    assert not worker.has_heard(SetShare)
     first.spec = msgspec.structs.replace(first.spec, policy=Policy(priority=3))
     stage.clock.at += 1.0
     assert await finish(worker, second)
-    news = {each.job: each for each in [await worker.hear(Weigh), await worker.hear(Weigh)]}
+    news = {each.job: each for each in [await worker.hear(SetShare), await worker.hear(SetShare)]}
     assert (news["first"].priority, news["first"].share, news["second"].share) == (6, 1.0, 1.0)
     assert stage.dispatcher.ahead_of("second") == 1
 

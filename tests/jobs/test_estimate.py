@@ -10,14 +10,13 @@ import pytest
 from finished_job import quiet
 
 from batchmill.datasets.sealing import SealOrder, seal
-from batchmill.jobs import estimate as estimating
-from batchmill.jobs.estimate import EstimateOrder, estimate, estimate_offloaded
-from batchmill.jobs.plan import PlanOrder, make
-from batchmill.jobs.prompt_tokens import ByLength, RowTokens, tokens_of
+from batchmill.jobs.intake import estimate as estimating
+from batchmill.jobs.intake.estimate import ByLength, EstimateOrder, RowTokens, estimate, estimate_offloaded, tokens_of
+from batchmill.jobs.ledger.plan import PlanOrder, make
 from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price, Request
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.previews import Estimate, Range
+from batchmill.wire.native import Estimate, EstimateRange
 
 PRICE = Price(input=2.0, output=10.0)
 
@@ -61,10 +60,10 @@ def test_a_small_job_is_counted_whole(tmp_path):
     """When every row fits in the sample the figures are exact for the way of counting: no spread."""
     lines = [chat(n, "x" * 400, max_tokens=50) for n in range(10)]
     found = estimate(prepared(tmp_path, lines, [model(price=PRICE)]), quiet)
-    assert found.input_tokens == Range(1040, 1040, 1040)
-    assert found.output_tokens == Range(500, 500, 500)
-    assert found.cost == Range(*[pytest.approx((1040 * 2 + 500 * 10) / 1e6)] * 3)
-    assert found.cost_input == Range(*[pytest.approx(1040 * 2 / 1e6)] * 3)
+    assert found.input_tokens == EstimateRange(1040, 1040, 1040)
+    assert found.output_tokens == EstimateRange(500, 500, 500)
+    assert found.cost == EstimateRange(*[pytest.approx((1040 * 2 + 500 * 10) / 1e6)] * 3)
+    assert found.cost_input == EstimateRange(*[pytest.approx(1040 * 2 / 1e6)] * 3)
     assert (found.rows, found.run, found.sampled, found.rows_unlimited) == (10, 10, 10, 0.0)
     assert "output tokens are the most that the rows allow; answers are often shorter" in found.notes
 
@@ -203,6 +202,6 @@ def test_a_tokenizer_that_is_here_counts(tmp_path):
 
 def test_estimates_load_no_numpy():
     """The command line reads estimates and starts fast."""
-    code = "import sys, batchmill.jobs.estimate; print('numpy' in sys.modules)"
+    code = "import sys, batchmill.jobs.intake.estimate; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

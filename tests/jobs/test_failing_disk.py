@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import StorageFull
-from batchmill.jobs import recovery, runner
+from batchmill.jobs import runner
+from batchmill.jobs.ledger import outcome_map
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 200
@@ -80,7 +81,7 @@ async def test_a_segment_that_cannot_be_read_is_not_adopted(folder, opened, monk
     model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
     order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
     # The segment is written by another process: reading it fails in the owner alone.
-    monkeypatch.setattr(recovery, "read_head", unreadable)
+    monkeypatch.setattr(outcome_map, "read_head", unreadable)
     job = (await service.submit(order)).id
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)

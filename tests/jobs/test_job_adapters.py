@@ -13,17 +13,17 @@ from msgspec.structs import replace
 from small_adapter import write_adapter
 
 from batchmill.errors import InvalidInput
-from batchmill.jobs import adapters, preparation
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
+from batchmill.jobs.intake import adapters, preparation
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
-DOOR = {"door": "openai"}
+FRONTEND = {"frontend": "openai"}
 
 
 class Had(Struct, frozen=True):
@@ -90,7 +90,7 @@ def base(folder: Path, **more) -> ModelSpec:
 
 def order(folder: Path, *models: str | None, model: ModelSpec, **more) -> JobOrder:
     path = write_rows(folder, *models)
-    return JobOrder(DatasetSpec([path], format="openai"), [model], origin=DOOR, project="p", **more)
+    return JobOrder(DatasetSpec([path], format="openai"), [model], origin=FRONTEND, project="p", **more)
 
 
 async def prepared(service: JobService, asked: JobOrder) -> tuple[JobView, JobSpec]:

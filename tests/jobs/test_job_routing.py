@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs import routing
-from batchmill.jobs.routing import choose
+from batchmill.jobs.intake import routing
+from batchmill.jobs.intake.routing import choose
 from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -6,9 +6,9 @@ import pytest
 from fakes.held_clock import HeldClock
 from written_dataset import RowKeys, write_dataset
 
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -11,8 +11,8 @@ from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.machine import Machine
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.pools.resources import Resources
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Needs, Scaling
 
 GIB = 2**30
@@ -31,7 +31,7 @@ class Stage:
             LocalExecutor(data / "workers"),
             SystemClock(),
             linger_s=600.0,
-            machine=Machine(24 * GIB, []),
+            machine=Resources(24 * GIB, []),
         )
 
     def model(self, name: str, gib: int, body: str = "return n", **more) -> ModelSpec:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
-from batchmill.jobs import job_records
-from batchmill.jobs.ledger import Ledger, Verdict, mask_of, open_ledger, undone
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.ledger import Ledger, Verdict, mask_of, open_ledger, undone
 from batchmill.states import JobState
 from batchmill.store import tables
 from batchmill.store.segments import pack_positions
@@ -62,22 +62,22 @@ def test_counts_what_the_holder_commits(ledger):
 async def test_jobs_are_found_by_state_model_and_time(ledger):
     """A list has the jobs of a state, of a model that rows go to, and since a time; the database looks them up."""
     ledger.create(msgspec.structs.replace(spec("job_2", created=2.0), models=[ModelSpec("n", "function", "app.py:f")]))
-    door = msgspec.structs.replace(spec("job_3", created=3.0), origin={"door": "d"})
-    ledger.create(door)
+    frontend = msgspec.structs.replace(spec("job_3", created=3.0), origin={"frontend": "d"})
+    ledger.create(frontend)
     ledger.move("job_2", JobState.PAUSED)
     queries = {
         JobQuery(): ["job_3", "job_2", "job_1"],
         JobQuery(state="validating"): ["job_3", "job_1"],
         JobQuery(state="validating", after="job_2"): ["job_1"],
-        JobQuery(model="m"): ["job_1"],  # a door's job knows its models once it is planned
+        JobQuery(model="m"): ["job_1"],  # a frontend's job knows its models once it is planned
         JobQuery(model="n", since=2.0): ["job_2"],
         JobQuery(since=2.5): ["job_3"],
     }
     for query, found in queries.items():
-        assert [record["id"] for record, _ in await ledger.database.read(job_records.page, query)] == found
-    planned = msgspec.json.encode(msgspec.structs.replace(door, used=["m", "m/1"]))
+        assert [record["id"] for record, _ in await ledger.database.read(records.page, query)] == found
+    planned = msgspec.json.encode(msgspec.structs.replace(frontend, used=["m", "m/1"]))
     ledger.move("job_3", JobState.QUEUED, via=JobState.PLANNING, spec=planned)
-    [(record, _)] = await ledger.database.read(job_records.page, JobQuery(model="m/1"))
+    [(record, _)] = await ledger.database.read(records.page, JobQuery(model="m/1"))
     assert record["id"] == "job_3"
 
 

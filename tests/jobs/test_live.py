@@ -10,38 +10,38 @@ from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
-from batchmill.jobs import live as live_path
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher, Sharing
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.live import LivePath
-from batchmill.jobs.machine import Machine
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.pools import live as live_path
+from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
+from batchmill.jobs.pools.live import LivePath
+from batchmill.jobs.pools.resources import Resources
 from batchmill.states import PauseReason
 from batchmill.types import LiveHead, LiveRequest, ModelSpec, Needs
+from batchmill.wire.error_statuses import Raised
 from batchmill.wire.messages import (
     LIVE_AHEAD_BYTES,
     Abandon,
     Answered,
-    Chunk,
+    AnswerLive,
     Drain,
     Failed,
+    FlowCredit,
     Head,
-    Predict,
     Ready,
-    Taken,
+    ReplyChunk,
 )
-from batchmill.wire.raised import Raised
 
 MODEL = ModelSpec("m", "http", "m", base_url="http://127.0.0.1:1/v1", workers=2)
 ASKED = LiveRequest("/v1/chat/completions", b"{}")
 
 
 class Stage:
-    def __init__(self, folder, machine: Machine | None = None) -> None:
+    def __init__(self, folder, machine: Resources | None = None) -> None:
         self.executor, self.clock = ScriptedExecutor(), HeldClock()
-        self.books = Books(open_ledger(folder / "batchmill.db"))
+        self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
         self.dispatcher = Dispatcher(
-            folder, self.books, self.executor, self.clock, linger_s=3600.0, sharing=Sharing(machine=machine)
+            folder, self.commit_log, self.executor, self.clock, linger_s=3600.0, sharing=Sharing(machine=machine)
         )
         self.asked: list[asyncio.Task[list[LiveHead | bytes]]] = []
 
@@ -57,7 +57,7 @@ class Stage:
     async def close(self) -> None:
         await self.dispatcher.close(at_once=True)
         await asyncio.gather(*self.asked, return_exceptions=True)
-        self.books.close()
+        self.commit_log.close()
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ async def stage(tmp_path, monkeypatch):
     await made.close()
 
 
-async def answer(worker: ScriptedWorker, *pieces: bytes, status: int = 200) -> Predict:
-    asked = await worker.hear(Predict)
+async def answer(worker: ScriptedWorker, *pieces: bytes, status: int = 200) -> AnswerLive:
+    asked = await worker.hear(AnswerLive)
     worker.say(Head(asked.id, LiveHead(status)))
     for piece in pieces:
-        worker.say(Chunk(asked.id, piece))
+        worker.say(ReplyChunk(asked.id, piece))
     worker.say(Answered(asked.id))
     return asked
 
@@ -90,13 +90,13 @@ async def test_the_least_busy_worker_answers(stage):
     """Requests spread over the workers that are ready, by how many each has."""
     tasks = [stage.ask()]
     one, two = await stage.executor.next(), await stage.executor.next(ready=False)
-    first = await one.hear(Predict)
+    first = await one.hear(AnswerLive)
     two.say(Ready(2))
     await asyncio.sleep(0.0)
     while stage.dispatcher.gauges()[0].ready < 2:
         await asyncio.sleep(0)
     tasks += [stage.ask()]
-    second = await two.hear(Predict)
+    second = await two.hear(AnswerLive)
     for worker, asked in ((one, first), (two, second)):
         worker.say(Answered(asked.id))
     await asyncio.gather(*tasks)
@@ -107,12 +107,12 @@ async def test_whoever_leaves_is_not_answered_on(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     worker.say(Head(asked.id, LiveHead(200)))
     assert await beginning == LiveHead(200)
     await pieces.aclose()
     assert (await worker.hear(Abandon)).id == asked.id
-    worker.say(Chunk(asked.id, b"late"))
+    worker.say(ReplyChunk(asked.id, b"late"))
     worker.say(Answered(asked.id))
     task = stage.ask()
     await answer(worker, b"x")
@@ -124,15 +124,15 @@ async def test_a_slow_reader_is_waited_for(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     piece = b"x" * (LIVE_AHEAD_BYTES // 4)
     worker.say(Head(asked.id, LiveHead(200)))
     for _ in range(3):
-        worker.say(Chunk(asked.id, piece))
+        worker.say(ReplyChunk(asked.id, piece))
     await beginning
-    assert await anext(pieces) == piece and not worker.has_heard(Taken)
+    assert await anext(pieces) == piece and not worker.has_heard(FlowCredit)
     assert await anext(pieces) == piece
-    assert await worker.hear(Taken) == Taken(asked.id, len(piece))
+    assert await worker.hear(FlowCredit) == FlowCredit(asked.id, len(piece))
     await pieces.aclose()
 
 
@@ -140,7 +140,7 @@ async def test_what_the_engine_raised_is_raised(stage):
     """Without an answer there is the engine's own error, of its kind and with its code."""
     task = stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     worker.say(Answered(asked.id, Raised.of(InvalidRow("no such field", code="invalid_field"))))
     with pytest.raises(InvalidRow, match="no such field") as told:
         await task
@@ -151,9 +151,9 @@ async def test_a_worker_that_dies_leaves_nobody_waiting(stage):
     """A request whose worker died before or within its answer is told at once that it may come again."""
     first, second = stage.ask(), stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     worker.say(Head(asked.id, LiveHead(200)))
-    await worker.hear(Predict)
+    await worker.hear(AnswerLive)
     worker.exit(1)
     for task in (first, second):
         with pytest.raises(Unavailable, match="ended before it had answered"):
@@ -182,7 +182,7 @@ async def test_a_model_that_cannot_start_says_why(stage):
 
 async def test_a_model_without_room_says_why(tmp_path):
     """A request whose model waits for room until its patience is over is told for which."""
-    made = Stage(tmp_path, Machine(24, []))
+    made = Stage(tmp_path, Resources(24, []))
     made.clock.sleep = lambda _: asyncio.Event().wait()
     made.dispatcher.live = LivePath(made.dispatcher._pools, made.dispatcher.tallies, made.clock, loading_s=0.05)
     made.dispatcher.reserve("job_1", [ModelSpec("other", "http", "o", needs=Needs(20))])
@@ -210,7 +210,7 @@ async def test_waiting_has_a_limit(stage, monkeypatch):
     with pytest.raises(Unavailable, match="2 requests wait"):
         await stage.ask()
     worker.say(Ready(1))
-    asked = [await worker.hear(Predict) for _ in waiting]
+    asked = [await worker.hear(AnswerLive) for _ in waiting]
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask()
     for each in asked:

@@ -10,16 +10,16 @@ from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
-from batchmill.jobs import live
-from batchmill.jobs import live as live_path
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.pools import live
+from batchmill.jobs.pools import live as live_path
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.states import PauseReason
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, ModelSpec
-from batchmill.wire.messages import LIVE_ASKS_BYTES, Abandon, Answer, Answers, Asks, Drain, Failed, Ready
-from batchmill.wire.raised import Raised
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import LIVE_ASKS_BYTES, Abandon, Answers, Asks, Drain, Failed, FunctionReply, Ready
 
 
 def model(*, workers: int = 1, is_idempotent: bool = False) -> ModelSpec:
@@ -32,16 +32,16 @@ class Stage:
         self.executor, self.clock = ScriptedExecutor(), HeldClock()
         self.clock.sleep = self._sleep  # type: ignore[method-assign]
         self.held = asyncio.Event()  # nobody's time passes until it is set
-        self.books = Books(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.books, self.executor, self.clock, linger_s=3600.0)
+        self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
+        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, self.clock, linger_s=3600.0)
         self.live = self.dispatcher.live
-        self.tasks: list[asyncio.Task[Answer]] = []
+        self.tasks: list[asyncio.Task[FunctionReply]] = []
 
     async def _sleep(self, seconds: float) -> None:
         await self.held.wait()
         await asyncio.sleep(0)  # an event that is set would let nobody else run
 
-    def ask(self, spec: ModelSpec, body: bytes = b"{}", **options) -> asyncio.Task[Answer]:
+    def ask(self, spec: ModelSpec, body: bytes = b"{}", **options) -> asyncio.Task[FunctionReply]:
         self.tasks.append(asyncio.create_task(self.live.ask(spec, "arguments", body, **options)))
         return self.tasks[-1]
 
@@ -55,7 +55,7 @@ class Stage:
     async def close(self) -> None:
         await self.dispatcher.close(at_once=True)
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.books.close()
+        self.commit_log.close()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def stage(tmp_path):
     await made.close()
 
 
-def reply(worker: ScriptedWorker, *answers: Answer, stats: CallStats | None = None) -> None:
+def reply(worker: ScriptedWorker, *answers: FunctionReply, stats: CallStats | None = None) -> None:
     worker.say(Answers(list(answers), stats))
 
 
@@ -76,8 +76,8 @@ async def test_a_call_and_its_answer(stage):
     worker = await stage.executor.next()
     (ask,) = (await worker.hear(Asks)).asks
     assert (ask.form, ask.body, ask.head, ask.timeout_s) == ("arguments", b"body", b"h", 2.0)
-    reply(worker, Answer(ask.id, b"done", b"h2"))
-    assert await task == Answer(ask.id, b"done", b"h2") and not worker.has_heard(Abandon)
+    reply(worker, FunctionReply(ask.id, b"done", b"h2"))
+    assert await task == FunctionReply(ask.id, b"done", b"h2") and not worker.has_heard(Abandon)
 
 
 async def test_calls_of_one_turn_travel_together(stage):
@@ -87,7 +87,7 @@ async def test_calls_of_one_turn_travel_together(stage):
     tasks = [stage.ask(spec, str(n).encode()) for n in range(50)]
     asks = (await worker.hear(Asks)).asks
     assert [ask.body for ask in asks] == [str(n).encode() for n in range(50)]
-    reply(worker, *[Answer(ask.id, ask.body) for ask in reversed(asks)])
+    reply(worker, *[FunctionReply(ask.id, ask.body) for ask in reversed(asks)])
     assert [answer.body for answer in await asyncio.gather(*tasks)] == [str(n).encode() for n in range(50)]
 
 
@@ -108,7 +108,7 @@ class _Handle:
 
 
 def _ask(number, body):
-    return live.Ask(number, "arguments", body)
+    return live.FunctionRequest(number, "arguments", body)
 
 
 async def test_a_call_without_waiting(stage):
@@ -119,7 +119,7 @@ async def test_a_call_without_waiting(stage):
     assert stage.live.is_ready(spec)
     assert stage.live.ask_now(spec, "rows", b"a", hear=heard.append) is not None
     (ask,) = (await worker.hear(Asks)).asks
-    answer = Answer(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
+    answer = FunctionReply(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
     reply(worker, answer, answer)
     await _until(lambda: heard)
     assert heard == [answer]
@@ -137,10 +137,10 @@ async def test_whoever_leaves_is_not_answered(stage):
     (other,) = (await worker.hear(Asks)).asks
     task.cancel()
     assert (await worker.hear(Abandon)).id == other.id
-    reply(worker, Answer(ask.id), Answer(other.id))
+    reply(worker, FunctionReply(ask.id), FunctionReply(other.id))
     last = stage.ask(spec)
     (ask,) = (await worker.hear(Asks)).asks
-    reply(worker, Answer(ask.id))
+    reply(worker, FunctionReply(ask.id))
     await last
     cancel()
     assert heard == [] and not worker.has_heard(Abandon)
@@ -152,7 +152,7 @@ async def test_what_was_raised_is_raised(stage):
     worker = await stage.loaded(spec)
     task = stage.ask(spec)
     (ask,) = (await worker.hear(Asks)).asks
-    reply(worker, Answer(ask.id, raised=Raised.of(ModelFailed("ValueError: no", code="function_error"))))
+    reply(worker, FunctionReply(ask.id, raised=Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no") as told:
         await task
     assert told.value.code == "function_error"
@@ -172,7 +172,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
     again = stage.ask(spec)
     worker = await stage.executor.next()
     (ask,) = (await worker.hear(Asks)).asks
-    reply(worker, Answer(ask.id, b"fine"))
+    reply(worker, FunctionReply(ask.id, b"fine"))
     assert (await again).body == b"fine"
 
 
@@ -187,7 +187,7 @@ async def test_what_may_be_called_twice_is(stage):
     asks = {}
     while len(asks) < 2:
         asks |= {ask.body: ask.id for ask in (await worker.hear(Asks)).asks}
-    reply(worker, Answer(asks[b"first"], b"done"))
+    reply(worker, FunctionReply(asks[b"first"], b"done"))
     assert (await first).body == b"done"
     worker.exit(-9)
     with pytest.raises(ModelFailed, match="died") as told:
@@ -218,13 +218,13 @@ async def test_calls_have_limits(stage, monkeypatch):
     (ask,) = (await worker.hear(Asks)).asks
     with pytest.raises(Unavailable, match="on their way"):
         await stage.ask(spec, b"y")
-    reply(worker, Answer(ask.id))
+    reply(worker, FunctionReply(ask.id))
     await full
     tasks = [stage.ask(spec, b""), stage.ask(spec, b"")]
     asks = (await worker.hear(Asks)).asks
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask(spec, b"")
-    reply(worker, *[Answer(ask.id) for ask in asks])
+    reply(worker, *[FunctionReply(ask.id) for ask in asks])
     await asyncio.gather(*tasks)
 
 
@@ -249,7 +249,7 @@ async def test_workers_stay_while_they_are_called(stage, monkeypatch):
     (key,) = [key for key, _ in pools.items()]
     task = stage.ask(spec)
     (ask,) = (await worker.hear(Asks)).asks
-    reply(worker, Answer(ask.id))
+    reply(worker, FunctionReply(ask.id))
     await task
     assert len(pools.users(key)) == 2
     stage.held.set()

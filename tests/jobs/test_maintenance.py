@@ -7,7 +7,7 @@ from pathlib import Path
 from fakes.held_clock import HeldClock
 
 from batchmill.jobs.maintenance import POLL_S, RETRY_MAX_S, Maintenance, Stalled
-from batchmill.store.ballast import BALLAST_BYTES, Ballast
+from batchmill.store.disk_room import RESERVE_BYTES, DiskReserve
 
 
 class Owner:
@@ -15,7 +15,9 @@ class Owner:
         self.clock, self.folder = HeldClock(), folder
         self.jobs: list[Stalled] = []
         self.resumed: list[tuple[str, float]] = []
-        self.maintenance = Maintenance(self.clock, Ballast(folder / "ballast"), self.stalled, self.resume, self.tidy)
+        self.maintenance = Maintenance(
+            self.clock, DiskReserve(folder / "disk_reserve"), self.stalled, self.resume, self.tidy
+        )
 
     async def stalled(self) -> list[Stalled]:
         return self.jobs
@@ -28,14 +30,14 @@ class Owner:
 
 
 async def test_a_job_goes_on_when_there_is_room(tmp_path):
-    """A job whose folders have room is resumed, after the ballast is in its place again."""
+    """A job whose folders have room is resumed, after the reserve is in its place again."""
     owner = Owner(tmp_path)
     await owner.maintenance.poll()
-    assert owner.resumed == [] and not (tmp_path / "ballast").exists()
+    assert owner.resumed == [] and not (tmp_path / "disk_reserve").exists()
     owner.jobs = [Stalled("job_1", [tmp_path])]
     await owner.maintenance.poll()
     assert [job for job, _ in owner.resumed] == ["job_1"]
-    assert (tmp_path / "ballast").stat().st_size == BALLAST_BYTES
+    assert (tmp_path / "disk_reserve").stat().st_size == RESERVE_BYTES
 
 
 async def test_without_room_nothing_is_tried(tmp_path):

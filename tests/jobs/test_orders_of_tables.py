@@ -1,6 +1,6 @@
 """Orders of tables as descriptions: what a job's form knows of its cells."""
 
-from batchmill.jobs.orders import describe
+from batchmill.jobs.intake.orders import describe
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import plan
-from batchmill.jobs.plan import FOLLOWERS, ORDER, PLAN, SHARDS, PlanOrder, PlanReader, explain, make
+from batchmill.jobs.ledger import plan
+from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PLAN, SHARDS, PlanOrder, PlanReader, explain, make
 
 ONE_MODEL = PlanOrder(targets=[(0, None)], shard_rows=[4])
 
@@ -137,6 +137,6 @@ def test_explanation_of_file_order(tmp_path):
 
 def test_reading_a_plan_loads_no_numpy():
     """Workers read plans and stay lean."""
-    code = "import sys, batchmill.jobs.plan; print('numpy' in sys.modules)"
+    code = "import sys, batchmill.jobs.ledger.plan; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import key_order
-from batchmill.jobs.plan import FOLLOWERS, ORDER, PlanOrder, PlanReader, explain, make
+from batchmill.jobs.ledger import key_order
+from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanOrder, PlanReader, explain, make
 
 TARGETS = [(1, None), (0, "upper"), (0, None), (0, "lower"), (1, None)]
 KEYED = PlanOrder(targets=TARGETS, shard_rows=[3, 5], keys=True)

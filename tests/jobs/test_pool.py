@@ -13,14 +13,13 @@ from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs import pool
-from batchmill.jobs.engine_log import EngineLog
-from batchmill.jobs.ledger import open_ledger
-from batchmill.jobs.machine import Machine, Rooms
-from batchmill.jobs.pool import Death, Pool, PoolTools
-from batchmill.jobs.pool_worker import PoolWorker
-from batchmill.jobs.quarantine import Quarantine
-from batchmill.jobs.replicas import Load
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.pools import pool
+from batchmill.jobs.pools.pool import Death, Pool, PoolTools
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.replicas import EngineLog, Load
+from batchmill.jobs.pools.resources import Allocations, Resources
 from batchmill.states import PauseReason
 from batchmill.types import Commit, DatasetSpec, JobOrder, Lease, ModelSpec, SegmentRef, Usage
 from batchmill.wire.messages import Answered, Drain, Failed, Record, StorageBroken
@@ -52,9 +51,9 @@ class Owner:
         return self.death
 
 
-def tools(executor, owner, clock=None, machine: Machine | None = None) -> PoolTools:
+def tools(executor, owner, clock=None, machine: Resources | None = None) -> PoolTools:
     clock = clock or SystemClock()
-    return PoolTools(executor, owner, clock, Rooms(machine or Machine()), EngineLog(clock), Quarantine(clock))
+    return PoolTools(executor, owner, clock, Allocations(machine or Resources()), EngineLog(clock), Quarantine(clock))
 
 
 @pytest.fixture

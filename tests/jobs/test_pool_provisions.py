@@ -11,10 +11,10 @@ from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import ModelFailed
-from batchmill.jobs.pool import Death, Pool
-from batchmill.jobs.pool_worker import PoolWorker
-from batchmill.jobs.pools import Pools
-from batchmill.jobs.replicas import Load
+from batchmill.jobs.pools.pool import Death, Pool
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.pools import Pools
+from batchmill.jobs.pools.replicas import Load
 from batchmill.types import ModelSpec, Provision
 from batchmill.wire.messages import Failed, Provide
 

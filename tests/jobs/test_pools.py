@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
-from batchmill.jobs import pools as keeping
-from batchmill.jobs.pool import Death, Pool
-from batchmill.jobs.pool_worker import PoolWorker
-from batchmill.jobs.pools import Pools
-from batchmill.jobs.replicas import Load
+from batchmill.jobs.pools import pools as keeping
+from batchmill.jobs.pools.pool import Death, Pool
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.pools import Pools
+from batchmill.jobs.pools.replicas import Load
 from batchmill.states import PauseReason
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.wire.messages import Drain, Failed, Ready

@@ -8,13 +8,12 @@ import pytest
 from fakes.manual_clock import ManualClock, settled
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
-from batchmill.jobs import engine_log
-from batchmill.jobs.engine_log import EngineLog
-from batchmill.jobs.machine import Machine
-from batchmill.jobs.pool import DEATHS_MAX, REST_S, Death, Pool
-from batchmill.jobs.pool_worker import PoolWorker
-from batchmill.jobs.pools import Pools
-from batchmill.jobs.replicas import Load
+from batchmill.jobs.pools import replicas
+from batchmill.jobs.pools.pool import DEATHS_MAX, REST_S, Death, Pool
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.pools import Pools
+from batchmill.jobs.pools.replicas import EngineLog, Load
+from batchmill.jobs.pools.resources import Resources
 from batchmill.states import PauseReason
 from batchmill.types import EngineState, ModelSpec, Needs, Scaling
 from batchmill.wire.messages import Drain, Failed, Ready
@@ -27,11 +26,11 @@ BROKEN = Failed("model_failed", "CUDA error: out of memory", PauseReason.ENGINE_
 class Stage:
     """Pools on a small machine, with workers that the test plays."""
 
-    def __init__(self, folder: Path, linger_s: float = LINGER_S, machine: Machine | None = None) -> None:
+    def __init__(self, folder: Path, linger_s: float = LINGER_S, machine: Resources | None = None) -> None:
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
         self.failures: list[Failed] = []
         self.loads: dict[str, Load] = {}  # by model name
-        machine = machine or Machine(24 * GIB, ["0", "1", "2"])
+        machine = machine or Resources(24 * GIB, ["0", "1", "2"])
         self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s, machine=machine)
 
     def use(self, user: str, model: ModelSpec) -> Pool:
@@ -372,11 +371,11 @@ async def test_a_dead_workers_last_lines_are_kept(stage):
 
 def test_events_are_bounded(monkeypatch):
     """So many of one model are kept, the newest, and of so many models."""
-    monkeypatch.setattr(engine_log, "ENGINES_MAX", 2)
+    monkeypatch.setattr(replicas, "ENGINES_MAX", 2)
     log = EngineLog(ManualClock())
-    for number in range(engine_log.EVENTS_MAX + 5):
+    for number in range(replicas.EVENTS_MAX + 5):
         log.add("a", "scaled", str(number))
-    assert [log.of("a")[0].message, len(log.of("a"))] == ["5", engine_log.EVENTS_MAX]
+    assert [log.of("a")[0].message, len(log.of("a"))] == ["5", replicas.EVENTS_MAX]
     log.add("b", "failed", "why")
     log.add("c", "starting")
     assert log.of("a") == [] and log.failure("b") == "why"

@@ -9,7 +9,7 @@ import pytest
 from datasets.killed_validators import kill_crews
 
 from batchmill.errors import InvalidDataset
-from batchmill.jobs.preparation import Prepared, PrepareOrder, prepare
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec

@@ -2,8 +2,8 @@
 
 import pytest
 
-from batchmill.jobs.preparation import seal_order
-from batchmill.jobs.results import COLUMNS_MAX
+from batchmill.jobs.intake.preparation import seal_order
+from batchmill.jobs.results.results import COLUMNS_MAX
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
@@ -28,7 +28,7 @@ def test_only_tables_bound_the_columns(output, columns_max):
     assert seal_order(spec).columns_max == columns_max
 
 
-@pytest.mark.parametrize(("origin", "features"), [(None, None), ({"door": "openai"}, ["stored"])])
+@pytest.mark.parametrize(("origin", "features"), [(None, None), ({"frontend": "openai"}, ["stored"])])
 def test_only_callers_of_a_server_are_bounded(origin, features):
     """Rows that came over a server may ask for what its configuration allows; a command of the machine for anything."""
     model = ModelSpec("m", "http", "remote", features=["stored"], paths=["/v1/own"])

@@ -6,11 +6,10 @@ from dispatcher_stage import Stage
 from fakes.held_clock import HeldClock
 
 from batchmill.config import QuarantineEntry
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.store.database import Database
 from batchmill.types import ModelSpec
-from batchmill.types.engines import DIED
-from batchmill.types.poison import Charge, Suspect
+from batchmill.types.models import DIED, Charge, Suspect
 from batchmill.wire.messages import Charged, EngineDied, Learn, Suspected
 
 LLM = ModelSpec("m", "llm", "org/base")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes.held_clock import HeldClock
 
-from batchmill.jobs.rates import WINDOW_S, Rates
+from batchmill.jobs.pools.scheduler import WINDOW_S, Rates
 from batchmill.types import Usage
 
 

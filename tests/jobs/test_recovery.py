@@ -6,8 +6,8 @@ import pytest
 import sqlalchemy as sa
 from ledgered_job import LedgeredJob
 
-from batchmill.jobs import recovery
-from batchmill.jobs.plan import PlanReader
+from batchmill.jobs.ledger import outcome_map
+from batchmill.jobs.ledger.plan import PlanReader
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def job(tmp_path):
 def adopt(job: LedgeredJob, worker: str | None = None) -> int:
     plan = PlanReader(job.files.plan(job.generation))
     try:
-        counted = recovery.adopt(job.ledger, job.spec, job.generation, plan, job.files, worker)
+        counted = outcome_map.adopt(job.ledger, job.spec, job.generation, plan, job.files, worker)
     finally:
         plan.close()
     return sum(commit.rows_ok + commit.rows_failed for commit, _ in counted)
@@ -100,7 +100,7 @@ def test_many_shards_are_adopted_together(job, monkeypatch):
     sa.event.listen(job.ledger._engine, "commit", lambda _: written.append(1))
     assert adopt(job) == 20
     assert len(written) == 2
-    monkeypatch.setattr(recovery, "ADOPT_SHARDS", 3)
+    monkeypatch.setattr(outcome_map, "ADOPT_SHARDS", 3)
     file = job.segment("w2")
     for shard in range(10):
         file.append(job.block([4 * shard + 2]))

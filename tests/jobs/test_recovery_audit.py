@@ -9,9 +9,9 @@ from finished_job import quiet
 from ledgered_job import LedgeredJob
 from msgspec.structs import replace
 
-from batchmill.jobs import audit
-from batchmill.jobs.audit import AuditOrder, verify
-from batchmill.jobs.ledger_snapshot import Snapshot
+from batchmill.jobs.ledger import audit
+from batchmill.jobs.ledger.audit import AuditOrder, verify
+from batchmill.jobs.ledger.snapshot import Snapshot
 from batchmill.store.segments import BlockMeta, BlockRows, frame
 from batchmill.types import Usage
 
@@ -145,7 +145,7 @@ def test_breaches_of_files(job):
 def test_findings_have_a_maximum(job, monkeypatch):
     """At most so many findings are told one by one; of the others the number is."""
     monkeypatch.setattr(audit, "BREACHES_MAX", 2)
-    lines = audit.Lines()
+    lines = audit.BreachList()
     for number in range(3):
         lines.add(str(number))
     assert lines.all() == ["0", "1", "and 1 more like these"]

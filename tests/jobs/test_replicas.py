@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.replicas import Load, Standing, follow, needed
+from batchmill.jobs.pools.replicas import Load, ReplicaTarget, follow, needed
 from batchmill.types import Scaling
 
 SCALING = Scaling(replicas_min=1, replicas_max=4, scale_up_requests=10)
@@ -32,7 +32,7 @@ def test_as_many_as_have_work(scaling, load, wanted):
 
 
 def walk(needs: list[tuple[float, int]], cooldown_s: float = 10.0) -> list[int]:
-    standing, seen = Standing(1), []
+    standing, seen = ReplicaTarget(1), []
     for now, need in needs:
         standing = follow(standing, need, now=now, cooldown_s=cooldown_s)
         seen.append(standing.wanted)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.errors import InputChanged, LedgerBroken
-from batchmill.jobs import row_windows
-from batchmill.jobs.gathering import gather, gather_offloaded, partial, partial_offloaded
-from batchmill.jobs.results import GatherOrder, Manifest
-from batchmill.jobs.streaming_results import StreamingGather
+from batchmill.jobs.results import row_windows
+from batchmill.jobs.results.gathering import gather, gather_offloaded, partial, partial_offloaded
+from batchmill.jobs.results.results import GatherOrder, Manifest
+from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.types import RowError
 from batchmill.wire.forms import OpenAIForm, TableForm
 

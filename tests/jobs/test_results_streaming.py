@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.streaming_results import StreamingGather
+from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import OpenAIForm, TableForm
 

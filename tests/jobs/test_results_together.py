@@ -11,9 +11,9 @@ import pytest
 from finished_job import FinishedJob, quiet, write_requests
 from msgspec.structs import replace
 
-from batchmill.jobs import orders
-from batchmill.jobs.gathering import gather
-from batchmill.jobs.streaming_results import StreamingGather
+from batchmill.jobs.intake import orders
+from batchmill.jobs.results.gathering import gather
+from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy, RowError
 from batchmill.wire.forms import OpenAIForm
@@ -128,7 +128,7 @@ async def test_a_job_of_all_kinds_of_rows(folder, opened):
 async def test_a_cancelled_job_has_all_its_rows(folder, opened):
     """A job that is cancelled midway leaves one file with every row."""
     service = await opened()
-    asked = order(folder, "slow", [row(number) for number in range(2000)], origin={"door": "openai"})
+    asked = order(folder, "slow", [row(number) for number in range(2000)], origin={"frontend": "openai"})
     job = (await service.submit(asked)).id
     async with asyncio.timeout(60):
         while not (await service.show(job)).rows_ok:

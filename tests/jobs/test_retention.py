@@ -20,15 +20,14 @@ from batchmill.config import BackupsEntry, RetentionEntry
 from batchmill.errors import Conflict, Gone, InvalidTransition, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.faults import RETENTION_POINTS
-from batchmill.jobs import submissions
-from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.retention import BY_AGE
 from batchmill.services import salvage
 from batchmill.services.backups import Backups
 from batchmill.states import JobState
 from batchmill.store.database import Database
-from batchmill.store.service_tables import files
-from batchmill.store.tables import commits, jobs, shards
+from batchmill.store.tables import commits, files, jobs, shards
 from batchmill.types import DatasetSpec
 
 JOB = "job_" + "2" * 20
@@ -190,11 +189,11 @@ async def test_a_result_that_another_job_reads_stays(data_dir):
     now = clock.now()
     reader, other = (msgspec.structs.replace(spec_of(data_dir, f"job_{name * 20}"), created=now) for name in "34")
     reader = msgspec.structs.replace(
-        reader, dataset=DatasetSpec([str(data_dir / "files" / "file-r")]), origin={"door": "openai"}
+        reader, dataset=DatasetSpec([str(data_dir / "files" / "file-r")]), origin={"frontend": "openai"}
     )
     try:
         for spec in (reader, other):
-            await service._ledger.database.write(submissions.enter, spec, None, None)
+            await service._ledger.database.write(records.enter, spec, None, None)
         await service._call(service._ledger.note, other.id, state=JobState.COMPLETED, finished=clock.now() - 6)
         with pytest.raises(Conflict, match=f"file-r is in use: .* {JOB}"):
             await service.remove(JOB)
@@ -205,7 +204,7 @@ async def test_a_result_that_another_job_reads_stays(data_dir):
         await service.remove(JOB)
         late = msgspec.structs.replace(reader, id="job_" + "5" * 20)
         with pytest.raises(UnknownName, match="file-r"):
-            await service._ledger.database.write(submissions.enter, late, None, None)
+            await service._ledger.database.write(records.enter, late, None, None)
     finally:
         await service.close()
 

@@ -18,13 +18,13 @@ from ledgered_job import LedgeredJob
 from batchmill.config import BackupsEntry
 from batchmill.errors import InvalidConfig, StorageFull
 from batchmill.faults import BACKUP_POINTS, SALVAGE_POINTS
-from batchmill.jobs.audit import AuditOrder, verify
-from batchmill.jobs.ledger import Ledger
+from batchmill.jobs.ledger.audit import AuditOrder, verify
+from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.services import backups, salvage
 from batchmill.services.backups import Backups
 from batchmill.store.damaged_database import is_sound
 from batchmill.store.database import Database
-from batchmill.store.service_tables import files, keys
+from batchmill.store.tables import files, keys
 
 JOB = "job_" + "1" * 20
 ROWS, SHARD, KEYS = 400, 100, 300

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.jobs import scheduler
-from batchmill.jobs.scheduler import Candidate, FairShare
+from batchmill.jobs.pools import scheduler
+from batchmill.jobs.pools.scheduler import Candidate, FairShare
 
 WEIGHTS = st.lists(st.floats(0.1, 50.0), min_size=2, max_size=6)
 

@@ -9,9 +9,9 @@ import pytest
 from ledgered_job import LedgeredJob
 
 from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
-from batchmill.jobs import shard_notes
-from batchmill.jobs.commits import Books
-from batchmill.jobs.shard_notes import NOTES_MAX, ShardNote
+from batchmill.jobs.ledger import ledger
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import NOTES_MAX, ShardNote
 from batchmill.store.segments import pack_positions
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Usage
 
@@ -33,12 +33,12 @@ def note(lease: Lease, key: str, data: bytes) -> ShardNote:
 
 def read(job: LedgeredJob) -> list[RemoteJob]:
     with job.ledger.database.reader.connect() as db:
-        return shard_notes.remote_jobs(db, "job", 0)
+        return ledger.remote_jobs(db, "job", 0)
 
 
 def settle(job: LedgeredJob, tag: str, remote_id: str | None) -> RemoteJob:
     with job.ledger.database.writer.begin() as db:
-        return shard_notes.settle(db, "job", 0, tag=tag, remote_id=remote_id, now=9.0)
+        return ledger.settle(db, "job", 0, tag=tag, remote_id=remote_id, now=9.0)
 
 
 def test_the_next_lease_brings_them(job):
@@ -67,7 +67,7 @@ def test_an_older_lease_notes_nothing(job):
 
 def test_a_shard_has_so_many(job, monkeypatch):
     """At the most there can be, one can still be changed, and none added."""
-    monkeypatch.setattr(shard_notes, "NOTES_MAX", 3)
+    monkeypatch.setattr(ledger, "NOTES_MAX", 3)
     assert NOTES_MAX > 3
     lease = job.ledger.lease("job", 0, job.shard(0)).lease
     assert job.ledger.keep_notes([note(lease, key, b"1") for key in "abcd"]) == [True, True, True, False]
@@ -103,7 +103,7 @@ def test_what_is_told_of_them(job):
         ("soon", "collected", 0),
         ("late", "submitted", 1),
     ]
-    assert shard_notes.uncollected_shards(found) == {1}
+    assert ledger.uncollected_shards(found) == {1}
 
 
 def test_an_unknown_submission_is_settled(job):
@@ -146,19 +146,19 @@ class Told(list):
 
 async def test_a_note_waits_for_what_was_put_before_it(job):
     """In the line before the ledger a note comes after the commits before it, and none of a lease that lost one."""
-    books, told = Books(job.ledger), Told()
+    commit_log, told = CommitLog(job.ledger), Told()
     lease = job.ledger.lease("job", 0, job.shard(0)).lease
     other = job.ledger.lease("job", 0, job.shard(1)).lease
     ref, done = SegmentRef("w-0001.seg", 64, 10), pack_positions([0], 0)
     commit = Commit(lease=lease, seq=0, ref=ref, done=done, rows_ok=1, rows_failed=0, usage=Usage())
-    await books.commit(commit, None, told.hear("commit"))
-    await books.note(note(lease, "a", b"1"), told.hear("note"))
+    await commit_log.commit(commit, None, told.hear("commit"))
+    await commit_log.note(note(lease, "a", b"1"), told.hear("note"))
     assert await told.all(2) == [("commit", "counted"), ("note", True)]
-    await books.commit(msgspec.structs.replace(commit, seq=1), None, told.hear("twice"))  # rows that are counted
-    await books.note(note(lease, "a", b"2"), told.hear("mine"))
-    await books.note(note(other, "a", b"3"), told.hear("other"))
+    await commit_log.commit(msgspec.structs.replace(commit, seq=1), None, told.hear("twice"))  # rows that are counted
+    await commit_log.note(note(lease, "a", b"2"), told.hear("mine"))
+    await commit_log.note(note(other, "a", b"3"), told.hear("other"))
     twice, *notes = (await told.all(5))[2:]
     assert isinstance(twice[1], LedgerBroken) and notes == [("mine", False), ("other", True)]
     assert job.ledger.lease("job", 0, job.shard(0)).notes == {"a": b"1"}
-    books.close()
+    commit_log.close()
     await asyncio.sleep(0)

@@ -3,9 +3,10 @@
 import pytest
 
 from batchmill.errors import InvalidInput
-from batchmill.jobs import orders, publishing
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.results import STORED, output_kind, stored_name
+from batchmill.jobs.intake import orders
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.results import publishing
+from batchmill.jobs.results.results import STORED, output_kind, stored_name
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 OPENAI = '{"custom_id": "a", "method": "POST", "url": "/x", "body": {}}\n'

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from batchmill.errors import Conflict
-from batchmill.jobs import submissions
-from batchmill.jobs.submissions import BLIND_S, KEPT_S
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.records import BLIND_S, KEPT_S
 from batchmill.store.database import Database
 from batchmill.types import DatasetSpec, ModelSpec, Once, Policy
 from batchmill.wire.forms import OpenAIForm
@@ -54,36 +54,36 @@ def database(tmp_path):
 async def test_what_an_order_stands_for(database, once, age_s, answered, stands):
     """A key stands for its job for a day; an order without one until it was answered, or was asked again soon."""
     first = BLIND if once.blind else KEYED
-    await database.write(submissions.enter, spec(), first, None)
+    await database.write(records.enter, spec(), first, None)
     if answered:
-        await database.write(submissions.answered, first.key, TAKEN + 1)
-    found = await database.read(submissions.standing, once, TAKEN + age_s)
+        await database.write(records.answered, first.key, TAKEN + 1)
+    found = await database.read(records.standing, once, TAKEN + age_s)
     assert found == ("job_1" if stands else None)
 
 
 async def test_a_key_with_another_order(database):
     """A key that stands for something else is refused, and the message names the job."""
-    await database.write(submissions.enter, spec(), KEYED, None)
+    await database.write(records.enter, spec(), KEYED, None)
     with pytest.raises(Conflict, match="job_1") as refused:
-        await database.read(submissions.standing, Once(KEYED.key, "0" * 64), TAKEN)
+        await database.read(records.standing, Once(KEYED.key, "0" * 64), TAKEN)
     assert refused.value.code == "idempotency_key_reused"
 
 
 async def test_a_name_is_taken_anew(database):
     """An order that stands for nothing any more makes room for the next of its name."""
-    await database.write(submissions.enter, spec(), BLIND, None)
-    await database.write(submissions.answered, BLIND.key, TAKEN)
-    await database.write(submissions.enter, spec("job_2"), BLIND, None)
-    assert await database.read(submissions.standing, BLIND, TAKEN) == "job_2"
+    await database.write(records.enter, spec(), BLIND, None)
+    await database.write(records.answered, BLIND.key, TAKEN)
+    await database.write(records.enter, spec("job_2"), BLIND, None)
+    assert await database.read(records.standing, BLIND, TAKEN) == "job_2"
 
 
 async def test_old_names_are_forgotten(database):
     """What stands for nothing any more does not stay for ever."""
-    await database.write(submissions.enter, spec(), KEYED, None)
-    await database.write(submissions.forget_old, TAKEN + KEPT_S)
-    assert await database.read(submissions.standing, KEYED, TAKEN) == "job_1"
-    await database.write(submissions.forget_old, TAKEN + KEPT_S + 1)
-    assert await database.read(submissions.standing, KEYED, TAKEN) is None
+    await database.write(records.enter, spec(), KEYED, None)
+    await database.write(records.forget_old, TAKEN + KEPT_S)
+    assert await database.read(records.standing, KEYED, TAKEN) == "job_1"
+    await database.write(records.forget_old, TAKEN + KEPT_S + 1)
+    assert await database.read(records.standing, KEYED, TAKEN) is None
 
 
 async def test_a_note_on_its_way_counts(database):
@@ -94,16 +94,16 @@ async def test_a_note_on_its_way_counts(database):
         begin.set()
         slow.wait()
 
-    await database.write(submissions.enter, spec(), BLIND, None)
+    await database.write(records.enter, spec(), BLIND, None)
     held = asyncio.create_task(database.write(hold_up))
     await asyncio.to_thread(begin.wait)
-    noting = asyncio.create_task(database.write(submissions.answered, BLIND.key, TAKEN + 1))
+    noting = asyncio.create_task(database.write(records.answered, BLIND.key, TAKEN + 1))
     await asyncio.sleep(0)
     again = msgspec.structs.replace(BLIND, arrived=TAKEN + 2)
-    asking = asyncio.create_task(submissions.known(database, again, TAKEN + 2))
+    asking = asyncio.create_task(records.known(database, again, TAKEN + 2))
     await asyncio.sleep(0)
     await database.read(lambda db: None)  # behind its look at the last commit
     slow.set()
     await asyncio.gather(held, noting)
     assert await asking is None
-    assert await submissions.known(database, msgspec.structs.replace(BLIND, arrived=TAKEN), TAKEN + 2) == "job_1"
+    assert await records.known(database, msgspec.structs.replace(BLIND, arrived=TAKEN), TAKEN + 2) == "job_1"

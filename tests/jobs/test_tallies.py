@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchmill.jobs import tallies
-from batchmill.jobs.tallies import AdapterSums
+from batchmill.jobs.pools import tallies
+from batchmill.jobs.pools.tallies import AdapterSums
 from batchmill.types import AdapterStats
 
 

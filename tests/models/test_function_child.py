@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import ModelFailed
-from batchmill.models.function_child import FunctionChild
-from batchmill.models.function_environment import environment_of
-from batchmill.models.function_family import FILE, VARIABLE
-from batchmill.models.function_log import LOG_BYTES_MAX, TRACEBACKS_MAX, FunctionLog
+from batchmill.models.function_child import FILE, LOG_BYTES_MAX, TRACEBACKS_MAX, VARIABLE, FunctionChild, FunctionLog
 from batchmill.models.function_socket import Frame
+from batchmill.models.worker_environment import environment_of
 from batchmill.types import FunctionSpec, ModelSpec
 
 PATIENCE_S = 30.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchmill.models.function_source import is_blocking
+from batchmill.models.functions import is_blocking
 
 
 @pytest.mark.parametrize(

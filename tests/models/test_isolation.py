@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from batchmill.errors import InvalidConfig, ModelFailed
-from batchmill.function_side import frames
+from batchmill.function_runtime import frames
 from batchmill.models import environments
 from batchmill.models.environments import MARK, Environments, base_of
 from batchmill.models.function_child import FunctionChild

@@ -10,7 +10,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from batchmill.models import provisions, redaction
+from batchmill.models import redaction, secrets
 from batchmill.models.secrets import resolve
 from batchmill.types import Provision
 
@@ -146,12 +146,12 @@ def test_a_region_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ML Commons keeps beside keys and is none stays in every text; a secret of that name is one."""
     monkeypatch.setenv("THE_REGION", "eu-canary-9")
     resolve("env:THE_REGION", key="region")
-    provisions.take(
+    secrets.take(
         Provision({"secret:connector/c/region": "eu-canary-9", "secret:connector/c/service_name:x1": "canaryservice"})
     )
     arn = "arn:aws:canaryservice:eu-canary-9:1:job/x"
     assert redaction.mask(arn) == redaction.mask_known(arn) == arn
-    provisions.take(Provision({"secret:region": "eu-canary-9"}))
+    secrets.take(Provision({"secret:region": "eu-canary-9"}))
     assert redaction.mask(arn) == "arn:aws:canaryservice:***:1:job/x"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import ModelFailed
-from batchmill.models import provisions
+from batchmill.models import secrets
 from batchmill.models.secrets import resolve
 from batchmill.types import Provision
 
@@ -57,14 +57,14 @@ def test_secret_hides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kept_secret_comes_from_the_owner() -> None:
     """ "secret:NAME" is what the owner gave this process, and what it gave last."""
-    provisions.take(Provision({"secret:some": "first-one"}))
-    before = provisions.version()
+    secrets.take(Provision({"secret:some": "first-one"}))
+    before = secrets.version()
     assert resolve("secret:some").reveal() == "first-one"
-    provisions.take(Provision({"secret:some": "second-one"}, ["10.0.0.0/8", "gpu-box"]))
-    assert provisions.version() != before
+    secrets.take(Provision({"secret:some": "second-one"}, ["10.0.0.0/8", "gpu-box"]))
+    assert secrets.version() != before
     assert resolve("secret:some").reveal() == "second-one"
-    assert provisions.private().names == {"gpu-box"} and len(provisions.private().networks) == 1
-    provisions.take(Provision())
+    assert secrets.private().names == {"gpu-box"} and len(secrets.private().networks) == 1
+    secrets.take(Provision())
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
 from batchmill.dialects.openai import errors, files
 from batchmill.engines.clock import SystemClock
-from batchmill.server.admission.admission import Admission
+from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate, Hosts
+from batchmill.server.connection import Listener, bind, url_of
 from batchmill.server.http import HttpRoot
-from batchmill.server.listening import Listener, bind, url_of
 from batchmill.services.files import FileService
 from batchmill.services.keys import KeyService
 from batchmill.services.uploads import UploadService

@@ -14,12 +14,11 @@ from batchmill.children.programs import Programs
 from batchmill.config import ServerEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import BatchmillError, InvalidInput, RateLimited, TooLarge, Unauthenticated, UnknownName
-from batchmill.server.admission.admission import Admission
+from batchmill.server.admission_control import Admission
 from batchmill.server.auth import ANYBODY, Gate, Hosts
-from batchmill.server.connection import Connection
+from batchmill.server.connection import Connection, Listener, bind
 from batchmill.server.fast_path import FastPath
 from batchmill.server.http import HttpRoot
-from batchmill.server.listening import Listener, bind
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.types import Caller, Scope
 

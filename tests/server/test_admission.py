@@ -4,8 +4,18 @@ import pytest
 
 from batchmill.config import ServerEntry
 from batchmill.errors import InvalidConfig, Unavailable
-from batchmill.server.admission.admission import Admission, BodyMemory, Hold, Pace, Pacer, RequestPlaces, memory_for
-from batchmill.server.admission.connections import PROXIES_MAX, Proxies, connections_for
+from batchmill.server.admission_control import (
+    PROXIES_MAX,
+    Admission,
+    BodyMemory,
+    BodyPacer,
+    Hold,
+    Pace,
+    Proxies,
+    RequestPlaces,
+    connections_for,
+    memory_for,
+)
 
 
 def taken(places: RequestPlaces, name: str, most: int = 10_000) -> int:
@@ -88,7 +98,7 @@ def test_the_memory_has_room_for_large_bodies():
 
 def test_a_rate_is_measured_over_a_window():
     """Whoever sends less than the rate over a window is late; a burst before counts for its own window alone."""
-    pacer = Pacer(Pace(rate_min=10, window_s=5.0), None, lambda: 0.0)
+    pacer = BodyPacer(Pace(rate_min=10, window_s=5.0), None, lambda: 0.0)
     pacer.waited(4.0, 1000)
     assert not pacer.late() and pacer.patience_s == pytest.approx(1.0)
     pacer.waited(1.0, 0)
@@ -100,13 +110,13 @@ def test_a_rate_is_measured_over_a_window():
 def test_windows_that_began_at_once_do_not_end_at_once():
     """Thousands of slow bodies that began together are refused one after another."""
     pace, tenths = Pace(rate_min=10, window_s=30.0), [each / 10 for each in range(11)]
-    assert [round(Pacer(pace, None, lambda at=at: at).patience_s) for at in tenths] == list(range(30, 41))
+    assert [round(BodyPacer(pace, None, lambda at=at: at).patience_s) for at in tenths] == list(range(30, 41))
 
 
 def test_a_body_has_a_total_time():
     """However fast it comes, a body that has a total time must end in it; an upload has none."""
     pace = Pace(total_s=8.0, rate_min=10, window_s=5.0)
-    pacer, upload = Pacer(pace, 8.0, lambda: 0.0), Pacer(pace, None, lambda: 0.0)
+    pacer, upload = BodyPacer(pace, 8.0, lambda: 0.0), BodyPacer(pace, None, lambda: 0.0)
     for each in (pacer, upload):
         each.waited(5.0, 1000)
         assert not each.late()

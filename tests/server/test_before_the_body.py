@@ -8,8 +8,7 @@ import pytest
 from small_api import Body, HeldKeys, SmallDialect, free_admission, small_api
 
 from batchmill.errors import UnknownName
-from batchmill.server.admission.admission import Pace, RequestPlaces
-from batchmill.server.admission.connections import Proxies
+from batchmill.server.admission_control import Pace, Proxies, RequestPlaces
 from batchmill.server.auth import base_of
 from batchmill.server.operations import Operation, json_reply
 from batchmill.types import Caller, Scope

@@ -3,7 +3,7 @@
 import pytest
 from small_api import Body, Query
 
-from batchmill.server.bodies import Refusal, parse_json, parse_query
+from batchmill.server.bodies import InvalidField, parse_json, parse_query
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 
@@ -29,14 +29,14 @@ def test_a_query_fills_its_struct():
 )
 def test_a_query_that_does_not_fit(query, code, param):
     """What is unknown, repeated or no value is refused by name."""
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InvalidField) as caught:
         parse_query(query, Query)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
 def test_a_query_nobody_asked_for():
     """An operation without a query takes none."""
-    with pytest.raises(Refusal, match="Unknown query parameter"):
+    with pytest.raises(InvalidField, match="Unknown query parameter"):
         parse_query(b"x=1", None)
 
 
@@ -58,7 +58,7 @@ def test_a_query_nobody_asked_for():
 )
 def test_a_body_that_does_not_fit(body, code, param, words):
     """What is unknown, missing or of another type is refused by name, with the nearest that is known."""
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InvalidField) as caught:
         parse_json(body, Body)
     assert (caught.value.code, caught.value.param) == (code, param)
     assert words in caught.value.message
@@ -67,7 +67,7 @@ def test_a_body_that_does_not_fit(body, code, param, words):
 @pytest.mark.parametrize("levels", [DEPTH_MAX, DEPTH_MAX + 200, 100_000])
 def test_a_body_without_a_bottom(levels):
     """JSON that is nested deeper than every process can read is refused, whatever reads it here."""
-    with pytest.raises(Refusal, match="nested deeper"):
+    with pytest.raises(InvalidField, match="nested deeper"):
         parse_json(b'{"name":"a","more":' + b"[" * levels + b"]" * levels + b"}", Body)
 
 

@@ -1,6 +1,6 @@
 """Which connection goes for a new one."""
 
-from batchmill.server.admission.connections import LOOK_AGAIN_S, ConnectionPool, Stage
+from batchmill.server.admission_control import LOOK_AGAIN_S, ConnectionPool, Stage
 
 
 class Held:

@@ -8,7 +8,7 @@ import pytest
 from services.file_room import FileRoom
 from starlette.requests import Request
 
-from batchmill.server.replies import NOTHING, FileReply, Span, disposition, span_of
+from batchmill.server.replies import NOTHING, ContentRange, FileReply, disposition, span_of
 from batchmill.services.files import READ_BYTES
 
 
@@ -83,14 +83,14 @@ async def test_a_reader_that_leaves(replying):
 @pytest.mark.parametrize(
     ("asked", "span"),
     [
-        ("bytes=0-3", Span(0, 4)),
-        ("bytes=0-0", Span(0, 1)),
-        ("bytes=4-", Span(4, 10)),
-        ("bytes=0-", Span(0, 10)),
-        ("bytes=7-99", Span(7, 10)),
-        ("bytes=-3", Span(7, 10)),
-        ("bytes=-99", Span(0, 10)),
-        ("Bytes=1-2", Span(1, 3)),
+        ("bytes=0-3", ContentRange(0, 4)),
+        ("bytes=0-0", ContentRange(0, 1)),
+        ("bytes=4-", ContentRange(4, 10)),
+        ("bytes=0-", ContentRange(0, 10)),
+        ("bytes=7-99", ContentRange(7, 10)),
+        ("bytes=-3", ContentRange(7, 10)),
+        ("bytes=-99", ContentRange(0, 10)),
+        ("Bytes=1-2", ContentRange(1, 3)),
         ("bytes=10-", NOTHING),
         ("bytes=10-12", NOTHING),
         ("bytes=-0", NOTHING),

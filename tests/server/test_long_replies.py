@@ -13,9 +13,9 @@ from fakes.held_clock import HeldClock
 from server.small_api import SmallDialect
 
 from batchmill.children.programs import Programs
-from batchmill.dialects.openai import embeddings
-from batchmill.dialects.openai.embeddings import recode
-from batchmill.dialects.predibase import lorax_answers
+from batchmill.dialects.openai import dialect
+from batchmill.dialects.openai.dialect import recode
+from batchmill.dialects.predibase import lorax
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.server import replies
 from batchmill.server.access_log import Served
@@ -28,8 +28,8 @@ VECTORS = encode({"data": [{"embedding": [0.5, 1.0]}]})
 COMPLETION = encode({"choices": [{"text": "b", "finish_reason": "stop", "token_ids": [1]}]})
 CASES = [
     (recode, b"base64\n" + VECTORS),
-    (lorax_answers.embedded, VECTORS),
-    (lorax_answers.write, lorax_answers.pack(Generate("a", Parameters(details=True)), COMPLETION)),
+    (lorax.embedded, VECTORS),
+    (lorax.write, lorax.pack(Generate("a", Parameters(details=True)), COMPLETION)),
 ]
 
 
@@ -66,7 +66,7 @@ async def test_long_replies_are_rewritten_in_a_child(call, monkeypatch):
     expected = [await rewritten(call, rewrite, order) for rewrite, order in CASES]
     assert json.loads(expected[0])["data"][0]["embedding"] == "AAAAPwAAgD8="
     monkeypatch.setattr(replies, "INLINE_BYTES_MAX", 10)
-    monkeypatch.setattr(embeddings, "with_encoding", None)
-    monkeypatch.setattr(lorax_answers, "_read", None)
-    monkeypatch.setattr(lorax_answers, "read_answer", None)
+    monkeypatch.setattr(dialect, "with_encoding", None)
+    monkeypatch.setattr(lorax, "_read", None)
+    monkeypatch.setattr(lorax, "read_answer", None)
     assert [await rewritten(call, rewrite, order) for rewrite, order in CASES] == expected

@@ -10,12 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from services.webhook_support import EndedJobs
 
-from batchmill.jobs.tallies import ModelGauge
+from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.access_log import Served
 from batchmill.server.metrics import MODEL_GAUGES, MODEL_RATIOS, Metrics, models
-from batchmill.services.events import EVENT_TYPES, Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
+from batchmill.services.webhooks import EVENT_TYPES, Ended
 from batchmill.states import JobState
 from batchmill.types import AdapterStats, Commit, Lease, SegmentRef, Usage
 

@@ -16,11 +16,11 @@ from opentelemetry.trace import StatusCode
 
 from batchmill.errors import InvalidConfig
 from batchmill.server.access_log import Served
-from batchmill.server.observers import load_tracing
+from batchmill.server.metrics import load_tracing
 from batchmill.server.tracing import NANOS, Tracing
-from batchmill.services.events import Ended
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
+from batchmill.services.webhooks import Ended
 from batchmill.types import Usage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from fakes.held_clock import HeldClock
 
 from batchmill.config import ServerEntry
-from batchmill.jobs import ledger_snapshot
+from batchmill.jobs.ledger import snapshot
 from batchmill.services.files import FileRecord, FileService
 from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.states import JobState
@@ -80,12 +80,12 @@ class FileRoom:
         spec = JobSpec(
             id=job_id, dataset=DatasetSpec(paths=[reads]), models=[ModelSpec("m", "function", "a.py:f")],
             form=OpenAIForm(), policy=Policy(), output=None, identity="", code={}, created=self.clock.now(),
-            project="one", origin={"door": "openai"},
+            project="one", origin={"frontend": "openai"},
         )  # fmt: skip
 
         def put(db: sa.Connection) -> None:
             db.execute(jobs.delete().where(jobs.c.id == job_id))
-            ledger_snapshot.insert_job(db, spec)
+            snapshot.insert_job(db, spec)
             kept = {key: fields[key] for key in ("output", "errors_output", "generation") if key in fields}
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **kept))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, load
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.llms.service import LlmService

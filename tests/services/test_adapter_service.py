@@ -15,7 +15,7 @@ from services.adapter_room import SMALL, THEM, US, AdapterRoom
 from batchmill.errors import Conflict, Forbidden, InvalidInput, StorageFull, UnknownName
 from batchmill.models.adapters.fetching import Fetched, FetchReport
 from batchmill.services.adapters import records
-from batchmill.services.adapters.names import check_name, read_reference
+from batchmill.services.adapters.records import check_name, read_reference
 from batchmill.services.adapters.service import REMOVED_S
 from batchmill.store.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
@@ -127,7 +127,7 @@ async def test_who_may_name_what(room: AdapterRoom, tmp_path: Path) -> None:
     record = await adapters.wait(await adapters.register(US, "tiny", "shout", str(inside)))
     assert record.state == "ready"
     for source in (str(outside), str(tmp_path / "shared" / "link"), f"{tmp_path}/shared/../private", "s3://theirs/x"):
-        with pytest.raises(Forbidden, match="are not taken over the API"):
+        with pytest.raises(Forbidden, match="are not accepted over the API"):
             await adapters.register(US, "tiny", "other", source)
     with pytest.raises(Forbidden):
         await adapters.register(US, "tiny", "other", "elsewhere/one")

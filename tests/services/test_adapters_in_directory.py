@@ -8,7 +8,7 @@ from fakes.lora_files import write_lora
 from services.adapter_room import SMALL, THEM, US, AdapterRoom
 
 from batchmill.errors import Conflict, UnknownName
-from batchmill.jobs.pools import Pools
+from batchmill.jobs.pools.pools import Pools
 from batchmill.services.live_calls import request_of
 from batchmill.types import Caller, Scope
 

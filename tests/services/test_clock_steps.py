@@ -9,7 +9,7 @@ import pytest
 
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.store.database import Database
-from batchmill.store.service_tables import outbox
+from batchmill.store.tables import outbox
 
 NOON = 1_700_000_000.0
 

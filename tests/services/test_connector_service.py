@@ -14,8 +14,8 @@ from remote_room import KEY, THEM, US, RemoteRoom, at, connector_fields
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.models.addresses import Private
 from batchmill.services.remote import connector_records, connectors
-from batchmill.services.remote.connector_urls import Endpoints
-from batchmill.services.remote.ids import new_id
+from batchmill.services.remote.changes import new_id
+from batchmill.services.remote.connectors import Endpoints
 from batchmill.store.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
@@ -217,7 +217,7 @@ async def test_own_connectors_of_models_keep_credentials_too(room: RemoteRoom) -
         await models.update(US, made.id, {"connector": {"actions": at("https://api.example.com")["actions"]}})
     theirs = at("http://127.0.0.1:8000", credential={"openAI_key": "env:OPENAI_API_KEY"})
     made = await models.register(US, register | {"connector": theirs}, is_trusted=True)
-    with pytest.raises(Forbidden, match="was written by whoever runs this server"):
+    with pytest.raises(Forbidden, match="belongs to the operator of this server"):
         await models.update(US, made.id, {"connector": {"description": "x"}})
 
 

@@ -13,11 +13,11 @@ from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.control.admin import ConnectorHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
-from batchmill.control.operations import ConnectorFields, NewRemoteModel, Secret
+from batchmill.control.operations import ConnectorFields, NewRemoteModel, SecretValue
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import Conflict, InvalidInput, Unauthenticated, UnknownName
 from batchmill.services.keys import KeyService, key_info
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskQuota
 from batchmill.types import ProjectQuotas, Scope
 from batchmill.wire.native import NewKey
 
@@ -69,7 +69,7 @@ async def test_secrets_go_in_and_none_comes_out(room: RemoteRoom) -> None:
         replies.append(reply := await app.send(ask(endpoint, *names, body=body).request))
         return reply.body
 
-    await call(own.PUT_SECRET, "openai", body=Secret(SECRET))
+    await call(own.PUT_SECRET, "openai", body=SecretValue(SECRET))
     assert b'"openai"' in await call(own.LIST_SECRETS)
     assert b'"rewrapped":1' in await call(own.ROTATE_SECRETS)
     assert await room.vault.reveal("openai") == SECRET
@@ -82,7 +82,7 @@ async def test_secrets_go_in_and_none_comes_out(room: RemoteRoom) -> None:
 async def test_keys_of_every_project(room: RemoteRoom, tmp_path: Path) -> None:
     """Keys of any project and scope are made, listed and revoked."""
     keys = KeyService(room.database, SystemClock())
-    disk = DiskRoom(room.database, tmp_path, ProjectQuotas())
+    disk = DiskQuota(room.database, tmp_path, ProjectQuotas())
     client = MachineClient(ControlApp(KeyHandlers(keys, disk, SystemClock()).handlers()))
     made = await client.create_key(NewKey("n", Scope.DEPLOY, "one", ["m"]))
     assert (await keys.authenticate(made.key)).models == frozenset({"m"})

@@ -13,12 +13,12 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ServerEntry
 from batchmill.errors import Conflict, InvalidInput, Refused, TooLarge, UnknownName
-from batchmill.services.datasets import names, records
-from batchmill.services.datasets import service as datasets
-from batchmill.services.datasets.records import DatasetRecord, DatasetState, Details
-from batchmill.services.datasets.service import DatasetService
+from batchmill.services import named_datasets
+from batchmill.services import named_datasets as datasets
+from batchmill.services import named_datasets as records
 from batchmill.services.files import FileService
 from batchmill.services.links import LinkService
+from batchmill.services.named_datasets import DatasetRecord, DatasetService, DatasetState, Details
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.database import Database
 
@@ -55,7 +55,9 @@ class Room:
         return begun.id
 
     async def checked(self, name: str) -> DatasetRecord:
-        while (record := await self.datasets.get("one", names.CONNECTION, name)).state == DatasetState.CHECKING:
+        while (
+            record := await self.datasets.get("one", named_datasets.CONNECTION, name)
+        ).state == DatasetState.CHECKING:
             await asyncio.sleep(0.02)
         return record
 
@@ -82,7 +84,7 @@ async def test_a_check_that_was_cut_off_is_done_again(room):
     await room.datasets.name("one", upload, "rows")
     await room.close()
     room.open()
-    assert (await room.datasets.get("one", names.CONNECTION, "rows")).state == DatasetState.CHECKING
+    assert (await room.datasets.get("one", named_datasets.CONNECTION, "rows")).state == DatasetState.CHECKING
     await room.datasets.open()
     record = await room.checked("rows")
     assert (record.state, record.details.rows) == (DatasetState.CONNECTED, 1)
@@ -138,7 +140,7 @@ async def test_a_check_that_broke_down_is_begun_again(room, caplog):
     await room.datasets.name("one", await room.arrived(), "rows")
     while "failed" not in caplog.text:
         await asyncio.sleep(0.02)
-    assert (await room.datasets.get("one", names.CONNECTION, "rows")).state == DatasetState.CHECKING
+    assert (await room.datasets.get("one", named_datasets.CONNECTION, "rows")).state == DatasetState.CHECKING
     await room.database.write(lambda db: db.execute(sa.text("DROP TRIGGER full")))
     await room.datasets.sweep()
     assert (await room.checked("rows")).state == DatasetState.CONNECTED
@@ -179,7 +181,15 @@ async def test_so_many_uploads_wait_at_most(room):
 
     async def begin(project: str, number: int) -> None:
         record = DatasetRecord(
-            f"{project}-{number}", project, names.CONNECTION, None, None, DatasetState.ARRIVING, Details("a"), 1.0, 1.0
+            f"{project}-{number}",
+            project,
+            named_datasets.CONNECTION,
+            None,
+            None,
+            DatasetState.ARRIVING,
+            Details("a"),
+            1.0,
+            1.0,
         )
         await room.database.write(records.insert, record, 2, 100)
 
@@ -239,11 +249,11 @@ async def test_wrong_rows_are_kept_with_the_dataset(room):
     ],
 )
 def test_what_a_file_name_says(filename, media, form, extension):
-    assert (names.format_of(filename, media), names.extension_of(filename)) == (form, extension)
+    assert (named_datasets.format_of(filename, media), named_datasets.extension_of(filename)) == (form, extension)
 
 
 def test_the_longest_name():
     """Its characters are counted, up to the limit and not beyond."""
-    assert names.checked_name("n" * names.NAME_CHARS_MAX)
+    assert named_datasets.checked_name("n" * named_datasets.NAME_CHARS_MAX)
     with pytest.raises(InvalidInput, match="1 to 256"):
-        names.checked_name("n" * (names.NAME_CHARS_MAX + 1))
+        named_datasets.checked_name("n" * (named_datasets.NAME_CHARS_MAX + 1))

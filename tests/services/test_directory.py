@@ -12,7 +12,7 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.function import Function
 from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
-from batchmill.wire.deploys import Backend, ModelVersion, Route
+from batchmill.wire.bundles import Backend, ModelVersion, Route
 
 CONFIG = """
 [models.tiny]

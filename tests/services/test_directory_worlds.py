@@ -16,7 +16,7 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.function import Function
 from batchmill.services.model_rows import Key, ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
-from batchmill.wire.deploys import Backend, ModelVersion, Route
+from batchmill.wire.bundles import Backend, ModelVersion, Route
 
 HERE = Path(__file__).parent
 FAR, ITS_ADAPTER, BASE = "far", "legal", "small"  # names of the configuration

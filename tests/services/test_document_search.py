@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput
-from batchmill.services.documents.matching import fits
+from batchmill.services.documents.query_strings import fits
 from batchmill.services.documents.search import WINDOW_MAX, Document, search
 
 DOCUMENTS = [

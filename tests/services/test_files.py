@@ -16,7 +16,7 @@ from file_room import FileRoom
 
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
-from batchmill.jobs import job_records
+from batchmill.jobs.ledger import records as job_records
 from batchmill.services import files
 from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
 from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes

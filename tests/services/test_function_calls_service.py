@@ -11,9 +11,9 @@ from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.config import Config
 from batchmill.errors import InvalidRow, ModelFailed, Unavailable, UnknownName
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions import calls as function_calls
@@ -21,9 +21,9 @@ from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.function import Function
 from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
-from batchmill.wire.deploys import Backend, ModelVersion, Route
-from batchmill.wire.messages import Abandon, Answer, Answered, Answers, Asks, Chunk, Head, Predict
-from batchmill.wire.raised import Raised
+from batchmill.wire.bundles import Backend, ModelVersion, Route
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import Abandon, Answered, AnswerLive, Answers, Asks, FunctionReply, Head, ReplyChunk
 
 CALLER = Caller("default", Scope.SUBMIT)
 
@@ -38,8 +38,8 @@ class Stage:
     def __init__(self, folder) -> None:
         self.executor, clock = ScriptedExecutor(), HeldClock()
         clock.sleep = lambda _: asyncio.Event().wait()  # pools stay
-        self.books = Books(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.books, self.executor, clock, linger_s=3600.0)
+        self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
+        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, clock, linger_s=3600.0)
         self.versions = [version(1), version(2), version(1, branch="feat/x"), version(7, name="other")]
         routes = [
             Route("f", "main", [Backend("main", 2)]),
@@ -68,7 +68,7 @@ class Stage:
     async def close(self) -> None:
         await self.calls.close()
         await self.dispatcher.close(at_once=True)
-        self.books.close()
+        self.commit_log.close()
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ async def test_an_answer_is_told_of(stage):
     worker = await stage.loaded(target)
     tasks = [asyncio.create_task(stage.calls.ask(CALLER, target, "rows", body)) for body in (b"a", b"b", b"c")]
     asks = await heard(worker)
-    refused = Answer(asks[1].id, raised=Raised.of(InvalidRow("no", code="invalid_field")))
-    worker.say(Answers([Answer(asks[0].id, b"done"), refused]))
+    refused = FunctionReply(asks[1].id, raised=Raised.of(InvalidRow("no", code="invalid_field")))
+    worker.say(Answers([FunctionReply(asks[0].id, b"done"), refused]))
     assert (await tasks[0]).body == b"done"
     with pytest.raises(InvalidRow):
         await tasks[1]
@@ -149,7 +149,7 @@ async def test_calls_without_waiting_are_told_of_too(stage):
     cancel = stage.calls.ask_now(CALLER, target, "rows", b"b", b"", answers.append)
     cancel()
     asks = await heard(worker)
-    worker.say(Answers([Answer(ask.id, ask.body) for ask in asks]))
+    worker.say(Answers([FunctionReply(ask.id, ask.body) for ask in asks]))
     while not answers:
         await asyncio.sleep(0)
     assert [answer.body for answer in answers] == [b"a"]
@@ -157,10 +157,10 @@ async def test_calls_without_waiting_are_told_of_too(stage):
 
 
 async def test_who_fails_to_hear_does_not_end_the_worker(stage, caplog):
-    """A door that breaks over an answer is told of our fault instead; other calls of its worker go on."""
+    """A frontend that breaks over an answer is told of our fault instead; other calls of its worker go on."""
     target, answers = stage.calls.find(CALLER, "f"), []
 
-    def hear(answer: Answer) -> None:
+    def hear(answer: FunctionReply) -> None:
         answers.append(answer)
         if answer.raised is None:
             raise RuntimeError("a bug")
@@ -170,7 +170,7 @@ async def test_who_fails_to_hear_does_not_end_the_worker(stage, caplog):
     other = asyncio.create_task(stage.calls.ask(CALLER, target, "rows", b"b"))
     asks = await heard(worker)
     asks += await heard(worker) if len(asks) < 2 else []
-    worker.say(Answers([Answer(ask.id, ask.body) for ask in asks]))
+    worker.say(Answers([FunctionReply(ask.id, ask.body) for ask in asks]))
     assert (await other).body == b"b"
     assert answers[1].raised is not None and answers[1].raised.code == "internal_error" and "a bug" in caplog.text
 
@@ -185,13 +185,13 @@ async def test_mirrors_get_copies_that_touch_nothing(stage, monkeypatch):
     (ask,) = await heard(worker)
     (copy,) = await heard(shadow)
     assert (copy.body, copy.head, copy.form) == (b"a", b"h", "rows")
-    worker.say(Answers([Answer(ask.id, b"done")]))
+    worker.say(Answers([FunctionReply(ask.id, b"done")]))
     assert (await first).body == b"done"
-    answers: list[Answer] = []
+    answers: list[FunctionReply] = []
     assert stage.calls.ask_now(CALLER, target, "rows", b"b", b"", answers.append) is not None
     (ask,) = await heard(worker)
-    worker.say(Answers([Answer(ask.id, b"done")]))
-    shadow.say(Answers([Answer(copy.id, raised=Raised.of(ModelFailed("no")))]))
+    worker.say(Answers([FunctionReply(ask.id, b"done")]))
+    shadow.say(Answers([FunctionReply(copy.id, raised=Raised.of(ModelFailed("no")))]))
     while not answers or ("f", "failed") not in stage.calls.copied:
         await asyncio.sleep(0)
     assert stage.calls.copied == {("f", "dropped"): 1, ("f", "failed"): 1}
@@ -202,10 +202,10 @@ async def test_a_stream_comes_piece_by_piece(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}", b"h"))
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     assert (asked.request.stream, asked.request.form, asked.request.head) == (True, "arguments", b"h")
     worker.say(Head(asked.id, LiveHead(200, "text/event-stream")))
-    worker.say(Chunk(asked.id, b"data: 1\n\n"))
+    worker.say(ReplyChunk(asked.id, b"data: 1\n\n"))
     head, pieces = await beginning
     assert head.content_type == "text/event-stream" and await anext(pieces) == b"data: 1\n\n"
     await pieces.aclose()
@@ -218,7 +218,7 @@ async def test_a_stream_that_cannot_begin(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}"))
-    asked = await worker.hear(Predict)
+    asked = await worker.hear(AnswerLive)
     worker.say(Answered(asked.id, Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no"):
         await beginning

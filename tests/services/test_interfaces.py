@@ -7,8 +7,8 @@ import pytest
 from batchmill.children.programs import Programs
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidInput, TooComplex
-from batchmill.services.remote import interfaces
-from batchmill.services.remote.interfaces import check, read_interface, violation
+from batchmill.services.remote import model_fields
+from batchmill.services.remote.model_fields import check, read_interface, violation
 
 OBJECT = {
     "type": "object",
@@ -77,6 +77,6 @@ async def test_what_takes_long_is_stopped(monkeypatch):
             await check("input", '{"pattern": "^(a+)+$"}', json.dumps("a" * 60 + "b").encode(), programs, "p")
     finally:
         await programs.close()
-    monkeypatch.setattr(interfaces, "STEPS_MAX", 10)
+    monkeypatch.setattr(model_fields, "STEPS_MAX", 10)
     with pytest.raises(TooComplex):
         violation({"items": {"type": "integer"}}, list(range(11)))

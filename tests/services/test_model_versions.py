@@ -12,17 +12,17 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
-from batchmill.jobs import ledger_snapshot
+from batchmill.jobs.ledger import snapshot
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
-from batchmill.wire.deploys import Backend, DeployOrder
+from batchmill.wire.bundles import Backend, DeployOrder
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -43,11 +43,11 @@ class Place:
 
     def open(self):
         self.database = Database(self.folder / "batchmill.db")
-        workshop = Workshop(self.folder, self.try_it, self.entry)
+        builder = VersionBuilder(self.folder, self.try_it, self.entry)
         models = {"of_config": ModelEntry(engine="function", source="app.py:f")}
         config = Config(data_dir=self.folder, base=self.folder, models=models)
         self.directory = ModelDirectory(ConfiguredModels(config), random.Random(7))
-        self.versions = ModelVersions(self.database, self.clock, self.directory, workshop=workshop, warm=self.warm)
+        self.versions = ModelVersions(self.database, self.clock, self.directory, builder=builder, warm=self.warm)
         return self.versions
 
     async def warm(self, old, new):
@@ -137,7 +137,7 @@ async def test_versions_outlive_their_owner(place):
         started.set()
         await asyncio.Event().wait()
 
-    place.versions._workshop._trial = hang
+    place.versions._builder._trial = hang
     task = asyncio.create_task(place.deploy(DOUBLER + "#\n"))
     await started.wait()
     place.close()  # as if killed: the task never gets to write anything down
@@ -207,7 +207,7 @@ async def test_what_is_used_is_not_removed(place):
             await versions.remove("example_doubler", "main", number)
     spec = place.choose("example_doubler", None, "1").spec
     job = JobSpec("job_1", DatasetSpec(["x"]), [spec], TableForm(), Policy(), None, "", {}, 0.0)
-    await place.database.write(ledger_snapshot.insert_job, job)
+    await place.database.write(snapshot.insert_job, job)
     with pytest.raises(Conflict, match="a job"):
         await versions.remove("example_doubler", "main", "1")
     await place.database.write(lambda db: db.execute(jobs.update().values(state="completed")))

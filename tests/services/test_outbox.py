@@ -13,8 +13,8 @@ from standardwebhooks import Webhook
 from webhook_support import FILE_SECRET, EndedJobs
 
 from batchmill.config import WebhookEntry
-from batchmill.services.events import Ended
 from batchmill.services.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
+from batchmill.services.webhooks import Ended
 from batchmill.states import JobState
 
 
@@ -160,11 +160,11 @@ async def test_a_project_of_dead_endpoints_holds_up_no_other(jobs: EndedJobs, re
 
 
 async def test_only_endpoints_of_the_project_hear_of_its_jobs(jobs: EndedJobs, receiver: WebhookReceiver):
-    """Another project's endpoint, one that wants other events, and jobs without a door: none is told anything."""
+    """Another project's endpoint, one that wants other events, and jobs without a frontend: none is told anything."""
     await jobs.register(receiver.url("/other"), project="other")
     await jobs.register(receiver.url("/failed"), events=["batch.failed"])
     await jobs.register(receiver.url())
-    await jobs.end(1, door=None)
+    await jobs.end(1, frontend=None)
     await jobs.end(2)
     async with jobs.running():
         await until_settled(jobs.folder, 1)
@@ -201,7 +201,7 @@ async def test_another_end_of_the_same_job_is_another_event(jobs: EndedJobs, rec
 async def test_a_job_of_the_native_api_has_events_of_its_own(jobs: EndedJobs, receiver: WebhookReceiver):
     """A job that came through batchmill's own API is told as a job, by its own id."""
     await jobs.register(receiver.url(), events=["job.cancelled"])
-    await jobs.end(0xB, door="native")
+    await jobs.end(0xB, frontend="native")
     async with jobs.running():
         (delivery,) = await receiver.wait_for(1)
     event = json.loads(delivery.body)
@@ -211,7 +211,7 @@ async def test_a_job_of_the_native_api_has_events_of_its_own(jobs: EndedJobs, re
 async def test_every_end_is_heard_once(jobs: EndedJobs):
     """Whoever listens in this process hears of each end, told by webhook or not."""
     heard: list[Ended] = []
-    await jobs.end(1, door=None)
+    await jobs.end(1, frontend=None)
     await jobs.end(2, traceparent="00-1-2-01")
     async with jobs.running(heard=heard.append) as outbox:
         await outbox.turn()

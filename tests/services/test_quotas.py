@@ -16,24 +16,23 @@ from remote_room import connector_fields
 
 from batchmill.config import ServerEntry, load
 from batchmill.errors import InvalidConfig, OverQuota
-from batchmill.jobs import job_records, submissions
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger import records as submissions
+from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.models.addresses import read_private
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.adapters.records import AdapterRecord
 from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.courier import Courier
-from batchmill.services.datasets.service import DatasetService
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService
-from batchmill.services.functions.calls import Target
-from batchmill.services.functions.deploying import Workshop
-from batchmill.services.functions.late_records import Order
-from batchmill.services.functions.late_replies import LateReplies
+from batchmill.services.functions.calls import VersionTarget
+from batchmill.services.functions.deploying import VersionBuilder
+from batchmill.services.functions.late_replies import LateReplies, Order
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.keys import KeyService
-from batchmill.services.links import Link, LinkService
+from batchmill.services.links import LinkService, SignedLink
 from batchmill.services.llms.service import LlmService
+from batchmill.services.named_datasets import DatasetService
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.task_records import DEPLOY_MODEL, RUNNING
@@ -43,6 +42,7 @@ from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
 from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.services.usage import usage
+from batchmill.services.webhook_sender import WebhookSender
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
 from batchmill.types import (
@@ -58,13 +58,13 @@ from batchmill.types import (
     Tensor,
 )
 from batchmill.wire import bundles
-from batchmill.wire.deploys import DeployOrder
+from batchmill.wire.bundles import DeployOrder
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
 MOST, OTHERS = 3, 1
-TARGET = Target("f", "main", 1, ModelSpec("m", "function", "s"))
-SPEC = JobSpec(JOB, DatasetSpec(["x"]), [], OpenAIForm(), Policy(), None, "i", {}, 0.0, origin={"door": "openai"})
+TARGET = VersionTarget("f", "main", 1, ModelSpec("m", "function", "s"))
+SPEC = JobSpec(JOB, DatasetSpec(["x"]), [], OpenAIForm(), Policy(), None, "i", {}, 0.0, origin={"frontend": "openai"})
 
 
 class Room:
@@ -96,8 +96,10 @@ class Room:
             database, self.vault, directory, clock, engines=engines, calls=engines, quarantine=Quarantine(clock)
         )
         self.folder = folder
-        self.versions = ModelVersions(database, clock, directory, workshop=Workshop(folder, _tried), quotas=self.quotas)
-        self.late = LateReplies(database, clock, None, Courier(clock, read_private([])), self.quotas)  # type: ignore[arg-type]
+        self.versions = ModelVersions(
+            database, clock, directory, builder=VersionBuilder(folder, _tried), quotas=self.quotas
+        )
+        self.late = LateReplies(database, clock, None, WebhookSender(clock, read_private([])), self.quotas)  # type: ignore[arg-type]
 
     async def file(self, project: str) -> None:
         writer = await self.files.writer(project)
@@ -156,11 +158,13 @@ MAKE: dict[str, Callable[[Room, Caller, int], Awaitable[Any]]] = {
     ),
     "late_calls": lambda room, who, n: room.late.promise(
         who,
-        Target("f", "main", 1, ModelSpec("m", "function", "s")),
+        VersionTarget("f", "main", 1, ModelSpec("m", "function", "s")),
         b"{}",
         Order("modelbit", "rows", "https://example.com/", "id"),
     ),
-    "used_links": lambda room, who, n: room.database.write(room.links.use, Link(f"{who.project}{n}", who.project, 9e9)),
+    "used_links": lambda room, who, n: room.database.write(
+        room.links.use, SignedLink(f"{who.project}{n}", who.project, 9e9)
+    ),
 }
 
 
@@ -202,7 +206,7 @@ async def test_a_job_that_is_tried_again_counts(tmp_path: Path) -> None:
     for n in range(MOST):
         await _job(room, Caller("default", Scope.ADMIN), n)
     with pytest.raises(OverQuota):
-        await room.database.write(job_records.refuse_unfinished, "default", MOST)
+        await room.database.write(records.refuse_unfinished, "default", MOST)
     await room.close()
 
 

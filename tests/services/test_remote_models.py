@@ -15,7 +15,7 @@ from batchmill.models.connectors.reading import read_connector
 from batchmill.services.remote import model_records as remote_model_records
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.model_records import RemoteModel
-from batchmill.services.remote.specs import provider_of, spec_of
+from batchmill.services.remote.models import provider_of, spec_of
 from batchmill.types import Caller, Connector, Scope
 
 
@@ -358,5 +358,5 @@ async def test_a_model_without_a_way_is_not_offered(room: RemoteRoom) -> None:
     model = await register(room, made)
     directory = room.directory
     assert directory.specs(caller()) == []
-    with pytest.raises(InvalidInput, match="whose batch API nobody knows"):
+    with pytest.raises(InvalidInput, match="whose batch API is unknown"):
         directory.find(caller(), model.id)

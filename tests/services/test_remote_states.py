@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchmill.config import MlCommonsEntry, StatusRegex
-from batchmill.services.remote.states import StatusWords, state_of_job
+from batchmill.services.remote.job_tasks import StatusWords, state_of_job
 from batchmill.states import JobState
 
 

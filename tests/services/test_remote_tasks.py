@@ -128,7 +128,7 @@ async def test_a_lost_reply_makes_no_second_batch(room, service, model, wrong):
         await room.tasks.predict(ANN, model, GIVEN, order())
     (task,) = await room.tasks.all(ANN)
     assert (task.state, task.is_unknown) == ("FAILED", True)
-    assert refused.value.message in task.error and "nobody can say whether the provider took it" in task.error
+    assert refused.value.message in task.error and "it is unknown whether the provider accepted it" in task.error
     await room.repeats.delivered(order())
     taken = len(service.jobs)
     with pytest.raises(Conflict, match=f"the same request came before as task {task.id}") as conflict:
@@ -153,7 +153,7 @@ async def test_a_reply_that_names_no_job(room, service, model, body):
         await room.tasks.predict(ANN, model, GIVEN, order())
     (task,) = await room.tasks.all(ANN)
     assert (task.state, task.remote_job) == ("FAILED", None)
-    with pytest.raises(Conflict, match="nobody can say whether the provider took it"):
+    with pytest.raises(Conflict, match="it is unknown whether the provider accepted it"):
         await room.tasks.predict(ANN, model, GIVEN, order())
     assert not service.jobs
 

@@ -22,7 +22,7 @@ def room(tmp_path):
 
 async def test_results_are_linked_not_copied(room):
     """A job's result files become files of its project, under ids that anybody would find, sharing their bytes."""
-    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    view = await room.ended_job(origin={"frontend": "openai", "output_expires_s": 3600})
     output, errors = await room.files.adopt_results(view)
     assert output and errors
     assert (output.id, errors.id) == (result_id(JOB, 0, "output"), result_id(JOB, 0, "errors"))
@@ -122,7 +122,7 @@ async def test_a_deleted_result_of_an_earlier_generation(room):
 
 async def test_expired_results_are_swept_with_their_copies(room):
     """A result that expires goes like one that is deleted."""
-    view = await room.ended_job(origin={"door": "openai", "output_expires_s": 3600})
+    view = await room.ended_job(origin={"frontend": "openai", "output_expires_s": 3600})
     await room.files.adopt_results(view)
     room.clock.at += 3600
     assert await room.files.sweep() == 2

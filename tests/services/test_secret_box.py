@@ -8,7 +8,7 @@ import pytest
 
 from batchmill.config import KEY_FILE
 from batchmill.errors import InvalidConfig
-from batchmill.services.secrets import key_ring
+from batchmill.services.secrets import box as key_ring
 from batchmill.services.secrets.box import SecretBox
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from batchmill.errors import ModelFailed
-from batchmill.services.functions.trial import try_version
+from batchmill.services.functions.deploying import try_version
 from batchmill.types import FunctionSpec, ModelSpec
-from batchmill.wire.deploys import DeployOrder
+from batchmill.wire.bundles import DeployOrder
 
 ONE = "def f(a): return a\n"
 MANY = "import batchmill\n@batchmill.batched(8)\ndef f(a): return a\n"

@@ -20,8 +20,8 @@ from batchmill.services.secrets import vault as vaults
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import PAGE, OwnerProvisions, Vault, references
 from batchmill.services.webhooks import WebhookService
-from batchmill.store.connector_tables import connectors, secrets
 from batchmill.store.database import Database
+from batchmill.store.tables import connectors, secrets
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.types.connectors import Action, Connector
 

@@ -11,7 +11,7 @@ from webhook_support import ALL, FILE_SECRET, EndedJobs
 
 from batchmill.config import KEY_FILE, WebhookEntry
 from batchmill.errors import InvalidConfig, InvalidInput, UnknownName
-from batchmill.services import outbox_records
+from batchmill.services import outbox as outbox_records
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.webhooks import KEPT_S, NAME_CHARS_MAX, WebhookService
 

@@ -14,7 +14,7 @@ from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.config import Config, ServerEntry, WebhookEntry
-from batchmill.jobs.ledger import open_ledger
+from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.services.files import FileService
 from batchmill.services.outbox import Outbox
 from batchmill.services.secrets.box import SecretBox
@@ -80,7 +80,7 @@ class EndedJobs:
         *,
         state: JobState = JobState.CANCELLED,
         project: str = "default",
-        door: str | None = "openai",
+        frontend: str | None = "openai",
         **origin: Any,
     ) -> str:
         """A job that has come to rest; its id."""
@@ -88,7 +88,7 @@ class EndedJobs:
         spec = JobSpec(
             id=job_id, dataset=DatasetSpec([str(self.folder / "in.jsonl")]), models=[ModelSpec("m", "function", "a:f")],
             form=OpenAIForm(), policy=Policy(), output=None, identity=job_id, code={}, created=self.clock.now(),
-            project=project, origin=None if door is None else {"door": door, **origin},
+            project=project, origin=None if frontend is None else {"frontend": frontend, **origin},
         )  # fmt: skip
         await self.database.call(self.ledger.create, spec)
         await self.database.call(self.ledger.note, job_id, project=project)

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from batchmill.errors import InvalidConfig, LedgerBroken, StorageFailed
-from batchmill.store import schema_version
+from batchmill.store import database as schema_version
 from batchmill.store.database import Database
 from batchmill.store.tables import schema
 

@@ -171,7 +171,7 @@ def test_ctrl_c_leaves_the_job_running(batchmill: Command, server: RunningServer
     rest = running.communicate(timeout=END_S)
     assert running.returncode == 130, said + rest[1]
     job = next(line.split()[1] for line in said.splitlines() if line.startswith("job job_"))
-    assert "the job goes on at the server" in rest[1] and f"batchmill resume {job}" in rest[1]
+    assert "the job continues on the server" in rest[1] and f"batchmill resume {job}" in rest[1]
     assert "running" in batchmill("show", job).stdout
     assert batchmill("amend", job, "--priority", "5").stdout.count("priority  5") == 1
     words = [sys.executable, "-m", "batchmill", "resume", job]

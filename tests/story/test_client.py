@@ -110,12 +110,12 @@ def test_a_job_from_its_file_to_its_results(client: Client, tmp_path):
     assert [(row["custom_id"], row["response"]["body"]) for row in job.results()] == [("c0", "A"), ("c2", "C")]
     assert [row["error"]["code"] for row in job.errors()] == ["ValueError"]
     assert len(list(job.partial())) == 3
-    assert job.view.origin == {"door": "native", "files": {job.view.input[0]: "in.jsonl"}}
+    assert job.view.origin == {"frontend": "native", "files": {job.view.input[0]: "in.jsonl"}}
     client.delete_file(job.view.input[0])
 
 
 def test_a_deleted_result_is_no_empty_one(client: Client, server: RunningServer, tmp_path):
-    """Whoever asks for a result that was deleted is told so by every door, with who did it and when."""
+    """Whoever asks for a result that was deleted is told so by every frontend, with who did it and when."""
     job = client.submit(requests(tmp_path / "in.jsonl", "a"))
     job.wait()
     output = job.view.output

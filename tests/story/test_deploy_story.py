@@ -17,7 +17,7 @@ from fakes.running_server import RunningServer
 
 from batchmill import AsyncClient, Client
 from batchmill.errors import Conflict, InvalidInput, ModelFailed, UnknownName
-from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.bundles import BUNDLE_MEDIA
 from batchmill.wire.native import BackendInfo
 
 DOUBLER = "def example_doubler(foo: int):\n    '''Double a number.'''\n    return {factor} * foo\n"

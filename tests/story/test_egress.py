@@ -85,7 +85,7 @@ class Door:
 
 
 @pytest.fixture
-async def door(closed: RunningServer) -> AsyncIterator[Door]:
+async def frontend(closed: RunningServer) -> AsyncIterator[Door]:
     made = Door(closed)
     yield made
     await made.client.aclose()
@@ -97,9 +97,9 @@ def is_refusal(reply: httpx.Response) -> bool:
 
 
 @pytest.mark.parametrize("url", INSIDE)
-async def test_no_connector_leads_inside(door: Door, inside: WebhookReceiver, url: str) -> None:
+async def test_no_connector_leads_inside(frontend: Door, inside: WebhookReceiver, url: str) -> None:
     """However an address inside is written, a connector for it is refused, or its call is; nothing is ever sent."""
-    reply = await door.call(url.replace("PORT", str(inside.port)))
+    reply = await frontend.call(url.replace("PORT", str(inside.port)))
     assert is_refusal(reply), reply.text
     assert inside.deliveries == []
 
@@ -108,34 +108,34 @@ async def test_no_connector_leads_inside(door: Door, inside: WebhookReceiver, ur
     "host", ["127.0.0.1:PORT", "localhost:PORT", "user@127.0.0.1:PORT", "127.0.0.1:PORT/#", "[::1]:PORT", "10.0.0.1",
              "169.254.169.254", "127.0.0.1:PORT\\", "%31%32%37.0.0.1:PORT"],
 )  # fmt: skip
-async def test_no_parameter_leads_inside(door: Door, inside: WebhookReceiver, host: str) -> None:
+async def test_no_parameter_leads_inside(frontend: Door, inside: WebhookReceiver, host: str) -> None:
     """A parameter that is the host is judged as a host, and no caller's parameter can take its place."""
     host = host.replace("PORT", str(inside.port))
-    reply = await door.call("https://${parameters.host}/x", host=host)
+    reply = await frontend.call("https://${parameters.host}/x", host=host)
     assert is_refusal(reply)
-    reply = await door.call("https://${parameters.host}/x", {"host": host})
+    reply = await frontend.call("https://${parameters.host}/x", {"host": host})
     assert reply.status_code >= 400 and host not in reply.text
-    reply = await door.call("https://${parameters.other}/x", {"other": host})
+    reply = await frontend.call("https://${parameters.other}/x", {"other": host})
     assert is_refusal(reply)
     assert inside.deliveries == []
 
 
-async def test_a_row_does_not_lead_inside(closed: RunningServer, door: Door, inside: WebhookReceiver) -> None:
+async def test_a_row_does_not_lead_inside(closed: RunningServer, frontend: Door, inside: WebhookReceiver) -> None:
     """Rows of a batch are held to the same rules as live requests."""
-    model = await door.model("https://${parameters.host}/x")
+    model = await frontend.model("https://${parameters.host}/x")
     assert isinstance(model, str), model.text
     rows = [{"host": f"127.0.0.1:{inside.port}"}, {"host": f"localhost:{inside.port}"}, {"host": "169.254.169.254"}]
     data = "".join(
         json.dumps({"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"model": model, **row}}) + "\n"
         for n, row in enumerate(rows)
     )
-    file = await door.client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"})
+    file = await frontend.client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"})
     asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/x", "completion_window": "24h"}
-    made = await door.client.post("/v1/batches", json=asked)
+    made = await frontend.client.post("/v1/batches", json=asked)
     if made.status_code == 200:
         batch = made.json()
         while batch["status"] not in ("completed", "failed", "cancelled", "expired"):
-            batch = (await door.client.get(f"/v1/batches/{batch['id']}")).json()
+            batch = (await frontend.client.get(f"/v1/batches/{batch['id']}")).json()
         assert batch["request_counts"]["completed"] == 0
     assert inside.deliveries == []
 
@@ -144,20 +144,20 @@ async def test_what_is_listed_is_called_and_nothing_else(tmp_path: Path, inside:
     """A listed host is reached, its redirects are not followed, and metadata stays closed whatever is listed."""
     hosts = '[server]\nprivate_hosts = ["127.0.0.1", "169.254.0.0/16", "fd00::/8", "fe80::/10", "100.64.0.0/10"]\n'
     server = RunningServer(tmp_path, hosts + ANYWHERE).start()
-    door = Door(server)
+    frontend = Door(server)
     try:
-        await door.call(inside.url("/open"))
+        await frontend.call(inside.url("/open"))
         assert [each.path for each in inside.deliveries] == ["/open"]
         inside.answers["/moved"] = [(307, {"location": f"http://localhost:{inside.port}/inside"})] * 9
-        reply = await door.call(inside.url("/moved"))
+        reply = await frontend.call(inside.url("/moved"))
         assert reply.status_code >= 400
         assert {each.path for each in inside.deliveries} == {"/open", "/moved"}
         seen = len(inside.deliveries)
         for url in (f"http://localhost:{inside.port}/by-name", f"https://[::1]:{inside.port}/v6", *NEVER):
-            assert is_refusal(await door.call(url)), url
+            assert is_refusal(await frontend.call(url)), url
         assert len(inside.deliveries) == seen
     finally:
-        await door.client.aclose()
+        await frontend.client.aclose()
         server.close()
 
 

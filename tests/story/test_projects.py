@@ -15,11 +15,11 @@ import pytest
 from fakes.running_server import running_server
 
 from batchmill.engines.clock import SystemClock
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.store.database import Database
-from batchmill.types.poison import Suspect
+from batchmill.types.models import Suspect
 from batchmill.wire import bundles
-from batchmill.wire.deploys import BUNDLE_MEDIA, DeployOrder
+from batchmill.wire.bundles import BUNDLE_MEDIA, DeployOrder
 
 CONFIG = """
 [models.echo]

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from batchmill.types import Interface, Tensor
-from batchmill.wire.call_forms import CALL_FORMS
-from batchmill.wire.calls import Asked, Results
+from batchmill.wire.calls import CALL_FORMS, FunctionResults, ParsedCalls
 
 STRICT, LENIENT = CALL_FORMS["tensors"], CALL_FORMS["inferless_tensors"]
 SEED = Interface(
@@ -28,7 +27,7 @@ def tensor(datatype: Any, shape: list[int], data: Any = None, **more: Any) -> di
     return {"name": "x", "datatype": datatype, "shape": shape, "data": data, **more}
 
 
-def asked(request: Any, interface: Interface, *binary: bytes, form: Any = STRICT, **more: Any) -> Asked:
+def asked(request: Any, interface: Interface, *binary: bytes, form: Any = STRICT, **more: Any) -> ParsedCalls:
     """A request of JSON with these binary tensors behind it, as the form reads it."""
     text = json.dumps(request).encode()
     head = str(len(text)).encode() if binary else b""
@@ -42,7 +41,7 @@ def value_of(request: Any, interface: Interface, *binary: bytes, **more: Any) ->
     return column_of(found)[0]
 
 
-def column_of(found: Asked, name: str = "x") -> Any:
+def column_of(found: ParsedCalls, name: str = "x") -> Any:
     """The values of an input by row; of an array, as nested lists."""
     value = json.loads(found.calls)[name]
     if not isinstance(value, dict):
@@ -58,12 +57,14 @@ NUMPY |= {"BOOL": "?", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 def reply(value: Any, interface: Interface = UNTYPED, **request: Any) -> dict[str, Any]:
     """The reply, as JSON, to a request whose one row has this result."""
-    body, head = written(Results(json.dumps([value]).encode()), interface, **request)
+    body, head = written(FunctionResults(json.dumps([value]).encode()), interface, **request)
     assert head == b""
     return json.loads(body)
 
 
-def written(results: Results, interface: Interface = UNTYPED, shape: Any = (1,), **request: Any) -> tuple[bytes, bytes]:
+def written(
+    results: FunctionResults, interface: Interface = UNTYPED, shape: Any = (1,), **request: Any
+) -> tuple[bytes, bytes]:
     """What becomes of results for a request of INT64s of this shape."""
     shape = list(shape)
     inputs = [tensor("INT64", shape, [1] * int(np.prod(shape)))] if interface.inputs else []

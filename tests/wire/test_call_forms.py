@@ -9,8 +9,7 @@ import pytest
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.types import Interface, Tensor
-from batchmill.wire.call_forms import CALL_FORMS, FORMS, form_of_body
-from batchmill.wire.calls import NAMED, CallError, Results
+from batchmill.wire.calls import CALL_FORMS, FORMS, NAMED, CallError, FunctionResults, form_of_body
 
 ARGUMENTS = CALL_FORMS["arguments"]
 ANY = Interface([Tensor("x")])
@@ -26,7 +25,7 @@ def test_every_form_of_the_table_is_there():
 
 def test_numpy_is_loaded_for_tensors_only():
     """The table, and the forms of other bodies, need no numpy."""
-    code = "import sys; from batchmill.wire.call_forms import CALL_FORMS as f; f['rows'], f['arguments']; "
+    code = "import sys; from batchmill.wire.calls import CALL_FORMS as f; f['rows'], f['arguments']; "
     for more, loaded in (("", "False"), ("f['tensors']; ", "True")):
         done = subprocess.run(
             [sys.executable, "-c", code + more + "print('numpy' in sys.modules)"],
@@ -91,7 +90,7 @@ def test_a_body_that_is_no_object_is_refused(body: bytes):
 def test_the_answer_is_the_result():
     """The result's own bytes are the reply, and an event's its event."""
     asked = ARGUMENTS.read(b'{"x":1}', b"", ANY)
-    assert ARGUMENTS.write(asked, Results(b' [ {"a": 1.50} ] '), "m", "1") == (b'{"a": 1.50}', b"")
+    assert ARGUMENTS.write(asked, FunctionResults(b' [ {"a": 1.50} ] '), "m", "1") == (b'{"a": 1.50}', b"")
     assert ARGUMENTS.event(asked, b"5", []) == b"5"
 
 
@@ -109,6 +108,6 @@ def test_the_answer_is_the_result():
 def test_errors_are_whose_fault_they_are(error: CallError, kind: Any, code: str):
     """What user code raised is a function_error, what we found keeps its code, and what came wrong is the caller's."""
     with pytest.raises(kind) as caught:
-        ARGUMENTS.write(ARGUMENTS.read(b"{}", b"", ANY), Results(b"[null]", errors={0: error}), "m", "1")
+        ARGUMENTS.write(ARGUMENTS.read(b"{}", b"", ANY), FunctionResults(b"[null]", errors={0: error}), "m", "1")
     assert caught.value.code == code
     assert json.dumps(caught.value.message)

@@ -5,13 +5,13 @@ from importlib import import_module
 from contract.dialect_suite import failing, known_errors
 
 from batchmill import errors
-from batchmill.wire.call_errors import MODEL_CODES
+from batchmill.wire.calls import MODEL_CODES
 from batchmill.wire.error_statuses import STATUSES, row_of, status_of, with_own
 
 OWN = {
-    "modelbit.errors": ["STATUSES"],
-    "native.errors": ["STATUSES"],
-    "ml_commons.errors": ["STATUSES", "TYPES"],
+    "modelbit.dialect": ["STATUSES"],
+    "native.dialect": ["STATUSES"],
+    "ml_commons.dialect": ["STATUSES", "TYPES"],
     "predibase.errors": ["STATUSES", "LORAX_STATUSES"],
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.engines.replies import read_reply
+from batchmill.engines.retry import read_reply
 from batchmill.types import Outcome, Row, Usage
 from batchmill.wire.forms import RESPONSES, TOKENS_MAX, TableForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX

@@ -5,12 +5,11 @@ import json
 import msgspec
 import pytest
 
-from batchmill.dialects.modelbit.calls import read_wanted
-from batchmill.dialects.open_inference.inference import _members
+from batchmill.dialects.modelbit.dialect import read_wanted
+from batchmill.dialects.open_inference.dialect import _members
 from batchmill.dialects.predibase.serving import read_body
 from batchmill.engines.provider_batch import anthropic, bedrock, cohere, openai, sagemaker
-from batchmill.engines.provider_batch.calls import Answer
-from batchmill.engines.provider_batch.provider import TryAgain
+from batchmill.engines.provider_batch.provider import ProviderReply, TryAgain
 from batchmill.errors import BatchmillError
 from batchmill.wire import json_bytes
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep, shallow
@@ -58,6 +57,6 @@ def test_nobody_reads_what_is_too_deep():
         assert reply.is_garbled and f"deeper than {DEPTH_MAX}" in reply.error.message
     assert json.loads(sagemaker._reply(DEEP).body) == {"response": DEEP.decode()}
     with pytest.raises(TryAgain):
-        Answer({}, DEEP).json()
+        ProviderReply({}, DEEP).json()
     with pytest.raises(TryAgain):
         cohere._take(cohere._json_lines([b'{"a":' + DEEP + b"}"]))

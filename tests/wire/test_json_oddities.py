@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from batchmill.wire.json_oddities import DIGITS_MAX, has_odd_numbers, oddity
+from batchmill.wire.json_bytes import DIGITS_MAX, has_odd_numbers, oddity
 
 
 def test_plain_json_is_not_odd():

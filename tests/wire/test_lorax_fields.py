@@ -7,7 +7,7 @@ import json
 import pytest
 
 from batchmill.errors import InvalidRow
-from batchmill.wire.lorax_fields import REFUSED, in_engine_words
+from batchmill.wire.fields import REFUSED, in_engine_words
 
 SCHEMA = {"type": "object"}
 

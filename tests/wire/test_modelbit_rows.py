@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, TooLarge
 from batchmill.types import Interface, Tensor
 from batchmill.wire import modelbit_rows
-from batchmill.wire.call_forms import CALL_FORMS
-from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, CallError, Results
+from batchmill.wire.calls import CALL_FORMS, NAMED, POSITIONAL, WITH_IDS, CallError, FunctionResults
 from batchmill.wire.json_bytes import DEPTH_MAX
 
 ROWS = CALL_FORMS["rows"]
@@ -43,7 +42,7 @@ def test_a_batch_gives_ids_and_results(data: bytes, values: bytes, expected: byt
     asked = read(data)
     assert (asked.layout, asked.rows) == (WITH_IDS, len(json.loads(data)))
     assert json.loads(asked.calls) == json.loads(data)
-    assert ROWS.write(asked, Results(values), "m", "1") == (b'{"data":' + expected + b"}", b"")
+    assert ROWS.write(asked, FunctionResults(values), "m", "1") == (b'{"data":' + expected + b"}", b"")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_anything_else_is_one_call(data: bytes, interface: Interface, layout: st
     """One parameter gets the value as it is; several get a list of them or an object."""
     asked = read(data, interface)
     assert (asked.layout, asked.rows, json.loads(asked.calls)) == (layout, 1, calls)
-    assert ROWS.write(asked, Results(b"[20]"), "m", "1") == (b'{"data":20}', b"")
+    assert ROWS.write(asked, FunctionResults(b"[20]"), "m", "1") == (b'{"data":20}', b"")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,9 @@ def test_a_function_of_one_dict_gets_dicts(data: bytes, interface: Interface, ca
     """Rows for an app are its inputs by name, or by position."""
     asked = read(data, interface)
     assert (asked.layout, json.loads(asked.calls)) == (NAMED, calls)
-    assert ROWS.write(asked, Results(b"[1,1]"[: 2 * len(calls)] + b"]"), "m", "1")[0].startswith(b'{"data":[[1,1]')
+    assert ROWS.write(asked, FunctionResults(b"[1,1]"[: 2 * len(calls)] + b"]"), "m", "1")[0].startswith(
+        b'{"data":[[1,1]'
+    )
 
 
 def test_rows_of_a_frame_keep_their_ids():
@@ -168,7 +169,7 @@ TRACE = 'Traceback (most recent call last):\n  File "app.py", line 2, in f\nValu
 def test_one_bad_row_fails_the_request(error: CallError, kind: Any, lines: list[str]):
     """The text names the row and its id, and ends with `Type: message` in one line (M13, M15)."""
     with pytest.raises(kind) as caught:
-        ROWS.write(read(b'[["a",1],["b",2]]'), Results(b"[1,null]", errors={1: error}), "m", "1")
+        ROWS.write(read(b'[["a",1],["b",2]]'), FunctionResults(b"[1,null]", errors={1: error}), "m", "1")
     assert caught.value.message.split("\n")[-len(lines) :] == lines
 
 
@@ -176,11 +177,13 @@ def test_errors_of_rows_if_they_are_wanted():
     """With row_errors the other rows are answered, and one that failed has null and its error in its place."""
     asked = read(b"[[1,1],[2,2],[3,3]]", more=b',"row_errors":true')
     errors = {1: CallError("ValueError", "no\nway", TRACE), 2: CallError("missing_argument", "needs b")}
-    body, _ = ROWS.write(asked, Results(b"[2,null,null]", errors=errors), "m", "1")
+    body, _ = ROWS.write(asked, FunctionResults(b"[2,null,null]", errors=errors), "m", "1")
     assert json.loads(body) == {
         "data": [[1, 2], [2, None, {"error": "ValueError: no way"}], [3, None, {"error": "InvalidInput: needs b"}]]
     }
-    body, _ = ROWS.write(read(b"1", more=b',"row_errors":true'), Results(b"[null]", errors={0: errors[1]}), "m", "1")
+    body, _ = ROWS.write(
+        read(b"1", more=b',"row_errors":true'), FunctionResults(b"[null]", errors={0: errors[1]}), "m", "1"
+    )
     assert json.loads(body) == {"data": None, "error": "ValueError: no way"}
 
 
@@ -201,7 +204,7 @@ JSON_VALUES = st.recursive(
 def test_ids_and_values_of_any_kind_survive(rows: list[Any]):
     """Whatever an id and a value are, they come back as they are."""
     asked = read(json.dumps(rows).encode())
-    body, _ = ROWS.write(asked, Results(json.dumps([row[1] for row in rows]).encode()), "m", "1")
+    body, _ = ROWS.write(asked, FunctionResults(json.dumps([row[1] for row in rows]).encode()), "m", "1")
     assert json.dumps(json.loads(body)["data"]) == json.dumps(rows)
 
 

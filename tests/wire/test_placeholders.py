@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.wire.placeholders import Hole, holes, split
+from batchmill.wire.json_templates import Hole, holes, split
 
 
 def hole(name, default=None, scope="parameters"):

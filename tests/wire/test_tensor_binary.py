@@ -12,7 +12,7 @@ from tensor_requests_kit import LENIENT, NUMPY, SEED, STRICT, UNTYPED, asked, co
 
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.types import Interface, Tensor
-from batchmill.wire.calls import Asked, Results
+from batchmill.wire.calls import FunctionResults, ParsedCalls
 from batchmill.wire.tensor_binary import join_texts, split_texts
 
 IDENTITY = Interface([Tensor("x", "FP32", [-1, 1024], is_array=True)])
@@ -116,7 +116,7 @@ def test_a_raw_request_is_the_one_input(tensor_of: Tensor, body: bytes, expected
     """With a length of 0 the whole body is the only input, and every output is binary."""
     found = STRICT.read(body, b"0", Interface([tensor_of], has_schema=True))
     assert column_of(found) == [expected]
-    written, head = STRICT.write(found, Results(b"[7]"), "m", "1")
+    written, head = STRICT.write(found, FunctionResults(b"[7]"), "m", "1")
     assert written[int(head) :] == struct.pack("<q", 7)
 
 
@@ -170,11 +170,11 @@ def tensors(draw: Any) -> tuple[str, list[int], list[Any]]:
     return datatype, shape, draw(st.lists(ELEMENTS[datatype], min_size=size, max_size=size))
 
 
-def _returned(found: Asked, datatype: str, shape: list[int], *, as_array: bool) -> Results:
+def _returned(found: ParsedCalls, datatype: str, shape: list[int], *, as_array: bool) -> FunctionResults:
     """What a function that returns its input answers: an array, or the values themselves."""
     if not as_array:
-        return Results(json.dumps([{"y": json.loads(found.calls)["x"][0]}]).encode())
-    return Results(json.dumps([{"y": {"$array": [0, datatype, shape]}}]).encode(), buffers=found.buffers)
+        return FunctionResults(json.dumps([{"y": json.loads(found.calls)["x"][0]}]).encode())
+    return FunctionResults(json.dumps([{"y": {"$array": [0, datatype, shape]}}]).encode(), buffers=found.buffers)
 
 
 @given(tensors(), st.booleans(), st.booleans(), st.booleans())
@@ -251,7 +251,7 @@ def test_any_result_is_written_or_refused(value: Any, interface: Interface, is_b
     found = asked({"inputs": []}, Interface(takes=interface.takes), form=STRICT)
     found.told.binary = is_binary
     try:
-        body, head = STRICT.write(found, Results(json.dumps([value]).encode()), "m", "1")
+        body, head = STRICT.write(found, FunctionResults(json.dumps([value]).encode()), "m", "1")
     except BatchmillError:
         return
     json.loads(body[: int(head)] if head else body)

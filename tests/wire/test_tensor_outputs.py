@@ -11,7 +11,7 @@ from tensor_requests_kit import SEED, STRICT, UNTYPED, asked, outputs, reply, sc
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.types import Interface, Tensor
-from batchmill.wire.calls import CallError, Results
+from batchmill.wire.calls import CallError, FunctionResults
 
 NAN = struct.pack("<d", math.nan)
 
@@ -71,7 +71,9 @@ def test_results_that_are_no_tensors_are_the_models_error(value: Any, words: str
 def test_an_app_must_return_a_dict(value: Any):
     """What Inferless' `infer` returns is a dictionary, or an error (O21)."""
     with pytest.raises(ModelFailed, match="must return a dictionary"):
-        STRICT.write(asked({"inputs": []}, Interface(takes="dict")), Results(json.dumps([value]).encode()), "m", "1")
+        STRICT.write(
+            asked({"inputs": []}, Interface(takes="dict")), FunctionResults(json.dumps([value]).encode()), "m", "1"
+        )
 
 
 def app(*outputs_: Tensor) -> Interface:
@@ -132,7 +134,7 @@ def test_arrays_keep_their_datatype_and_shape(datatype: str, values: list[Any]):
     """A numpy array of length n is an output of shape [n] (O13), as JSON and as binary."""
     numpy = {"INT16": "<i2", "UINT8": "<u1", "FP32": "<f4", "FP16": "<f2", "BOOL": "?"}[datatype]
     data = np.array(values, numpy).tobytes()
-    results = Results(json.dumps([{"a": {"$array": [0, datatype, [2]]}}]).encode(), buffers=[data])
+    results = FunctionResults(json.dumps([{"a": {"$array": [0, datatype, [2]]}}]).encode(), buffers=[data])
     found = json.loads(written(results)[0])["outputs"][0]
     assert (found["datatype"], found["shape"], found["data"]) == (datatype, [2], values)
     body, head = written(results, parameters={"binary_data_output": True})
@@ -142,16 +144,16 @@ def test_arrays_keep_their_datatype_and_shape(datatype: str, values: list[Any]):
 def test_lists_of_numpys_scalars_are_one_tensor():
     """A list of scalars keeps their datatype; of several, numbers are FP64."""
     scalar = {"$array": [0, "FP32", []]}
-    results = Results(json.dumps([{"a": [scalar, scalar]}]).encode(), buffers=[struct.pack("<f", 0.5)])
+    results = FunctionResults(json.dumps([{"a": [scalar, scalar]}]).encode(), buffers=[struct.pack("<f", 0.5)])
     assert json.loads(written(results)[0])["outputs"][0]["datatype"] == "FP32"
-    results = Results(json.dumps([{"a": [scalar, 1]}]).encode(), buffers=[struct.pack("<f", 0.5)])
+    results = FunctionResults(json.dumps([{"a": [scalar, 1]}]).encode(), buffers=[struct.pack("<f", 0.5)])
     found = json.loads(written(results)[0])["outputs"][0]
     assert (found["datatype"], found["data"]) == ("FP64", [0.5, 1.0])
 
 
 def test_nan_is_null_in_json_and_itself_in_binary():
     """A reply is never invalid JSON (O17)."""
-    results = Results(b'[{"a":{"$array":[0,"FP64",[]]}}]', buffers=[NAN])
+    results = FunctionResults(b'[{"a":{"$array":[0,"FP64",[]]}}]', buffers=[NAN])
     body, head = written(results)
     assert (json.loads(body)["outputs"][0]["data"], head) == ([None], b"")
     body, head = written(results, parameters={"binary_data_output": True})
@@ -160,7 +162,7 @@ def test_nan_is_null_in_json_and_itself_in_binary():
 
 def test_bytes_are_binary_or_utf8():
     """BYTES that are no UTF-8 have a place in a binary reply only, and JSON says so."""
-    results = Results(b'[{"a":{"$array":[0,"BYTES",[]]}}]', buffers=[b"\x01\x00\x00\x00\xff"])
+    results = FunctionResults(b'[{"a":{"$array":[0,"BYTES",[]]}}]', buffers=[b"\x01\x00\x00\x00\xff"])
     body, head = written(results, parameters={"binary_data_output": True})
     assert body[int(head) :] == b"\x01\x00\x00\x00\xff"
     with pytest.raises(ModelFailed, match="not UTF-8"):
@@ -170,7 +172,7 @@ def test_bytes_are_binary_or_utf8():
 def test_a_bf16_output_is_rounded_to_the_nearest():
     """An array of FP32 becomes the BF16 that is declared."""
     data = np.array([1.0, 1.005859375, -2.5, np.nan], "<f4").tobytes()
-    results = Results(b'[{"a":{"$array":[0,"FP32",[4]]}}]', buffers=[data])
+    results = FunctionResults(b'[{"a":{"$array":[0,"FP32",[4]]}}]', buffers=[data])
     found = json.loads(written(results, app(Tensor("a", "BF16", [-1])))[0])["outputs"][0]
     assert (found["datatype"], found["data"]) == ("BF16", [1.0, 1.0078125, -2.5, None])
 
@@ -187,7 +189,7 @@ def test_a_bf16_output_is_rounded_to_the_nearest():
 def test_rows_of_a_batch_are_one_tensor(shape: list[int], values: list[Any], expected: list[int]):
     """The first axis of a request's tensors is that of its reply's."""
     interface = Interface([Tensor("x", "INT64")])
-    found = json.loads(written(Results(json.dumps(values).encode()), interface, shape)[0])["outputs"][0]
+    found = json.loads(written(FunctionResults(json.dumps(values).encode()), interface, shape)[0])["outputs"][0]
     assert found["shape"] == expected
     assert found["data"] == np.array(values).reshape(-1).tolist()
 
@@ -199,15 +201,15 @@ def test_rows_of_a_batch_are_one_tensor(shape: list[int], values: list[Any], exp
 def test_rows_that_do_not_fit_together_are_an_error(values: list[Any], words: str):
     """Rows of one request have equal names, shapes and kinds, or no tensor holds them."""
     with pytest.raises(ModelFailed, match=words):
-        written(Results(json.dumps(values).encode()), Interface([Tensor("x", "INT64")]), [2, 1])
+        written(FunctionResults(json.dumps(values).encode()), Interface([Tensor("x", "INT64")]), [2, 1])
 
 
 def test_integers_and_floats_of_a_batch_are_floats():
     """One row of floats makes the tensor FP64; a large integer makes it UINT64."""
     interface = Interface([Tensor("x", "INT64")])
-    found = json.loads(written(Results(b"[1,2.5]"), interface, [2, 1])[0])["outputs"][0]
+    found = json.loads(written(FunctionResults(b"[1,2.5]"), interface, [2, 1])[0])["outputs"][0]
     assert (found["datatype"], found["data"]) == ("FP64", [1.0, 2.5])
-    found = json.loads(written(Results(b"[1,18446744073709551615]"), interface, [2, 1])[0])["outputs"][0]
+    found = json.loads(written(FunctionResults(b"[1,18446744073709551615]"), interface, [2, 1])[0])["outputs"][0]
     assert (found["datatype"], found["data"]) == ("UINT64", [1, 2**64 - 1])
 
 
@@ -222,7 +224,7 @@ def test_columns_of_arrays_lose_the_axis_that_was_not_asked_for(
     data = np.arange(int(np.prod(array_shape)), dtype="<i4").tobytes()
     columns = json.dumps({"y": {"$array": [0, "INT32", array_shape]}}).encode()
     rows_first = Interface([Tensor("x", "INT64" if len(request_shape) > 1 or request_shape == [2] else None)])
-    body, _ = written(Results(columns=columns, buffers=[data]), rows_first, request_shape)
+    body, _ = written(FunctionResults(columns=columns, buffers=[data]), rows_first, request_shape)
     assert json.loads(body)["outputs"][0]["shape"] == expected
 
 
@@ -230,7 +232,7 @@ def test_columns_of_another_length_are_an_error():
     """An array that has not one item for each row is the model's error."""
     with pytest.raises(ModelFailed, match="for 2 rows"):
         written(
-            Results(columns=b'{"y":{"$array":[0,"INT8",[3]]}}', buffers=[b"abc"]),
+            FunctionResults(columns=b'{"y":{"$array":[0,"INT8",[3]]}}', buffers=[b"abc"]),
             Interface([Tensor("x", "INT64")]),
             [2, 1],
         )
@@ -256,7 +258,7 @@ def test_an_unknown_output_of_an_app_is_refused_before_it_runs():
 def test_binary_outputs_are_chosen_one_by_one():
     """An output's own `binary_data` goes before the request's `binary_data_output`."""
     chosen = [{"name": "a", "parameters": {"binary_data": False}}, {"name": "b"}]
-    results = Results(b'[{"a":1,"b":2}]')
+    results = FunctionResults(b'[{"a":1,"b":2}]')
     body, head = written(results, outputs=chosen, parameters={"binary_data_output": True})
     first, second = json.loads(body[: int(head)])["outputs"]
     assert first["data"] == [1]
@@ -306,7 +308,7 @@ def test_the_id_comes_back():
 def test_a_row_that_fails_fails_the_request(error: CallError, kind: Any, code: str, last: str):
     """The error is the row's, names it, and ends with `Type: message` where user code raised."""
     with pytest.raises(kind) as caught:
-        written(Results(b"[1,null]", errors={1: error}), Interface([Tensor("x", "INT64")]), [2, 1])
+        written(FunctionResults(b"[1,null]", errors={1: error}), Interface([Tensor("x", "INT64")]), [2, 1])
     assert caught.value.code == code
     assert caught.value.message.split("\n")[-1] == last
     assert "row 2 of 2" in caught.value.message
@@ -324,7 +326,7 @@ def test_an_event_is_outputs():
 def test_the_seeds_example_of_a_variable_list():
     """A list of strings under one name is one output of that length."""
     found = asked({"inputs": [{"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}, SEED)
-    body, _ = STRICT.write(found, Results(b'[{"generated_images_base64":["a","b","c"]}]'), "m", "1")
+    body, _ = STRICT.write(found, FunctionResults(b'[{"generated_images_base64":["a","b","c"]}]'), "m", "1")
     assert json.loads(body)["outputs"] == [
         {"name": "generated_images_base64", "datatype": "BYTES", "shape": [3], "data": ["a", "b", "c"]}
     ]
@@ -333,7 +335,7 @@ def test_the_seeds_example_of_a_variable_list():
 def answered(value, *tensors, interface=UNTYPED, result=None):
     """The outputs of a request with these inputs and this one result."""
     request = {"inputs": [tensor(*each) for each in tensors]}
-    results = result or Results(json.dumps([value]).encode())
+    results = result or FunctionResults(json.dumps([value]).encode())
     body, _ = STRICT.write(asked(request, interface), results, "m", "3")
     return [(each["datatype"], each["data"]) for each in json.loads(body)["outputs"]]
 
@@ -351,5 +353,5 @@ def test_a_function_without_types_keeps_datatypes():
 def test_arrays_and_numbers_that_json_lacks():
     """An array has its own datatype; a float that is no number goes as the others do."""
     for marker, datatype in (([0, "FP64", []], "FP64"), ([0, "FP64", [], True], "FP32")):
-        value = Results(json.dumps([{"$array": marker}]).encode(), buffers=[struct.pack("<d", float("inf"))])
+        value = FunctionResults(json.dumps([{"$array": marker}]).encode(), buffers=[struct.pack("<d", float("inf"))])
         assert answered(None, ("FP32", [1], [4.0]), result=value)[0][0] == datatype

@@ -1,6 +1,6 @@
 """Errors of services are read alike, whichever envelope they come in."""
 
-from batchmill.wire.upstream_errors import UpstreamError, decode_error
+from batchmill.wire.error_statuses import UpstreamError, decode_error
 
 CASES = {
     "OpenAI": (

@@ -9,7 +9,7 @@ from batchmill.errors import TooComplex
 MIB = 1024 * 1024
 
 
-class Bounds(Struct, frozen=True):
+class ResourceLimits(Struct, frozen=True):
     """Of one piece of work. It is killed at the first that it reaches."""
 
     cpu_s: float = 2.0  # of processor time

@@ -21,12 +21,12 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from batchmill.children.bounds import Bounds, said_too_much, took_too_long, took_too_much
+from batchmill.children.bounds import ResourceLimits, said_too_much, took_too_long, took_too_much
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.process_end import end_reading, kill_group
 from batchmill.errors import BatchmillError, of_system
 from batchmill.models.worker_environment import of_helpers
-from batchmill.wire.raised import Raised
+from batchmill.wire.error_statuses import Raised
 
 PROGRESS_S = 0.2
 CHILDREN_MAX = 16  # that work at once, half of them for one project: its long work holds up no other's
@@ -147,7 +147,7 @@ class Child:
                 return data
         raise await self._died(target)
 
-    async def run_within(self, target: str, order: bytes, bounds: Bounds, work: str) -> bytes:
+    async def run_within(self, target: str, order: bytes, bounds: ResourceLimits, work: str) -> bytes:
         """The same, of a program of a caller. The time counts from when the child has its order.
 
         Args:
@@ -362,7 +362,7 @@ def serve(load: Callable[[str], Work]) -> None:
         bounds, order = _read_part(stdin), _read_part(stdin)
         if bounds is None or order is None:
             return
-        _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=Bounds) if bounds else None)
+        _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=ResourceLimits) if bounds else None)
 
 
 def _read_part(stream: BinaryIO) -> bytes | None:
@@ -374,7 +374,7 @@ def _read_part(stream: BinaryIO) -> bytes | None:
     return data if len(data) == length else None
 
 
-def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Bounds | None) -> None:
+def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: ResourceLimits | None) -> None:
     """Tell the parent what became of one piece of work."""
     sent = 0.0
 
@@ -407,7 +407,7 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Boun
         _send(_ANSWER, data)
 
 
-def _bind(bounds: Bounds) -> None:
+def _bind(bounds: ResourceLimits) -> None:
     """Have the kernel hold what comes to its bounds, and tell the parent that it begins."""
     gc.disable()  # it takes most of the time of reading long JSON; a child that has grown is not kept
     os.setpriority(os.PRIO_PROCESS, 0, NICE)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.offload import CHILD_DIED, Child, Warm
 from batchmill.errors import BatchmillError, RateLimited, TooComplex
 from batchmill.ports import Clock
@@ -60,7 +60,8 @@ class Programs:
         self._running = 0
 
     async def run(
-        self, target: str, order: bytes, *, who: str, work: str, program: bytes = b"", bounds: Bounds | None = None,
+        self, target: str, order: bytes, *, who: str, work: str, program: bytes = b"",
+        bounds: ResourceLimits | None = None,
         patience_s: float = PATIENCE_S,
     ) -> bytes:  # fmt: skip
         """The answer of `target`, which takes and returns bytes as for `offload`.
@@ -85,7 +86,7 @@ class Programs:
         began = self._clock.monotonic()
         wasted = False
         try:
-            return await self._run(target, order, self._bounds(account, bounds or Bounds()), work)
+            return await self._run(target, order, self._bounds(account, bounds or ResourceLimits()), work)
         except TooComplex:
             wasted = True
             if key is not None:
@@ -94,7 +95,7 @@ class Programs:
         finally:
             self._leave(account, self._clock.monotonic() - began, wasted)
 
-    async def _run(self, target: str, order: bytes, bounds: Bounds, work: str) -> bytes:
+    async def _run(self, target: str, order: bytes, bounds: ResourceLimits, work: str) -> bytes:
         try:
             return await self._run_in(await self._warm.take(KEPT_BYTES), target, order, bounds, work)
         except BatchmillError as error:
@@ -102,7 +103,7 @@ class Programs:
                 raise
         return await self._run_in(await self._warm.start(), target, order, bounds, work)
 
-    async def _run_in(self, child: Child, target: str, order: bytes, bounds: Bounds, work: str) -> bytes:
+    async def _run_in(self, child: Child, target: str, order: bytes, bounds: ResourceLimits, work: str) -> bytes:
         is_sound = False
         try:
             answer = await child.run_within(target, order, bounds, work)
@@ -195,7 +196,7 @@ class Programs:
     def _is_heavy(self, account: _Account) -> bool:
         return self._spent(account) > HEAVY_S
 
-    def _bounds(self, account: _Account, bounds: Bounds) -> Bounds:
+    def _bounds(self, account: _Account, bounds: ResourceLimits) -> ResourceLimits:
         """Less time for one whose programs were stopped again and again: the next ones will be, too."""
         if account.wasted_s <= WASTED_MAX_S:
             return bounds

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
-from batchmill.client.messages import Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.client.streams import Views
 from batchmill.connection import OwnerConnection
 from batchmill.control import operations as own
@@ -33,14 +33,14 @@ class MachineTransport:
         self._connection = connection
         self._headers = {} if project is None else {own.PROJECT: project}
 
-    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+    async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         assert file is None, "files of this machine are named, not sent"
         return await self._connection.send(self._told(request))
 
-    def stream(self, request: Request) -> AbstractAsyncContextManager[Any]:
+    def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[Any]:
         return self._connection.stream(self._told(request))
 
-    def _told(self, request: Request) -> Request:
+    def _told(self, request: HttpRequest) -> HttpRequest:
         return replace(request, headers=request.headers | self._headers)
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ class MachineClient(AsyncClient):
         super().__init__(transport=MachineTransport(connection, project))
 
 
-class Jobs(ABC):
+class JobsClient(ABC):
     """Jobs as commands ask for them, at a server or of the owner of a data directory."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -117,7 +117,7 @@ class Jobs(ABC):
         return await self._client.call(calls.verify(await self.full_id(job_id)))
 
 
-class MachineJobs(Jobs):
+class MachineJobs(JobsClient):
     """Orders name files and code of this machine."""
 
     async def submit(self, order: JobOrder) -> Submitted:

@@ -11,19 +11,18 @@ from typing import BinaryIO
 
 from batchmill import connection
 from batchmill.cli.clients import MachineClient, MachineJobs
-from batchmill.cli.session import App, Progress, ResultFile, Session
+from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.calls import ask
 from batchmill.config import Config
 from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
-from batchmill.jobs import preview
+from batchmill.jobs.intake import preview
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.deploying import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec
-from batchmill.wire.native import DeployReply, ModelInfo, ModelList
-from batchmill.wire.previews import Estimate, Explanation, SealReport
+from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
 
 PIECE_BYTES = 1024 * 1024
 
@@ -86,7 +85,7 @@ class LocalApp:
         return rows
 
     @contextlib.asynccontextmanager
-    async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:
+    async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
         path = view.errors_output if errors else view.output
         assert path is not None, "the command looks first"
         try:
@@ -94,7 +93,7 @@ class LocalApp:
         except OSError as error:
             raise InvalidInput(f"the results in {path} cannot be read: {error.strerror}", code="no_file") from None
         with file:
-            yield ResultFile(path, _pieces(file))
+            yield ResultStream(path, _pieces(file))
 
     async def models(self, config: Config) -> list[ModelInfo]:
         configured = ConfiguredModels(config)

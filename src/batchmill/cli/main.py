@@ -15,32 +15,32 @@ from batchmill.cli.session import OutputClosed, Session, global_options
 
 # command -> (module:attribute, what `batchmill --help` says of it)
 COMMANDS = {
-    "run": ("batchmill.cli.run:run", "Run every row of a dataset and write the results."),
-    "validate": ("batchmill.cli.preview:validate", "Check every row; run none."),
-    "plan": ("batchmill.cli.preview:plan", "Explain the order in which rows would run."),
-    "estimate": ("batchmill.cli.preview:estimate", "Estimate tokens, cost and time before anything is spent."),
-    "jobs": ("batchmill.cli.jobs:jobs", "List the jobs."),
-    "show": ("batchmill.cli.jobs:show", "Show a job."),
-    "results": ("batchmill.cli.jobs:results", "Print a job's results, with --partial while it runs."),
-    "explain": ("batchmill.cli.tuning:explain", "Explain why a job waits, or goes no faster."),
-    "amend": ("batchmill.cli.tuning:amend", "Change a job's priority, deadline or budget."),
-    "cancel": ("batchmill.cli.jobs:cancel", "Cancel a job; finished rows are kept."),
-    "pause": ("batchmill.cli.jobs:pause", "Pause a job."),
-    "resume": ("batchmill.cli.jobs:resume", "Go on with a paused job."),
-    "fail": ("batchmill.cli.jobs:fail", "Give up the rows of a job that fail and wait."),
-    "retry": ("batchmill.cli.jobs:retry", "Run the rows again that failed, and only those."),
-    "remote": ("batchmill.cli.remote_jobs:remote", "Look at a job's jobs at providers; settle unknown ones."),
-    "serve": ("batchmill.cli.serve:serve", "Answer HTTP: batches, live inference, files."),
-    "keys": ("batchmill.cli.keys:keys", "Make, list and revoke the keys of a server."),
-    "secrets": ("batchmill.cli.secrets:secrets", "Keep keys of remote services, encrypted."),
-    "connectors": ("batchmill.cli.connectors:connectors", "Describe remote APIs, and make models of them."),
-    "adapters": ("batchmill.cli.adapters:adapters", "Register LoRA adapters of language models."),
-    "llms": ("batchmill.cli.llms:llms", "Deploy language models; look after their engines."),
-    "quarantine": ("batchmill.cli.quarantine:quarantine", "Requests that engines died of: list them, let them go."),
-    "quotas": ("batchmill.cli.quotas:quotas", "What a project has of what it may have."),
-    "deploy": ("batchmill.cli.deploy:deploy", "Make a Python function a model, with versions."),
-    "models": ("batchmill.cli.models:models", "List models; look after those that were deployed."),
-    "ledger": ("batchmill.cli.ledger:ledger", "Verify, rebuild or salvage the record of which rows are done."),
+    "run": ("batchmill.cli.jobs.run:run", "Run every row of a dataset and write the results."),
+    "validate": ("batchmill.cli.jobs.preview:validate", "Check every row; run nothing."),
+    "plan": ("batchmill.cli.jobs.preview:plan", "Explain the order in which rows would run."),
+    "estimate": ("batchmill.cli.jobs.preview:estimate", "Estimate tokens, cost and time before anything is spent."),
+    "jobs": ("batchmill.cli.jobs.jobs:jobs", "List the jobs."),
+    "show": ("batchmill.cli.jobs.jobs:show", "Show a job."),
+    "results": ("batchmill.cli.jobs.jobs:results", "Print a job's results, with --partial while it runs."),
+    "explain": ("batchmill.cli.jobs.jobs:explain", "Explain why a job waits or is slow."),
+    "amend": ("batchmill.cli.jobs.jobs:amend", "Change a job's priority, deadline or budget."),
+    "cancel": ("batchmill.cli.jobs.jobs:cancel", "Cancel a job; finished rows are kept."),
+    "pause": ("batchmill.cli.jobs.jobs:pause", "Pause a job."),
+    "resume": ("batchmill.cli.jobs.jobs:resume", "Resume a paused job."),
+    "fail": ("batchmill.cli.jobs.jobs:fail", "Give up failing rows of a job that waits."),
+    "retry": ("batchmill.cli.jobs.jobs:retry", "Run the failed rows again."),
+    "remote": ("batchmill.cli.jobs.remote_jobs:remote", "List a job's provider jobs; resolve unknown submissions."),
+    "serve": ("batchmill.cli.admin.serve:serve", "Serve batches, live inference and files over HTTP."),
+    "keys": ("batchmill.cli.admin.keys:keys", "Create, list and revoke API keys of a server."),
+    "secrets": ("batchmill.cli.admin.secrets:secrets", "Store keys of remote services, encrypted."),
+    "connectors": ("batchmill.cli.models.connectors:connectors", "Manage connectors to remote APIs, and their models."),
+    "adapters": ("batchmill.cli.models.adapters:adapters", "Register LoRA adapters of language models."),
+    "llms": ("batchmill.cli.models.llms:llms", "Deploy language models; manage their engines."),
+    "quarantine": ("batchmill.cli.models.llms:quarantine", "List and release requests that crashed engines."),
+    "quotas": ("batchmill.cli.models.llms:quotas", "Show a project's usage of its quotas."),
+    "deploy": ("batchmill.cli.models.deploy:deploy", "Deploy a Python function as a model with versions."),
+    "models": ("batchmill.cli.models.models:models", "List models; manage deployed functions."),
+    "ledger": ("batchmill.cli.jobs.ledger:ledger", "Verify, rebuild or salvage the record of finished rows."),
 }
 
 
@@ -78,7 +78,7 @@ class CommandLine(click.Group):
 @global_options
 @click.version_option(__version__, prog_name="batchmill")
 def cli() -> None:
-    """Batch inference: a file of requests in, a file of results out, every row accounted for."""
+    """Batch inference: a file of requests in, a file of results out, one result for each row."""
 
 
 def main() -> NoReturn:

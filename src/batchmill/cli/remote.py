@@ -14,15 +14,15 @@ from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
-from batchmill.cli.clients import WATCH_S, Jobs
-from batchmill.cli.output_file import written_whole
-from batchmill.cli.session import App, Progress, ResultFile, Session
+from batchmill.cli.clients import WATCH_S, JobsClient
+from batchmill.cli.jobs.result_files import written_whole
+from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
-from batchmill.client.streams import Bytes
+from batchmill.client.streams import FileContent
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
-from batchmill.jobs.results import errors_path, output_kind
+from batchmill.jobs.results.results import errors_path, output_kind
 from batchmill.states import JobState
 from batchmill.types import (
     JobOrder,
@@ -30,8 +30,7 @@ from batchmill.types import (
     ModelSpec,
     Submitted,
 )
-from batchmill.wire.native import DeployReply, FileInfo, ModelInfo
-from batchmill.wire.previews import Estimate, Explanation, SealReport
+from batchmill.wire.native import DeployReply, Estimate, Explanation, FileInfo, ModelInfo, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
 JSONL = ".jsonl"
@@ -79,19 +78,19 @@ class RemoteApp:
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
         rows = 0
         async with self._client() as client:
-            async for piece in client.read(Bytes(calls.partial(job_id), is_resumable=False)):
+            async for piece in client.read(FileContent(calls.partial(job_id), is_resumable=False)):
                 out.write(piece)
                 rows += piece.count(b"\n")
         return rows
 
     @contextlib.asynccontextmanager
-    async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultFile]:
+    async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
         file_id = view.errors_output if errors else view.output
         request = calls.errors(view.id) if errors else calls.results(view.id)
         async with self._client() as client:
             name = f"{view.id}{JSONL}" if file_id is None else (await client.file(file_id)).filename
-            async with contextlib.aclosing(client.read(Bytes(request))) as pieces:
-                yield ResultFile(name, pieces)
+            async with contextlib.aclosing(client.read(FileContent(request))) as pieces:
+                yield ResultStream(name, pieces)
 
     async def models(self, config: Config) -> list[ModelInfo]:
         async with self._client() as client:
@@ -109,7 +108,7 @@ class RemoteApp:
         return model
 
 
-class ServerJobs(Jobs):
+class ServerJobs(JobsClient):
     """The jobs of a server. An id may be shortened, as on this machine, as long as it is of one job only."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -169,9 +168,9 @@ class ServerJobs(Jobs):
         await self._fetch(calls.errors(view.id), apart, order)
         return replace(view, output=order.output, errors_output=apart)
 
-    async def _fetch(self, request: calls.Request, path: str, order: JobOrder) -> None:
+    async def _fetch(self, request: calls.HttpRequest, path: str, order: JobOrder) -> None:
         with written_whole(path, order.dataset.paths) as out:
-            async with contextlib.aclosing(self._client.read(Bytes(request))) as pieces:
+            async with contextlib.aclosing(self._client.read(FileContent(request))) as pieces:
                 async for piece in pieces:
                     out.write(piece)
 

@@ -1,14 +1,17 @@
 """What every command shares: the global options, the configuration, the way to `batchmill.connection`, and the edge
-at which errors become one line and an exit code."""
+at which errors become one line and an exit code.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from pathlib import Path
@@ -18,21 +21,70 @@ import click
 from msgspec import Struct
 
 from batchmill import config
-from batchmill.cli.interrupts import Interrupts
 from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
 from batchmill.models import redaction
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
-from batchmill.wire.native import (
-    DeployReply,
-    ModelInfo,
-)
+from batchmill.wire.native import DeployReply, ModelInfo
 
 if TYPE_CHECKING:
-    from batchmill.cli.clients import Jobs
+    from batchmill.cli.clients import JobsClient
     from batchmill.client.asynchronous import AsyncClient
-    from batchmill.wire.previews import Estimate, Explanation, SealReport
+    from batchmill.wire.native import Estimate, Explanation, SealReport
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """The first signal does what somebody asked for with `first_does`, if anybody did; else it stops the command.
+
+    Stopping cancels the command's task, once: whatever comes after that must not disturb what it still has to close.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._task: asyncio.Task[object] | None = None
+        self._first: Callable[[], None] | None = None
+        self._stopping: Callable[[], None] = lambda: None
+        self._is_stopped = False
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals for the running task. One that is ignored, as by nohup, stays so."""
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        caught = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        for each in caught:
+            loop.add_signal_handler(each, self._interrupt)
+        try:
+            yield
+        finally:
+            for each in caught:
+                loop.remove_signal_handler(each)
+
+    @contextlib.contextmanager
+    def first_does(self, first: Callable[[], None], stopping: Callable[[], None]) -> Iterator[None]:
+        """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command.
+
+        A first signal that comes later does nothing: the command is about to end by itself, and orderly.
+        """
+        self._first, self._stopping = first, stopping
+        try:
+            yield
+        finally:
+            self._first = self._stopping = lambda: None
+
+    def _interrupt(self) -> None:
+        self.count += 1
+        if self.count == 1 and self._first is not None:
+            self._first()
+        elif not self._is_stopped and self._task is not None:
+            self._is_stopped = True
+            self._stopping()
+            self._task.cancel()
+
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 TRACE_CHARS_MAX = 20_000
@@ -49,7 +101,7 @@ class OutputClosed(Exception):
     """Whoever read our output has gone."""
 
 
-class ResultFile(Struct, frozen=True):
+class ResultStream(Struct, frozen=True):
     """A result file that is being read: what it is called, and its bytes in pieces."""
 
     name: str
@@ -62,7 +114,7 @@ class App(Protocol):
     def salvage(self, config: Config, progress: Callable[[str], None]) -> SalvageReport:
         """On this machine alone. Raises: InvalidConfig while another process uses the data directory."""
 
-    def open_jobs(self, config: Config, project: str | None = None) -> AbstractAsyncContextManager[Jobs]:
+    def open_jobs(self, config: Config, project: str | None = None) -> AbstractAsyncContextManager[JobsClient]:
         """Args: project: whose are listed, on this machine; None: everybody's."""
 
     def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> Awaitable[SealReport]: ...
@@ -79,7 +131,7 @@ class App(Protocol):
     def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> Awaitable[int]:
         """Write the lines of every row that has its outcome, in row order; return how many."""
 
-    def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultFile]:
+    def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultStream]:
         """The result file, or the error file, of a job that has ended."""
 
     def models(self, config: Config) -> Awaitable[list[ModelInfo]]: ...
@@ -182,7 +234,7 @@ class Session:
         try:
             return asyncio.run(caught()) or EXIT_OK
         except (asyncio.CancelledError, KeyboardInterrupt):
-            self.say("stopped; what was finished is kept, and the same command goes on from there")
+            self.say("stopped; finished rows are kept, and the same command resumes the job")
             return EXIT_INTERRUPTED
 
     def print(self, text: str = "") -> None:
@@ -286,16 +338,16 @@ def global_options(command: C) -> C:
     """The options that stand before or after a command's name."""
     for option in (
         click.option("--verbose", is_flag=True, help="Show tracebacks of errors."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line on standard output."),
         click.option("--config", "config_file", metavar="FILE", help="The configuration file [batchmill.toml]."),
-        click.option("--data-dir", metavar="DIR", help="Where jobs are kept."),
+        click.option("--data-dir", metavar="DIR", help="The data directory."),
         click.option(
             "--api-key-env",
             metavar="NAME",
             help="The environment variable that holds the key for --server "
             f"[{API_KEY}], or for the service at --base-url.",
         ),
-        click.option("--server", metavar="URL", help=f"Work at this server [{SERVER}]."),
+        click.option("--server", metavar="URL", help=f"Use this server [{SERVER}]."),
     ):
         command = option(command)
     for param in getattr(command, "params", getattr(command, "__click_params__", [])):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchmill.client import calls
 from batchmill.client.inputs import alias_of, is_past, part_of
 from batchmill.client.pairs import run_in_thread
-from batchmill.client.streams import Bytes, Lines, Views
+from batchmill.client.streams import FileContent, JsonLines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (
     AliasInfo,
@@ -23,7 +23,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
-from batchmill.wire.native_logs import LIMIT_DEFAULT, LogPage, LogQuery
+from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
 
 if TYPE_CHECKING:
     from batchmill.client.asynchronous import AsyncClient
@@ -72,19 +72,19 @@ class AsyncJob:
 
     def results(self) -> AsyncIterator[dict[str, Any]]:
         """The lines of the result file of a job that has ended, as objects."""
-        return self._client.read(Lines(Bytes(calls.results(self.id))))
+        return self._client.read(JsonLines(FileContent(calls.results(self.id))))
 
     def errors(self) -> AsyncIterator[dict[str, Any]]:
         """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
-        return self._client.read(Lines(Bytes(calls.errors(self.id))))
+        return self._client.read(JsonLines(FileContent(calls.errors(self.id))))
 
     def partial(self) -> AsyncIterator[dict[str, Any]]:
         """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+        return self._client.read(JsonLines(FileContent(calls.partial(self.id), is_resumable=False)))
 
     async def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
         """Write the result (or error) file to `path`, which gets its name once it is whole."""
-        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
+        stream = FileContent(calls.errors(self.id) if errors else calls.results(self.id))
         with part_of(path) as file:
             async with aclosing(self._client.read(stream)) as pieces:
                 async for piece in pieces:
@@ -102,7 +102,7 @@ class AsyncJob:
         return await self._steer("cancel")
 
     async def retry(self) -> JobView:
-        """Run the rows again that failed, and only those."""
+        """Run the failed rows again."""
         return await self._steer("retry")
 
     async def fail_rows(self) -> JobView:
@@ -162,7 +162,7 @@ class AsyncModel:
     async def log(self, *, branch: str | None = None, version: int | str | None = None) -> str:
         """What was printed while a version was made: the newest that was tried, where none is named."""
         wanted = None if version is None else str(version)
-        pieces = self._client.read(Bytes(calls.model_log(self.name, branch=branch, version=wanted)))
+        pieces = self._client.read(FileContent(calls.model_log(self.name, branch=branch, version=wanted)))
         return b"".join([piece async for piece in pieces]).decode(errors="replace")
 
     async def logs(

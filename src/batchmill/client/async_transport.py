@@ -11,7 +11,7 @@ import httpx
 from msgspec import Struct
 
 from batchmill.client.connection import Address, address, broken, timeout
-from batchmill.client.messages import Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.client.pairs import async_pieces
 
 
@@ -29,11 +29,11 @@ class AsyncTransport(Protocol):
     Raises, everywhere: Broken when no whole reply arrives.
     """
 
-    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+    async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         """Send a request, with the rest of `file` as its body where there is one; returns the whole reply."""
         ...
 
-    def stream(self, request: Request) -> AbstractAsyncContextManager[AsyncReplyStream]:
+    def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[AsyncReplyStream]:
         """Send a request; the reply's body is read inside the context."""
         ...
 
@@ -54,7 +54,7 @@ class AsyncHttpTransport:
         """Raises: InvalidInput when there is no address, or none that can be used."""
         return cls(address(base_url, api_key), timeout_s)
 
-    async def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+    async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         try:
             response = await self._http.request(
                 request.method, request.path, params=request.query, headers=request.headers,
@@ -63,10 +63,10 @@ class AsyncHttpTransport:
             )  # fmt: skip
         except httpx.TransportError as error:
             raise broken(error, self._address.base_url) from error
-        return Reply(response.status_code, response.headers, response.content)
+        return HttpReply(response.status_code, response.headers, response.content)
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request) -> AsyncIterator[AsyncReplyStream]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[AsyncReplyStream]:
         try:
             async with self._http.stream(
                 request.method, request.path, params=request.query, headers=request.headers,

@@ -13,8 +13,13 @@ from batchmill.client import calls, llm_calls
 from batchmill.client.async_resources import AsyncJob, AsyncModel
 from batchmill.client.calls import ask
 from batchmill.client.inputs import (
+    DeployOptions,
+    JobOptions,
+    LlmChanges,
+    LlmOptions,
     Source,
     Upload,
+    WorkOptions,
     adapter_bundle,
     described,
     filename_of,
@@ -25,11 +30,21 @@ from batchmill.client.inputs import (
     size_of,
     sources_of,
 )
-from batchmill.client.messages import TIMEOUT_S, Ask, Broken, Reply, Request
-from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.messages import (
+    ATTEMPTS_MAX,
+    TIMEOUT_S,
+    Broken,
+    HttpReply,
+    HttpRequest,
+    TypedRequest,
+    backoff_s,
+    may_repeat,
+    retry_after_s,
+    unreachable,
+    value_of,
+)
 from batchmill.client.pairs import async_sleep, load_transport
-from batchmill.client.replies import ATTEMPTS_MAX, backoff_s, may_repeat, retry_after_s, unreachable, value_of
-from batchmill.client.streams import Bytes, Stream, refusal
+from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
 from batchmill.wire import operations as table
@@ -45,11 +60,10 @@ from batchmill.wire.native import (
     NewKey,
     Planned,
     QuotaInfo,
+    SealReport,
     Work,
 )
-from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
-from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
-from batchmill.wire.previews import SealReport
+from batchmill.wire.native_models import AdapterInfo, LlmChange, LlmInfo, NewAdapter, NewLlm, QuarantinedRequest
 
 if TYPE_CHECKING:
     from batchmill.client.async_transport import AsyncTransport
@@ -136,7 +150,7 @@ class AsyncClient:
                 return
 
     async def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
-        """Check every row; run none. `options`: those of `submit` that say what is computed."""
+        """Check every row; run nothing. `options`: those of `submit` that say what is computed."""
         return await self._preview(calls.validate, inputs, options)
 
     async def plan(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> Planned:
@@ -158,7 +172,7 @@ class AsyncClient:
 
         Args:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
-            options: the fields of `batchmill.wire.deploys.DeployOrder` (`requirements` is a file or its text), and
+            options: the fields of `batchmill.wire.bundles.DeployOrder` (`requirements` is a file or its text), and
                 `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
 
         Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
@@ -226,7 +240,7 @@ class AsyncClient:
 
         Args:
             base_model: a model of the server's configuration, or an id of a model hub that it allows.
-            settings: the fields of `batchmill.wire.native_llms.NewLlm`: `engine_args`, `hf_token`, `replicas_min`,
+            settings: the fields of `batchmill.wire.native_models.NewLlm`: `engine_args`, `hf_token`, `replicas_min`,
                 `replicas_max`, `cooldown_s`, `scale_up_requests`, `memory_bytes`, `gpus`, `takes_adapters`,
                 `preloaded_adapters`, `description`.
 
@@ -303,7 +317,7 @@ class AsyncClient:
 
     def read_file(self, file_id: str) -> AsyncIterator[bytes]:
         """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
-        return self.read(Bytes(calls.content(file_id)))
+        return self.read(FileContent(calls.content(file_id)))
 
     async def create_key(self, key: NewKey) -> MadeKey:
         """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
@@ -341,7 +355,7 @@ class AsyncClient:
         return file_ids
 
     async def _preview(
-        self, call: Callable[[Work], Ask[T]], inputs: Source | Iterable[Source], options: WorkOptions
+        self, call: Callable[[Work], TypedRequest[T]], inputs: Source | Iterable[Source], options: WorkOptions
     ) -> T:
         """Look at a dataset, and delete what was uploaded for it."""
         described(Work, ["checked before anything is sent"], options)
@@ -356,7 +370,7 @@ class AsyncClient:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def call(self, what: Ask[T], file: BinaryIO | None = None) -> T:
+    async def call(self, what: TypedRequest[T], file: BinaryIO | None = None) -> T:
         """Send a request of `batchmill.client.calls`, again where that can do nothing twice, and read its reply.
 
         Args:
@@ -393,14 +407,14 @@ class AsyncClient:
         """Wait between two attempts."""
         await async_sleep(seconds)
 
-    async def _send(self, request: Request, file: BinaryIO | None) -> Reply:
+    async def _send(self, request: HttpRequest, file: BinaryIO | None) -> HttpReply:
         return await self._transport.send(request, file)
 
     async def _read_once(self, stream: Stream[T]) -> AsyncGenerator[T]:
         async with self._transport.stream(stream.request()) as reply:
             if reply.status >= 400:
                 body = b"".join([piece async for piece in reply.pieces])
-                raise refusal(Reply(reply.status, reply.headers, body))
+                raise refusal(HttpReply(reply.status, reply.headers, body))
             stream.begin(reply.status, reply.headers)
             async for piece in reply.pieces:
                 for item in stream.feed(piece):

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from batchmill.client.messages import Ask, Request
+from batchmill.client.messages import HttpRequest, TypedRequest
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire import operations as table
-from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.bundles import BUNDLE_MEDIA
 from batchmill.wire.native import (
     Accepted,
     AliasInfo,
@@ -36,14 +36,14 @@ from batchmill.wire.native import (
     RemoteJobList,
     Restart,
     Rollback,
+    SealReport,
     Settlement,
     VersionInfo,
     VersionList,
     Work,
 )
-from batchmill.wire.native_logs import LogPage, LogQuery
+from batchmill.wire.native_models import LogPage, LogQuery
 from batchmill.wire.operations import Endpoint
-from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
 Steering = Literal["pause", "resume", "cancel", "retry", "fail_rows"]
@@ -55,9 +55,9 @@ def ask(
     body: Struct | None = None,
     headers: Mapping[str, str] | None = None,
     **query: object,
-) -> Ask[T]:
+) -> TypedRequest[T]:
     """A call of an operation: `names` stand in its path; what is None of the query is left out."""
-    return Ask(request(endpoint, *names, body=body, headers=headers, **query), endpoint.reply)
+    return TypedRequest(request(endpoint, *names, body=body, headers=headers, **query), endpoint.reply)
 
 
 def request(
@@ -66,10 +66,10 @@ def request(
     body: Struct | None = None,
     headers: Mapping[str, str] | None = None,
     **query: object,
-) -> Request:
+) -> HttpRequest:
     """As `ask`, where the reply is read as it comes."""
     told = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
-    return Request(
+    return HttpRequest(
         endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
         told, None if body is None else msgspec.json.encode(body), is_repeatable=endpoint.is_repeatable,
         is_long=endpoint.is_long,
@@ -80,132 +80,132 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def submit(job: NewJob, key: str) -> Ask[Accepted]:
+def submit(job: NewJob, key: str) -> TypedRequest[Accepted]:
     """`key` is what the server knows a repeat by."""
     return ask(table.CREATE_JOB, body=job, headers={"idempotency-key": key})
 
 
-def show(job_id: str) -> Ask[JobView]:
+def show(job_id: str) -> TypedRequest[JobView]:
     return ask(table.SHOW_JOB, job_id)
 
 
 def jobs(
     *, state: str | None, label: str | None, limit: int | None, after: str | None, model: str | None = None,
     since: float | None = None,
-) -> Ask[JobPage]:  # fmt: skip
+) -> TypedRequest[JobPage]:  # fmt: skip
     return ask(table.LIST_JOBS, state=state, label=label, model=model, since=since, limit=limit, after=after)
 
 
-def steer(job_id: str, verb: Steering) -> Ask[JobView]:
+def steer(job_id: str, verb: Steering) -> TypedRequest[JobView]:
     return ask(table.STEERING[verb], job_id)
 
 
-def remove(job_id: str) -> Ask[JobView]:
+def remove(job_id: str) -> TypedRequest[JobView]:
     return ask(table.REMOVE_JOB, job_id)
 
 
-def amend(job_id: str, change: Change) -> Ask[JobView]:
+def amend(job_id: str, change: Change) -> TypedRequest[JobView]:
     return ask(table.AMEND_JOB, job_id, body=change)
 
 
-def explain(job_id: str) -> Ask[Wait]:
+def explain(job_id: str) -> TypedRequest[Wait]:
     return ask(table.EXPLAIN_JOB, job_id)
 
 
-def remote(job_id: str) -> Ask[RemoteJobList]:
+def remote(job_id: str) -> TypedRequest[RemoteJobList]:
     return ask(table.LIST_REMOTE_JOBS, job_id)
 
 
-def settle_remote(job_id: str, tag: str, remote_id: str | None) -> Ask[RemoteJob]:
+def settle_remote(job_id: str, tag: str, remote_id: str | None) -> TypedRequest[RemoteJob]:
     return ask(table.SETTLE_REMOTE_JOB, job_id, tag, body=Settlement(remote_id))
 
 
-def verify(job_id: str) -> Ask[LedgerReport]:
+def verify(job_id: str) -> TypedRequest[LedgerReport]:
     return ask(table.VERIFY_JOB, job_id)
 
 
-def events(job_id: str, interval_s: float, last: str | None) -> Request:
+def events(job_id: str, interval_s: float, last: str | None) -> HttpRequest:
     headers = {"accept": "text/event-stream"} | ({} if last is None else {"last-event-id": last})
     return request(table.WATCH_JOB, job_id, headers=headers, interval_s=interval_s)
 
 
-def results(job_id: str) -> Request:
+def results(job_id: str) -> HttpRequest:
     return request(table.JOB_RESULTS, job_id)
 
 
-def errors(job_id: str) -> Request:
+def errors(job_id: str) -> HttpRequest:
     return request(table.JOB_ERRORS, job_id)
 
 
-def partial(job_id: str) -> Request:
+def partial(job_id: str) -> HttpRequest:
     """Gathering the rows first may take a while."""
     return replace(request(table.JOB_RESULTS, job_id, partial=True), is_long=True)
 
 
-def validate(work: Work) -> Ask[SealReport]:
+def validate(work: Work) -> TypedRequest[SealReport]:
     return ask(table.VALIDATE, body=work)
 
 
-def plan(work: Work) -> Ask[Planned]:
+def plan(work: Work) -> TypedRequest[Planned]:
     return ask(table.PLAN, body=work)
 
 
-def estimate(work: Work) -> Ask[Estimated]:
+def estimate(work: Work) -> TypedRequest[Estimated]:
     return ask(table.ESTIMATE, body=work)
 
 
-def models() -> Ask[ModelList]:
+def models() -> TypedRequest[ModelList]:
     return ask(table.LIST_MODELS)
 
 
-def deploy(size_bytes: int) -> Ask[DeployReply]:
+def deploy(size_bytes: int) -> TypedRequest[DeployReply]:
     """The archive is the body."""
     return ask(table.DEPLOY, headers={"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)})
 
 
-def model(name: str) -> Ask[FunctionDetail]:
+def model(name: str) -> TypedRequest[FunctionDetail]:
     return ask(table.SHOW_MODEL, name)
 
 
-def model_calls(name: str, query: LogQuery) -> Ask[LogPage]:
+def model_calls(name: str, query: LogQuery) -> TypedRequest[LogPage]:
     return ask(table.MODEL_CALLS, name, **asdict(query))
 
 
-def model_log(name: str, *, branch: str | None, version: str | None) -> Request:
+def model_log(name: str, *, branch: str | None, version: str | None) -> HttpRequest:
     return request(table.MODEL_LOG, name, branch=branch, version=version)
 
 
-def model_document(name: str) -> Ask[dict[str, Any]]:
+def model_document(name: str) -> TypedRequest[dict[str, Any]]:
     return ask(table.MODEL_DOCUMENT, name)
 
 
-def rollback(name: str, asked: Rollback) -> Ask[VersionInfo]:
+def rollback(name: str, asked: Rollback) -> TypedRequest[VersionInfo]:
     """Without a number a second one would go back further."""
     what = ask(table.ROLLBACK_MODEL, name, body=asked)
     return what if asked.number is None else replace(what, request=replace(what.request, is_repeatable=True))
 
 
-def merge(name: str, asked: Merge) -> Ask[VersionInfo]:
+def merge(name: str, asked: Merge) -> TypedRequest[VersionInfo]:
     return ask(table.MERGE_MODEL, name, body=asked)
 
 
-def restart(name: str, asked: Restart) -> Ask[VersionInfo]:
+def restart(name: str, asked: Restart) -> TypedRequest[VersionInfo]:
     return ask(table.RESTART_MODEL, name, body=asked)
 
 
-def set_alias(name: str, alias: str, asked: NewAlias) -> Ask[AliasInfo]:
+def set_alias(name: str, alias: str, asked: NewAlias) -> TypedRequest[AliasInfo]:
     return ask(table.SET_ALIAS, name, alias, body=asked)
 
 
-def remove_alias(name: str, alias: str) -> Ask[VersionList]:
+def remove_alias(name: str, alias: str) -> TypedRequest[VersionList]:
     return ask(table.REMOVE_ALIAS, name, alias)
 
 
-def remove_model(name: str, *, branch: str | None, version: str | None) -> Ask[VersionList]:
+def remove_model(name: str, *, branch: str | None, version: str | None) -> TypedRequest[VersionList]:
     return ask(table.REMOVE_MODEL, name, branch=branch, version=version)
 
 
-def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> Ask[FileInfo]:
+def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> TypedRequest[FileInfo]:
     """The file is the body, as it is."""
     headers = {"content-type": table.OCTETS}
     if size_bytes is not None:
@@ -213,33 +213,33 @@ def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) ->
     return ask(table.STORE_FILE, headers=headers, filename=filename, expires_s=expires_s)
 
 
-def files(*, limit: int | None, after: str | None) -> Ask[FilePage]:
+def files(*, limit: int | None, after: str | None) -> TypedRequest[FilePage]:
     return ask(table.LIST_FILES, limit=limit, after=after)
 
 
-def file(file_id: str) -> Ask[FileInfo]:
+def file(file_id: str) -> TypedRequest[FileInfo]:
     return ask(table.SHOW_FILE, file_id)
 
 
-def content(file_id: str) -> Request:
+def content(file_id: str) -> HttpRequest:
     return request(table.FILE_CONTENT, file_id)
 
 
-def delete_file(file_id: str) -> Ask[None]:
+def delete_file(file_id: str) -> TypedRequest[None]:
     return ask(table.REMOVE_FILE, file_id)
 
 
-def create_key(key: NewKey) -> Ask[MadeKey]:
+def create_key(key: NewKey) -> TypedRequest[MadeKey]:
     return ask(table.CREATE_KEY, body=key)
 
 
-def keys() -> Ask[KeyList]:
+def keys() -> TypedRequest[KeyList]:
     return ask(table.LIST_KEYS)
 
 
-def quotas() -> Ask[QuotaList]:
+def quotas() -> TypedRequest[QuotaList]:
     return ask(table.LIST_QUOTAS)
 
 
-def revoke_key(key_id: str, *, with_minted: bool) -> Ask[KeyInfo]:
+def revoke_key(key_id: str, *, with_minted: bool) -> TypedRequest[KeyInfo]:
     return ask(table.REVOKE_KEY, key_id, with_minted=with_minted or None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import httpx
 from msgspec import Struct
 
-from batchmill.client.messages import Broken, Request
+from batchmill.client.messages import Broken, HttpRequest
 from batchmill.errors import InvalidInput
 
 SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
@@ -43,7 +43,7 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
     return Address(url.rstrip("/").removesuffix("/v1"), headers)
 
 
-def timeout(request: Request, timeout_s: float) -> httpx.Timeout:
+def timeout(request: HttpRequest, timeout_s: float) -> httpx.Timeout:
     """Seconds without a byte, after which a request is given up."""
     read_s = None if request.is_long else timeout_s
     return httpx.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=None)

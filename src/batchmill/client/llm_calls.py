@@ -11,10 +11,10 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from batchmill.client.calls import ask
-from batchmill.client.messages import Ask
+from batchmill.client.messages import TypedRequest
 from batchmill.errors import InvalidInput
 from batchmill.wire import operations as table
-from batchmill.wire.native_llms import LlmChange, LlmEvents, LlmInfo, LlmList, NewLlm, QuarantinedRequests
+from batchmill.wire.native_models import LlmChange, LlmEvents, LlmInfo, LlmList, NewLlm, QuarantinedRequests
 
 T = TypeVar("T", bound=Struct)
 
@@ -33,41 +33,41 @@ def filled(kind: type[T], told: Mapping[str, Any], **own: Any) -> T:
         raise InvalidInput(str(error), code="invalid_field") from None
 
 
-def create(asked: NewLlm) -> Ask[LlmInfo]:
+def create(asked: NewLlm) -> TypedRequest[LlmInfo]:
     return ask(table.DEPLOY_LLM, body=asked)
 
 
-def llms() -> Ask[LlmList]:
+def llms() -> TypedRequest[LlmList]:
     return ask(table.LIST_LLMS)
 
 
-def llm(name: str) -> Ask[LlmInfo]:
+def llm(name: str) -> TypedRequest[LlmInfo]:
     return ask(table.SHOW_LLM, name)
 
 
-def change(name: str, asked: LlmChange) -> Ask[LlmInfo]:
+def change(name: str, asked: LlmChange) -> TypedRequest[LlmInfo]:
     return ask(table.CHANGE_LLM, name, body=asked)
 
 
-def remove(name: str) -> Ask[LlmInfo]:
+def remove(name: str) -> TypedRequest[LlmInfo]:
     return ask(table.REMOVE_LLM, name)
 
 
-def events(name: str, after: float | None = None) -> Ask[LlmEvents]:
+def events(name: str, after: float | None = None) -> TypedRequest[LlmEvents]:
     return ask(table.LLM_EVENTS, name, after=after)
 
 
-def start(name: str) -> Ask[LlmInfo]:
+def start(name: str) -> TypedRequest[LlmInfo]:
     return ask(table.START_LLM, name)
 
 
-def stop(name: str) -> Ask[LlmInfo]:
+def stop(name: str) -> TypedRequest[LlmInfo]:
     return ask(table.STOP_LLM, name)
 
 
-def quarantine() -> Ask[QuarantinedRequests]:
+def quarantine() -> TypedRequest[QuarantinedRequests]:
     return ask(table.LIST_QUARANTINE)
 
 
-def clear_quarantine(digest: str | None = None) -> Ask[QuarantinedRequests]:
+def clear_quarantine(digest: str | None = None) -> TypedRequest[QuarantinedRequests]:
     return ask(table.CLEAR_QUARANTINE) if digest is None else ask(table.CLEAR_QUARANTINED, digest)

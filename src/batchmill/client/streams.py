@@ -10,8 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.client import calls
-from batchmill.client.messages import Broken, Reply, Request
-from batchmill.client.replies import backoff_s, error_of, is_transient, unreachable
+from batchmill.client.messages import Broken, HttpReply, HttpRequest, backoff_s, error_of, is_transient, unreachable
 from batchmill.errors import BatchmillError, Conflict, InvalidInput
 from batchmill.types import JobView
 
@@ -29,7 +28,7 @@ class Stream(Protocol, Generic[T]):
     @property
     def is_over(self) -> bool: ...
 
-    def request(self) -> Request: ...
+    def request(self) -> HttpRequest: ...
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """The head of a reply that is no refusal."""
@@ -45,7 +44,7 @@ class Stream(Protocol, Generic[T]):
         ...
 
 
-def refusal(reply: Reply) -> Exception:
+def refusal(reply: HttpReply) -> Exception:
     """Why a stream did not begin: a break for what may go better in a moment, else the server's error."""
     error = error_of(reply.status, reply.headers, reply.body)
     return Broken(error.message, was_sent=True) if is_transient(reply) else error
@@ -74,7 +73,7 @@ class Views(_Resumed):
         self._rest = b""
         self._last: str | None = None
 
-    def request(self) -> Request:
+    def request(self) -> HttpRequest:
         return calls.events(self._job_id, self._interval_s, self._last)
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
@@ -110,17 +109,17 @@ class Views(_Resumed):
         return []
 
 
-class Bytes(_Resumed):
+class FileContent(_Resumed):
     """A file, piece by piece; after a break from where it was, if it is still the same file."""
 
-    def __init__(self, request: Request, *, is_resumable: bool = True) -> None:
+    def __init__(self, request: HttpRequest, *, is_resumable: bool = True) -> None:
         super().__init__()
         self._request, self._is_resumable = request, is_resumable
         self._got = 0
         self._etag: str | None = None
         self._length: int | None = None
 
-    def request(self) -> Request:
+    def request(self) -> HttpRequest:
         if not self._got:
             return self._request
         assert self._etag is not None
@@ -153,10 +152,10 @@ class Bytes(_Resumed):
         return super().broke(broken)
 
 
-class Lines:
+class JsonLines:
     """A file of JSON lines, as objects."""
 
-    def __init__(self, bytes_: Bytes) -> None:
+    def __init__(self, bytes_: FileContent) -> None:
         self._bytes = bytes_
         self._rest: list[bytes] = []
         self._rest_bytes = 0
@@ -165,7 +164,7 @@ class Lines:
     def is_over(self) -> bool:
         return self._bytes.is_over
 
-    def request(self) -> Request:
+    def request(self) -> HttpRequest:
         return self._bytes.request()
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:

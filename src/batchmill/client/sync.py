@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 from batchmill.client import calls, llm_calls
 from batchmill.client.calls import ask
 from batchmill.client.inputs import (
+    DeployOptions,
+    JobOptions,
+    LlmChanges,
+    LlmOptions,
     Source,
     Upload,
+    WorkOptions,
     adapter_bundle,
     described,
     filename_of,
@@ -25,11 +30,21 @@ from batchmill.client.inputs import (
     size_of,
     sources_of,
 )
-from batchmill.client.messages import TIMEOUT_S, Ask, Broken, Reply, Request
-from batchmill.client.options import DeployOptions, JobOptions, LlmChanges, LlmOptions, WorkOptions
+from batchmill.client.messages import (
+    ATTEMPTS_MAX,
+    TIMEOUT_S,
+    Broken,
+    HttpReply,
+    HttpRequest,
+    TypedRequest,
+    backoff_s,
+    may_repeat,
+    retry_after_s,
+    unreachable,
+    value_of,
+)
 from batchmill.client.pairs import load_transport, sleep
-from batchmill.client.replies import ATTEMPTS_MAX, backoff_s, may_repeat, retry_after_s, unreachable, value_of
-from batchmill.client.streams import Bytes, Stream, refusal
+from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
@@ -46,11 +61,10 @@ from batchmill.wire.native import (
     NewKey,
     Planned,
     QuotaInfo,
+    SealReport,
     Work,
 )
-from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
-from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm, QuarantinedRequest
-from batchmill.wire.previews import SealReport
+from batchmill.wire.native_models import AdapterInfo, LlmChange, LlmInfo, NewAdapter, NewLlm, QuarantinedRequest
 
 if TYPE_CHECKING:
     from batchmill.client.sync_transport import Transport
@@ -135,7 +149,7 @@ class Client:
                 return
 
     def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
-        """Check every row; run none. `options`: those of `submit` that say what is computed."""
+        """Check every row; run nothing. `options`: those of `submit` that say what is computed."""
         return self._preview(calls.validate, inputs, options)
 
     def plan(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> Planned:
@@ -157,7 +171,7 @@ class Client:
 
         Args:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
-            options: the fields of `batchmill.wire.deploys.DeployOrder` (`requirements` is a file or its text), and
+            options: the fields of `batchmill.wire.bundles.DeployOrder` (`requirements` is a file or its text), and
                 `include` (further files), `dataframe_mode` with `example_dataframe`, `input_json`, `output_json`.
 
         Raises: ModelFailed (`deploy_failed`) with the traceback of code that does not work: the version before stays.
@@ -225,7 +239,7 @@ class Client:
 
         Args:
             base_model: a model of the server's configuration, or an id of a model hub that it allows.
-            settings: the fields of `batchmill.wire.native_llms.NewLlm`: `engine_args`, `hf_token`, `replicas_min`,
+            settings: the fields of `batchmill.wire.native_models.NewLlm`: `engine_args`, `hf_token`, `replicas_min`,
                 `replicas_max`, `cooldown_s`, `scale_up_requests`, `memory_bytes`, `gpus`, `takes_adapters`,
                 `preloaded_adapters`, `description`.
 
@@ -302,7 +316,7 @@ class Client:
 
     def read_file(self, file_id: str) -> Iterator[bytes]:
         """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
-        return self.read(Bytes(calls.content(file_id)))
+        return self.read(FileContent(calls.content(file_id)))
 
     def create_key(self, key: NewKey) -> MadeKey:
         """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
@@ -339,7 +353,9 @@ class Client:
                 file_ids.append(file_id)
         return file_ids
 
-    def _preview(self, call: Callable[[Work], Ask[T]], inputs: Source | Iterable[Source], options: WorkOptions) -> T:
+    def _preview(
+        self, call: Callable[[Work], TypedRequest[T]], inputs: Source | Iterable[Source], options: WorkOptions
+    ) -> T:
         """Look at a dataset, and delete what was uploaded for it."""
         described(Work, ["checked before anything is sent"], options)
         uploaded: list[str] = []
@@ -353,7 +369,7 @@ class Client:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def call(self, what: Ask[T], file: BinaryIO | None = None) -> T:
+    def call(self, what: TypedRequest[T], file: BinaryIO | None = None) -> T:
         """Send a request of `batchmill.client.calls`, again where that can do nothing twice, and read its reply.
 
         Args:
@@ -390,14 +406,14 @@ class Client:
         """Wait between two attempts."""
         sleep(seconds)
 
-    def _send(self, request: Request, file: BinaryIO | None) -> Reply:
+    def _send(self, request: HttpRequest, file: BinaryIO | None) -> HttpReply:
         return self._transport.send(request, file)
 
     def _read_once(self, stream: Stream[T]) -> Generator[T]:
         with self._transport.stream(stream.request()) as reply:
             if reply.status >= 400:
                 body = b"".join([piece for piece in reply.pieces])
-                raise refusal(Reply(reply.status, reply.headers, body))
+                raise refusal(HttpReply(reply.status, reply.headers, body))
             stream.begin(reply.status, reply.headers)
             for piece in reply.pieces:
                 for item in stream.feed(piece):

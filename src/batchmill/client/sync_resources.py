@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchmill.client import calls
 from batchmill.client.inputs import alias_of, is_past, part_of
 from batchmill.client.pairs import run_here
-from batchmill.client.streams import Bytes, Lines, Views
+from batchmill.client.streams import FileContent, JsonLines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (
     AliasInfo,
@@ -24,7 +24,7 @@ from batchmill.wire.native import (
     Rollback,
     VersionInfo,
 )
-from batchmill.wire.native_logs import LIMIT_DEFAULT, LogPage, LogQuery
+from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
 
 if TYPE_CHECKING:
     from batchmill.client.sync import Client
@@ -73,19 +73,19 @@ class Job:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The lines of the result file of a job that has ended, as objects."""
-        return self._client.read(Lines(Bytes(calls.results(self.id))))
+        return self._client.read(JsonLines(FileContent(calls.results(self.id))))
 
     def errors(self) -> Iterator[dict[str, Any]]:
         """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
-        return self._client.read(Lines(Bytes(calls.errors(self.id))))
+        return self._client.read(JsonLines(FileContent(calls.errors(self.id))))
 
     def partial(self) -> Iterator[dict[str, Any]]:
         """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client.read(Lines(Bytes(calls.partial(self.id), is_resumable=False)))
+        return self._client.read(JsonLines(FileContent(calls.partial(self.id), is_resumable=False)))
 
     def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
         """Write the result (or error) file to `path`, which gets its name once it is whole."""
-        stream = Bytes(calls.errors(self.id) if errors else calls.results(self.id))
+        stream = FileContent(calls.errors(self.id) if errors else calls.results(self.id))
         with part_of(path) as file:
             with closing(self._client.read(stream)) as pieces:
                 for piece in pieces:
@@ -103,7 +103,7 @@ class Job:
         return self._steer("cancel")
 
     def retry(self) -> JobView:
-        """Run the rows again that failed, and only those."""
+        """Run the failed rows again."""
         return self._steer("retry")
 
     def fail_rows(self) -> JobView:
@@ -163,7 +163,7 @@ class Model:
     def log(self, *, branch: str | None = None, version: int | str | None = None) -> str:
         """What was printed while a version was made: the newest that was tried, where none is named."""
         wanted = None if version is None else str(version)
-        pieces = self._client.read(Bytes(calls.model_log(self.name, branch=branch, version=wanted)))
+        pieces = self._client.read(FileContent(calls.model_log(self.name, branch=branch, version=wanted)))
         return b"".join([piece for piece in pieces]).decode(errors="replace")
 
     def logs(

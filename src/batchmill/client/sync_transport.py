@@ -12,7 +12,7 @@ import httpx
 from msgspec import Struct
 
 from batchmill.client.connection import Address, address, broken, timeout
-from batchmill.client.messages import Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.client.pairs import pieces
 
 
@@ -30,11 +30,11 @@ class Transport(Protocol):
     Raises, everywhere: Broken when no whole reply arrives.
     """
 
-    def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+    def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         """Send a request, with the rest of `file` as its body where there is one; returns the whole reply."""
         ...
 
-    def stream(self, request: Request) -> AbstractContextManager[ReplyStream]:
+    def stream(self, request: HttpRequest) -> AbstractContextManager[ReplyStream]:
         """Send a request; the reply's body is read inside the context."""
         ...
 
@@ -55,7 +55,7 @@ class HttpTransport:
         """Raises: InvalidInput when there is no address, or none that can be used."""
         return cls(address(base_url, api_key), timeout_s)
 
-    def send(self, request: Request, file: BinaryIO | None = None) -> Reply:
+    def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         try:
             response = self._http.request(
                 request.method, request.path, params=request.query, headers=request.headers,
@@ -64,10 +64,10 @@ class HttpTransport:
             )  # fmt: skip
         except httpx.TransportError as error:
             raise broken(error, self._address.base_url) from error
-        return Reply(response.status_code, response.headers, response.content)
+        return HttpReply(response.status_code, response.headers, response.content)
 
     @contextlib.contextmanager
-    def stream(self, request: Request) -> Iterator[ReplyStream]:
+    def stream(self, request: HttpRequest) -> Iterator[ReplyStream]:
         try:
             with self._http.stream(
                 request.method, request.path, params=request.query, headers=request.headers,

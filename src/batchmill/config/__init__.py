@@ -1,6 +1,6 @@
 """One frozen Config: what the configuration file, the environment and the flags say."""
 
-from batchmill.config.checks import LIMITS_MAX, MODEL_NAME, PROJECT_NAME, SERVER_MAX, WORKERS_MAX, limit_flaw
+from batchmill.config.checks import LIMITS_MAX, MODEL_NAME, PROJECT_NAME, SERVER_MAX, WORKERS_MAX, limit_flaw, load
 from batchmill.config.entries import (
     KEY_FILE,
     BackupsEntry,
@@ -16,7 +16,6 @@ from batchmill.config.entries import (
     StatusRegex,
     WebhookEntry,
 )
-from batchmill.config.loading import load
 
 __all__ = [
     "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",

@@ -1,24 +1,25 @@
-"""Keys, secrets, quotas and connectors, looked after by the machine's user: those of every project."""
+"""Jobs, keys, secrets, quotas and connectors, looked after by the machine's user: those of every project."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from batchmill.control import operations as own
-from batchmill.control.app import Call, Handler
+from batchmill.control.app import Handler, OwnerCall
 from batchmill.control.operations import (
     ChangeConnector,
     ConnectorFields,
     ConnectorList,
     DeleteConnector,
+    LocalFile,
     NewRemoteModel,
-    Secret,
     SecretList,
+    SecretValue,
 )
-from batchmill.ports import Clock
+from batchmill.ports import Clock, Jobs
 from batchmill.services.keys import KeyService, key_info
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.connectors import unknown_connector
@@ -26,11 +27,105 @@ from batchmill.services.remote.model_records import RemoteModel
 from batchmill.services.remote.remote_services import RemoteServices
 from batchmill.services.secrets.vault import Rotated, Vault
 from batchmill.services.usage import usage
-from batchmill.store.disk_room import DiskRoom
-from batchmill.types import Caller, Scope
+from batchmill.states import JobState, PauseReason
+from batchmill.store.disk_room import DiskQuota
+from batchmill.types import Amendment, Caller, JobQuery, JobView, LedgerReport, RemoteJob, Scope, Submitted, Wait
 from batchmill.wire import operations as table
-from batchmill.wire.native import KeyInfo, KeyList, MadeKey, NewKey, QuotaList, RevokeKey
+from batchmill.wire.native import (
+    Change,
+    JobPage,
+    KeyInfo,
+    KeyList,
+    ListJobs,
+    MadeKey,
+    NewKey,
+    QuotaList,
+    RemoteJobList,
+    RevokeKey,
+    Settlement,
+    WatchJob,
+)
 from batchmill.wire.operations import Endpoint
+
+
+class JobHandlers:
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
+        jobs = self._jobs
+        return (
+            (own.RUN, self.run),
+            (own.PARTIAL, self.partial),
+            (own.REBUILD, self.rebuild),
+            (table.LIST_JOBS, self.list),
+            (table.SHOW_JOB, self.show),
+            (table.AMEND_JOB, self.amend),
+            (table.EXPLAIN_JOB, self.explain),
+            (table.LIST_REMOTE_JOBS, self.remote),
+            (table.SETTLE_REMOTE_JOB, self.settle_remote),
+            (table.VERIFY_JOB, self.verify),
+            (table.REMOVE_JOB, self.remove),
+            (table.WATCH_JOB, self.watch),
+            *((endpoint, _steering(getattr(jobs, verb))) for verb, endpoint in table.STEERING.items()),
+        )
+
+    async def run(self, call: OwnerCall) -> Submitted:
+        return await self._jobs.submit(call.body)
+
+    async def partial(self, call: OwnerCall) -> LocalFile:
+        return LocalFile(await self._jobs.partial(call.name))
+
+    async def rebuild(self, call: OwnerCall) -> LedgerReport:
+        return await self._jobs.rebuild(call.name)
+
+    async def list(self, call: OwnerCall) -> JobPage:
+        query: ListJobs = call.query
+        wanted = JobQuery(
+            project=call.project, state=query.state, model=query.model, since=query.since, after=query.after,
+            limit=query.limit,
+        )  # fmt: skip
+        found = await self._jobs.list(wanted)
+        return JobPage(found, found[-1].id if len(found) == query.limit else None)
+
+    async def show(self, call: OwnerCall) -> JobView:
+        return await self._jobs.show(call.name)
+
+    async def amend(self, call: OwnerCall) -> JobView:
+        change: Change = call.body
+        return await self._jobs.amend(call.name, Amendment(change.priority, change.deadline, change.budget))
+
+    async def explain(self, call: OwnerCall) -> Wait:
+        return await self._jobs.explain(call.name)
+
+    async def remote(self, call: OwnerCall) -> RemoteJobList:
+        return RemoteJobList(await self._jobs.remote(call.name))
+
+    async def settle_remote(self, call: OwnerCall) -> RemoteJob:
+        told: Settlement = call.body
+        return await self._jobs.settle_remote(call.names["job_id"], call.names["tag"], told.remote_id)
+
+    async def verify(self, call: OwnerCall) -> LedgerReport:
+        return await self._jobs.verify(call.name)
+
+    async def remove(self, call: OwnerCall) -> JobView:
+        return await self._jobs.remove(call.name)
+
+    async def watch(self, call: OwnerCall) -> AsyncIterator[JobView]:
+        """Whoever looks at a job that was interrupted by the end of another owner wants it to go on."""
+        query: WatchJob = call.query
+        view = await self._jobs.show(call.name)
+        if view.state == JobState.PAUSED and view.reason == PauseReason.INTERRUPTED:
+            await self._jobs.resume(call.name)
+        return self._jobs.watch(call.name, query.interval_s)
+
+
+def _steering(ask: Callable[[str], Awaitable[JobView]]) -> Handler:
+    async def steer(call: OwnerCall) -> JobView:
+        return await ask(call.name)
+
+    return steer
+
 
 PROJECT = "default"
 
@@ -41,7 +136,7 @@ def user_of(project: str | None) -> Caller:
 
 
 class KeyHandlers:
-    def __init__(self, keys: KeyService, room: DiskRoom, clock: Clock) -> None:
+    def __init__(self, keys: KeyService, room: DiskQuota, clock: Clock) -> None:
         self._keys, self._room, self._clock = keys, room, clock
 
     def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
@@ -52,7 +147,7 @@ class KeyHandlers:
             (table.LIST_QUOTAS, self.quotas),
         )
 
-    async def create(self, call: Call) -> MadeKey:
+    async def create(self, call: OwnerCall) -> MadeKey:
         asked: NewKey = call.body
         made = await self._keys.create(
             name=asked.name, project=asked.project or PROJECT, scope=asked.scope,
@@ -61,15 +156,15 @@ class KeyHandlers:
         )  # fmt: skip
         return MadeKey(made.key, key_info(made.record))
 
-    async def list(self, call: Call) -> KeyList:
+    async def list(self, call: OwnerCall) -> KeyList:
         return KeyList([key_info(each) for each in await self._keys.list(call.project)])
 
-    async def revoke(self, call: Call) -> KeyInfo:
+    async def revoke(self, call: OwnerCall) -> KeyInfo:
         asked: RevokeKey = call.query
         done = await self._keys.revoke(call.name, call.project, with_minted=asked.with_minted)
         return replace(key_info(done.record), minted=done.minted)
 
-    async def quotas(self, call: Call) -> QuotaList:
+    async def quotas(self, call: OwnerCall) -> QuotaList:
         return QuotaList(await usage(self._room, call.project or PROJECT, self._clock.now()))
 
 
@@ -87,17 +182,17 @@ class SecretHandlers:
             (own.ROTATE_SECRETS, self.rotate),
         )
 
-    async def list(self, call: Call) -> SecretList:
+    async def list(self, call: OwnerCall) -> SecretList:
         return SecretList(await self._vault.list())
 
-    async def put(self, call: Call) -> None:
-        secret: Secret = call.body
+    async def put(self, call: OwnerCall) -> None:
+        secret: SecretValue = call.body
         await self._vault.put(call.name, secret.value)
 
-    async def remove(self, call: Call) -> None:
+    async def remove(self, call: OwnerCall) -> None:
         await self._vault.remove(call.name)
 
-    async def rotate(self, call: Call) -> Rotated:
+    async def rotate(self, call: OwnerCall) -> Rotated:
         return await self._vault.rotate()
 
 
@@ -117,18 +212,18 @@ class ConnectorHandlers:
             (own.REGISTER_MODEL, self.register),
         )
 
-    async def create(self, call: Call) -> ConnectorRecord:
+    async def create(self, call: OwnerCall) -> ConnectorRecord:
         asked: ConnectorFields = call.body
         return await self._connectors.create(user_of(call.project), asked.fields, is_trusted=True)
 
-    async def list(self, call: Call) -> ConnectorList:
+    async def list(self, call: OwnerCall) -> ConnectorList:
         found = [each for each in self._connectors.every() if call.project in (None, each.project)]
         return ConnectorList(found, self._models.every())
 
-    async def show(self, call: Call) -> ConnectorRecord:
+    async def show(self, call: OwnerCall) -> ConnectorRecord:
         return self._connectors.get(self._owner(call.name), call.name)
 
-    async def change(self, call: Call) -> ConnectorRecord:
+    async def change(self, call: OwnerCall) -> ConnectorRecord:
         asked: ConnectorFields = call.body
         query: ChangeConnector = call.query
         who = self._owner(call.name)
@@ -141,7 +236,7 @@ class ConnectorHandlers:
             for model in down:
                 await self._models.deploy(who, model.id)
 
-    async def delete(self, call: Call) -> ConnectorRecord:
+    async def delete(self, call: OwnerCall) -> ConnectorRecord:
         query: DeleteConnector = call.query
         who = self._owner(call.name)
         for model in self._models_of(call.name) if query.with_models else ():
@@ -150,7 +245,7 @@ class ConnectorHandlers:
             await self._models.delete(who, model.id)
         return await self._connectors.delete(who, call.name)
 
-    async def register(self, call: Call) -> RemoteModel:
+    async def register(self, call: OwnerCall) -> RemoteModel:
         asked: NewRemoteModel = call.body
         fields = {"name": asked.name, "function_name": "remote", "connector_id": call.name}
         return await self._models.register(self._owner(call.name), fields, deploy=True)

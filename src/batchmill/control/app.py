@@ -15,11 +15,11 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 from msgspec import Struct
 
-from batchmill.client.messages import Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.control.operations import PING, PROJECT
 from batchmill.errors import BatchmillError, InvalidInput, TooLarge, of_system
+from batchmill.wire.error_statuses import Raised
 from batchmill.wire.operations import EVENTS, NOTHING, Endpoint
-from batchmill.wire.raised import Raised
 
 BODY_BYTES_MAX = 256 * 1024 * 1024  # of an order with all its models
 ERROR_STATUS = 400  # of every error: the body says which
@@ -27,7 +27,7 @@ JSON = "application/json"
 EVENT, LAST_EVENT = b"event: view\ndata: %s\n\n", b"event: end\ndata: {}\n\n"
 
 
-class Call(Struct, frozen=True):
+class OwnerCall(Struct, frozen=True):
     """One request of the machine's user. `project` None: it names none."""
 
     names: dict[str, str]  # what stands in the path
@@ -42,7 +42,7 @@ class Call(Struct, frozen=True):
         return name
 
 
-Handler = Callable[[Call], Awaitable[Any]]
+Handler = Callable[[OwnerCall], Awaitable[Any]]
 
 
 class Pieces(Struct, frozen=True):
@@ -75,35 +75,35 @@ class ControlApp:
         """All that can be asked here."""
         return [route.endpoint for route in self._routes]
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> HttpReply:
         """Ask as the owner itself. Raises: as `answer`."""
         reply = await self.answer(request)
-        assert isinstance(reply, Reply), "what is read as it comes is asked for with `stream`"
+        assert isinstance(reply, HttpReply), "what is read as it comes is asked for with `stream`"
         return reply
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request) -> AsyncIterator[Pieces]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
         """As `send`, for a reply that is read as it comes."""
         reply = await self.answer(request)
         assert isinstance(reply, Pieces)
         async with contextlib.aclosing(reply.pieces):  # type: ignore[type-var]
             yield reply
 
-    async def answer(self, request: Request) -> Reply | Pieces:
+    async def answer(self, request: HttpRequest) -> HttpReply | Pieces:
         """Raises: what the handler raises; InvalidInput for a request that means nothing here."""
         route, names = self._find(request)
         endpoint = route.endpoint
         query = None if endpoint.query is None else _converted(request.query, endpoint.query)
         body = _decoded(request.body, endpoint)
-        told = await route.handler(Call(names, query, body, request.headers.get(PROJECT)))
+        told = await route.handler(OwnerCall(names, query, body, request.headers.get(PROJECT)))
         if isinstance(told, AsyncIterator):
             return Pieces(_events(told))
         if isinstance(told, bytes):
             return Pieces(_whole(told), endpoint.media[0].media)
         data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(told)
-        return Reply(endpoint.status, {"content-type": JSON}, data)
+        return HttpReply(endpoint.status, {"content-type": JSON}, data)
 
-    def _find(self, request: Request) -> tuple[_Route, dict[str, str]]:
+    def _find(self, request: HttpRequest) -> tuple[_Route, dict[str, str]]:
         for route in self._routes:
             if route.endpoint.method == request.method and (found := route.pattern.fullmatch(request.path)):
                 return route, {name: unquote(value) for name, value in found.groupdict().items()}
@@ -130,7 +130,7 @@ class ControlApp:
         await send({"type": "http.response.body", "body": reply.body})
 
 
-async def _pong(call: Call) -> None:
+async def _pong(call: OwnerCall) -> None:
     """That there is a reply says it all."""
 
 
@@ -175,7 +175,7 @@ async def _events(views: AsyncIterator[Any]) -> AsyncIterator[bytes]:
 # -- ASGI -------------------------------------------------------------------------------------------------------------
 
 
-async def _request(scope: dict[str, Any], receive: Callable) -> Request:
+async def _request(scope: dict[str, Any], receive: Callable) -> HttpRequest:
     body = bytearray()
     while (message := await receive())["type"] == "http.request":
         body += message.get("body", b"")
@@ -185,11 +185,11 @@ async def _request(scope: dict[str, Any], receive: Callable) -> Request:
             break
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     query = dict(parse_qsl(scope["query_string"].decode("ascii", "replace"), keep_blank_values=True))
-    return Request(scope["method"], scope["raw_path"].decode("ascii", "replace"), query, headers, bytes(body))
+    return HttpRequest(scope["method"], scope["raw_path"].decode("ascii", "replace"), query, headers, bytes(body))
 
 
-def _refusal(error: BatchmillError) -> Reply:
-    return Reply(ERROR_STATUS, {"content-type": JSON}, msgspec.json.encode(Raised.of(error)))
+def _refusal(error: BatchmillError) -> HttpReply:
+    return HttpReply(ERROR_STATUS, {"content-type": JSON}, msgspec.json.encode(Raised.of(error)))
 
 
 def _head(status: int, media: str, size_bytes: int | None) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from batchmill.client.messages import OwnerGone, Reply, Request
+from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.control import operations as own
 from batchmill.control.app import Pieces
 from batchmill.errors import InvalidConfig
-from batchmill.wire.raised import Raised
+from batchmill.wire.error_statuses import Raised
 
 ANSWER_S = 15.0
-PING = Request(own.PING.method, own.PING.path)
+PING = HttpRequest(own.PING.method, own.PING.path)
 
 
 class Guest:
@@ -49,14 +49,14 @@ class Guest:
                 "(its id is in owner.lock); continue or end it"
             ) from None
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> HttpReply:
         """Raises: the error that the owner raised."""
         async with self.stream(request) as reply:
             body = b"".join([piece async for piece in reply.pieces])
-        return Reply(200, {"content-type": reply.media}, body)
+        return HttpReply(200, {"content-type": reply.media}, body)
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request) -> AsyncIterator[Pieces]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
         """As `send`, for a reply that is read as it comes."""
         try:
             async with self._http.stream(

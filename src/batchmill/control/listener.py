@@ -54,7 +54,7 @@ class ControlListener:
         asyncio.get_running_loop().add_reader(sock, self._begin)
 
     def _begin(self) -> None:
-        """The first guest is at the door: it waits in the backlog while what serves it is loaded."""
+        """The first guest waits in the backlog while what serves it is loaded."""
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket)
         self._serving = asyncio.create_task(self._serve(self._socket))

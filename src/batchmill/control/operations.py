@@ -15,7 +15,7 @@ from batchmill.services.remote.model_records import RemoteModel
 from batchmill.services.secrets.vault import Rotated, SecretInfo
 from batchmill.types import JobOrder, LedgerReport, ModelSpec, Scope, Submitted
 from batchmill.wire.native import DeployReply, ModelList, Name
-from batchmill.wire.native_adapters import AdapterInfo, NewAdapter
+from batchmill.wire.native_models import AdapterInfo, NewAdapter
 from batchmill.wire.operations import NOTHING, Endpoint
 
 PREFIX = "/control/v1"
@@ -31,7 +31,7 @@ class LocalFile(Struct, frozen=True):
     path: str
 
 
-class Secret(Struct, frozen=True):
+class SecretValue(Struct, frozen=True):
     """What a secret is."""
 
     value: str
@@ -125,7 +125,7 @@ _SECRET = f"{_SECRETS}/{{name}}"
 
 LIST_SECRETS = Endpoint("listSecrets", "GET", _SECRETS, "Secrets by name", _USER, SecretList)
 PUT_SECRET = Endpoint(
-    "putSecret", "PUT", _SECRET, "Keep a secret", _USER, NOTHING, body=Secret, status=204, is_idempotent=True
+    "putSecret", "PUT", _SECRET, "Keep a secret", _USER, NOTHING, body=SecretValue, status=204, is_idempotent=True
 )
 REMOVE_SECRET = Endpoint("removeSecret", "DELETE", _SECRET, "Forget a secret", _USER, NOTHING, status=204)
 ROTATE_SECRETS = Endpoint(

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from batchmill.errors import InvalidRow
 from batchmill.wire import features as body_features
-from batchmill.wire import lorax_fields
+from batchmill.wire import fields
 from batchmill.wire.features import Guarded
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
@@ -157,10 +157,10 @@ def check(
 
 
 def _refuse_lorax(body: _Body) -> None:
-    for name in lorax_fields.REFUSED:
+    for name in fields.REFUSED:
         value = getattr(body, name)
-        if value is not UNSET and bytes(value) not in lorax_fields.NOTHING:
-            raise lorax_fields.refusal(name)
+        if value is not UNSET and bytes(value) not in fields.NOTHING:
+            raise fields.lorax_refusal(name)
 
 
 _decode_any = msgspec.json.Decoder(_Body).decode

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from heapq import merge
+from operator import attrgetter
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import late, layout
-from batchmill.datasets.allowance import Allowance
-from batchmill.datasets.formats import Source
+from batchmill.datasets.formats import SourceFile, describe
 from batchmill.datasets.inflate import blocks
-from batchmill.datasets.orders import Part, Refused
-from batchmill.datasets.sources import describe
+from batchmill.datasets.layout import write_sums
+from batchmill.datasets.orders import RefusedRow, SealOrder, SizeLimits, SourcePart, ValidatedChunk
+from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.validation import id_of, quoted
 from batchmill.errors import InputChanged
-from batchmill.types import DatasetSpec, Problem, SealedFile
+from batchmill.types import DatasetSpec, Problem, Seal, SealedFile
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.native import SealReport
 
 COPY_BYTES = 8 * 1024 * 1024
 PROBLEMS_KEPT = 10_000  # of rows that no converter could read
@@ -28,13 +36,13 @@ class Converted(Struct, frozen=True):
 
     data: bytes
     rows: int = 0
-    refused: list[Refused] = []
+    refused: list[RefusedRow] = []
 
 
 class Material(Struct, frozen=True):
     """What sealing reads."""
 
-    parts: list[Part]
+    parts: list[SourcePart]
     files: list[SealedFile]
     converted: bool  # the files are ours, and say nothing of the sources' bytes
     problems: list[Problem] = []  # of rows that no converter could read: the first ones
@@ -88,7 +96,12 @@ def copy(path: str, target: str) -> Iterator[int]:
 
 
 def convert(
-    sources: list[Source], spec: DatasetSpec, columns: list[str], home: Path, progress: Progress, allowance: Allowance
+    sources: list[SourceFile],
+    spec: DatasetSpec,
+    columns: list[str],
+    home: Path,
+    progress: Progress,
+    allowance: SizeLimits,
 ) -> Material:
     """Write `rows.jsonl`. Raises: InvalidDataset when a source as a whole cannot be read."""
     total = sum(describe(source.path).size_bytes for source in sources) or 1
@@ -113,7 +126,7 @@ def convert(
             spans.append((source.path, start, rows_file.tell()))
         rows_file.flush()
         os.fsync(rows_file.fileno())
-    parts = [Part(number, str(path), source, 0, start, end) for number, (source, start, end) in enumerate(spans)]
+    parts = [SourcePart(number, str(path), source, 0, start, end) for number, (source, start, end) in enumerate(spans)]
     refused = home / layout.REFUSED_EARLY if target.refused else None
     return Material(parts, [describe(str(path))], converted=True, problems=target.problems, refused=refused)
 
@@ -121,7 +134,7 @@ def convert(
 class _Target:
     """`rows.jsonl` and the rows of it that no converter could read."""
 
-    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO, allowance: Allowance) -> None:
+    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO, allowance: SizeLimits) -> None:
         self._allowance = allowance
         self._rows_file = rows_file
         self._refused_file = refused_file
@@ -130,7 +143,7 @@ class _Target:
         self.refused = 0
         self.problems: list[Problem] = []
 
-    def add(self, source: Source, piece: Converted) -> None:
+    def add(self, source: SourceFile, piece: Converted) -> None:
         if not piece.data:
             return
         self._allowance.take(len(piece.data), piece.rows)
@@ -155,7 +168,7 @@ class _Target:
 
 
 def _pieces(
-    source: Source, spec: DatasetSpec, columns: list[str], home: Path, advance: Callable[[int], None]
+    source: SourceFile, spec: DatasetSpec, columns: list[str], home: Path, advance: Callable[[int], None]
 ) -> Iterator[Converted]:
     if source.format == "jsonl":
         return (Converted(block) for block in blocks(source.path, source.codec, advance))
@@ -165,9 +178,185 @@ def _pieces(
     return module.convert(source, spec, columns, advance)
 
 
-def _parts_of(files: list[SealedFile], sources: list[str]) -> list[Part]:
+def _parts_of(files: list[SealedFile], sources: list[str]) -> list[SourcePart]:
     parts, base = [], 0
     for number, (file, source) in enumerate(zip(files, sources, strict=True)):
-        parts.append(Part(number, file.path, source, base, 0, file.size_bytes))
+        parts.append(SourcePart(number, file.path, source, base, 0, file.size_bytes))
         base += file.size_bytes
     return parts
+
+
+FEW_ROWS = 100_000  # so many hashes are compared at once, before anything heavy is imported for it
+
+Duplicates = Callable[[Path, SealedRows], Iterator[tuple[int, int]]]
+
+_encode = msgspec.json.encode
+
+
+class Rejection(Struct, frozen=True):
+    """A line of `rejected.jsonl`."""
+
+    row: int
+    code: str
+    message: str
+
+
+class Tables:
+    """The files of one sealing. Rows are added in order; `finish` makes them a sealed dataset."""
+
+    def __init__(self, home: Path, order: SealOrder, material: Material, allowance: SizeLimits) -> None:
+        self._home, self._allowance = home, allowance
+        self._material = material
+        self._problems_max = order.problems_max
+        self._open_files = ExitStack()
+        self._offsets = self._create(layout.OFFSETS)
+        self._chunks = self._create(layout.CHUNKS)
+        self._crcs = self._create(layout.CRCS)
+        self._rejected = self._create(layout.REJECTED)
+        self._keys = [self._create(name) for name in layout.KEYS] if order.keys else []
+        self.has_ids = isinstance(order.form, OpenAIForm)
+        self._hashes = self._create(layout.HASHES) if self.has_ids else None
+        self.rows = 0
+        self._blocks = 0
+        self._end = 0  # behind the last row
+        self._part = -1
+        self._line = 1  # of the part's next chunk
+        self._rejected_count = 0
+        self._problems: list[Problem] = []
+
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open_files.close()
+        (self._home / layout.HASHES).unlink(missing_ok=True)
+
+    def add(self, chunk: ValidatedChunk, part: SourcePart) -> None:
+        """The next chunk, of lines of `part`."""
+        rejected = [Rejection(self.rows + each.row, each.code, each.message) for each in chunk.refused]
+        lines = [_encode(each) + b"\n" for each in rejected]
+        self._take(chunk, sum(map(len, lines)))
+        if part.number != self._part:
+            self._part, self._line = part.number, 1
+        if chunk.rows:
+            record = (self.rows, chunk.rows, chunk.block_rows, self._blocks, chunk.start, chunk.end)
+            self._chunks.write(layout.CHUNK.pack(*record, self._line, chunk.lines, part.number))
+            self._offsets.write(chunk.offsets)
+            self._crcs.write(chunk.crcs)
+            if self._hashes is not None:
+                self._hashes.write(chunk.ids)
+            for file, column in zip(self._keys, chunk.keys, strict=False):
+                file.write(column)
+            self._end = chunk.end
+        self._rejected.writelines(lines)
+        for refused in chunk.refused[: self._problems_max - len(self._problems)]:
+            row, line = self.rows + refused.row, self._line + refused.line
+            self._problems.append(Problem(refused.code, refused.message, line, part.source, row))
+        self._rejected_count += len(chunk.refused)
+        self._blocks += len(chunk.crcs) // 4
+        self._line += chunk.lines
+        self.rows += chunk.rows
+
+    def _take(self, chunk: ValidatedChunk, rejected_bytes: int) -> None:
+        """Raises: InvalidDataset, OverQuota, StorageFull, before any of it is written."""
+        columns = [chunk.offsets, chunk.crcs, chunk.ids, *(chunk.keys if self._keys else ())]
+        if self.rows + chunk.rows > self._allowance.rows_max:
+            self._allowance.refuse_rows()
+        self._allowance.take(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)
+
+    def finish(self, seal: Seal, duplicates: Duplicates | None) -> SealReport:
+        """Find repeated custom_ids, make everything durable, and write the seal last."""
+        self._offsets.write(array("Q", [self._end]).tobytes())
+        self._open_files.close()
+        repeated: list[Problem] = []
+        late = None
+        if duplicates is not None and self._may_have_duplicates():
+            late = self._duplicates(seal, duplicates, repeated)
+        if self._material.refused is not None or late is not None:
+            self._merge_rejected(late or iter(()))
+        (self._home / layout.HASHES).unlink(missing_ok=True)
+        problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
+        seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
+        self._make_durable(seal)
+        return SealReport(seal, problems, self._rejected_count, self._rejected_count)
+
+    def _create(self, name: str) -> BinaryIO:
+        return self._open_files.enter_context(open(self._home / name, "wb"))
+
+    def _may_have_duplicates(self) -> bool:
+        if self.rows > FEW_ROWS:
+            return True
+        hashes = array("q")
+        hashes.frombytes((self._home / layout.HASHES).read_bytes())
+        return len(set(hashes)) < len(hashes)
+
+    def _duplicates(self, seal: Seal, duplicates: Duplicates, problems: list[Problem]) -> Iterator[Rejection]:
+        """A rejection for every row whose custom_id an earlier one has; the first of them become problems."""
+        rows = SealedRows(self._home, seal)
+        sources = [part.source for part in self._material.parts]
+        try:
+            for row, first in duplicates(self._home / layout.HASHES, rows):
+                here, there = rows.chunk_of(row).part, rows.chunk_of(first).part
+                place = f"line {rows.line_of(first)}" + ("" if here == there else f" of {sources[there]}")
+                line = rows.line_of(row)
+                custom_id = quoted(id_of(rows.read_many([row])[0]))
+                message = f"the custom_id {custom_id} of line {line} is that of {place} too: each row needs its own"
+                if len(problems) < self._problems_max:
+                    problems.append(Problem("duplicate_custom_id", message, line, sources[here], row))
+                yield Rejection(row, "duplicate_custom_id", message)
+        finally:
+            rows.close()
+
+    def _merge_rejected(self, late: Iterator[Rejection]) -> None:
+        """One list of all refused rows in row order; a row that was refused more than once keeps the first reason."""
+        lines, target = self._home / layout.REFUSED_BY_LINE, self._home / layout.REJECTED
+        target.rename(lines)
+        early = self._material.refused
+        streams = [_read(early) if early is not None else iter(()), _read(lines), late]
+        last = -1
+        self._rejected_count = 0
+        with open(target, "wb") as file:
+            for rejection in merge(*streams, key=attrgetter("row")):
+                if rejection.row != last:
+                    file.write(_encode(rejection) + b"\n")
+                    self._rejected_count += 1
+                last = rejection.row
+        lines.unlink()
+        if early is not None:
+            early.unlink()
+
+    def _make_durable(self, seal: Seal) -> None:
+        for path in self._home.iterdir():
+            if path.is_file():
+                _sync(path)
+        temporary = self._home / f"{layout.SEAL}.tmp"
+        data = _encode(seal)
+        write_sums(self._home, data)
+        temporary.write_bytes(data)
+        _sync(temporary)
+        temporary.rename(self._home / layout.SEAL)
+        _sync(self._home)
+
+
+def _read(path: Path) -> Iterator[Rejection]:
+    decode = msgspec.json.Decoder(Rejection).decode
+    with open(path, "rb") as file:
+        yield from map(decode, file)
+
+
+def _first_of(lists: list[list[Problem]], count: int) -> list[Problem]:
+    """The first problems of all, one a row, the earlier list's where several have one."""
+    by_row: dict[int | None, Problem] = {}
+    for problem in merge(*lists, key=lambda problem: problem.row or 0):
+        by_row.setdefault(problem.row, problem)
+    return list(by_row.values())[:count]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

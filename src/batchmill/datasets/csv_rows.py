@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import msgspec
 
 from batchmill.datasets.conversion import Converted
-from batchmill.datasets.formats import Source
+from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import Advance, blocks
-from batchmill.datasets.orders import Refused
+from batchmill.datasets.orders import RefusedRow
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
 
@@ -25,13 +25,13 @@ RECORD_LINES = 2  # times the longest line that a record is read on to, so that 
 _encode = msgspec.json.encode
 
 
-def columns(source: Source, spec: DatasetSpec) -> list[str]:
+def columns(source: SourceFile, spec: DatasetSpec) -> list[str]:
     """The names in the header. Raises: InvalidDataset (`invalid_header`, `invalid_csv`)."""
     with _records(source, spec, lambda _: None) as records:
         return _header(source, records)
 
 
-def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
+def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
     """Every record as a JSON object. Raises: InvalidDataset where the rest of the file cannot be told apart."""
     with _records(source, spec, advance) as records:
         names = _header(source, records)
@@ -58,7 +58,7 @@ class _Piece:
         self._line_bytes_max = line_bytes_max
         self.data = bytearray()
         self._rows = 0
-        self._refused: list[Refused] = []
+        self._refused: list[RefusedRow] = []
 
     def add(self, line: int, cells: list[str], flaw: str) -> None:
         names = self._names
@@ -81,7 +81,7 @@ class _Piece:
         self._rows += 1
 
     def _refuse(self, line: int, code: str, message: str) -> None:
-        self._refused.append(Refused(self._rows, line, code, message))
+        self._refused.append(RefusedRow(self._rows, line, code, message))
 
     def take(self) -> Converted:
         piece = Converted(bytes(self.data), self._rows, self._refused)
@@ -142,7 +142,7 @@ class _Records:
 
 
 @contextmanager
-def _records(source: Source, spec: DatasetSpec, advance: Advance) -> Iterator[_Records]:
+def _records(source: SourceFile, spec: DatasetSpec, advance: Advance) -> Iterator[_Records]:
     limit = csv.field_size_limit(spec.line_bytes_max)  # a setting of the whole process
     contents = blocks(source.path, source.codec, advance)
     # Bytes that are no UTF-8 survive as surrogates, so that they are refused in their own row.
@@ -156,7 +156,7 @@ def _records(source: Source, spec: DatasetSpec, advance: Advance) -> Iterator[_R
         csv.field_size_limit(limit)
 
 
-def _header(source: Source, records: _Records) -> list[str]:
+def _header(source: SourceFile, records: _Records) -> list[str]:
     try:
         names = records.read()
     except StopIteration:
@@ -178,7 +178,7 @@ def _header(source: Source, records: _Records) -> list[str]:
     return names
 
 
-def _refuse_other_separator(source: Source, names: list[str]) -> None:
+def _refuse_other_separator(source: SourceFile, names: list[str]) -> None:
     """A header without a comma that another separator divides is no name of one column."""
     for separator, said, written in SEPARATORS:
         if len(names) == 1 and separator in names[0]:
@@ -190,7 +190,7 @@ def _refuse_other_separator(source: Source, names: list[str]) -> None:
             )
 
 
-def _each(source: Source, records: _Records, blank: list[str] | None) -> Iterator[tuple[int, list[str], str]]:
+def _each(source: SourceFile, records: _Records, blank: list[str] | None) -> Iterator[tuple[int, list[str], str]]:
     """(line, cells, flaw) of every record; `blank` as in `_Records.read`."""
     while True:
         try:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from batchmill.datasets.inspection import Inspector, ranges
-from batchmill.datasets.orders import Chunk, Part, Range, RangeEnd, RangeFailed, SealOrder
+from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, SourcePart, ValidatedChunk
 from batchmill.datasets.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
 from batchmill.errors import InputChanged, InvalidDataset
 
@@ -31,11 +31,11 @@ VALIDATOR_DIED = "validator_died"
 # Blocks of a few MiB come and go all the time: kept by glibc instead of being mapped anew, that is a fifth faster.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024 * 1024), "MALLOC_TRIM_THRESHOLD_": str(256 * 1024 * 1024)}
 
-_chunk = msgspec.msgpack.Decoder(Chunk).decode
+_chunk = msgspec.msgpack.Decoder(ValidatedChunk).decode
 _end = msgspec.msgpack.Decoder(RangeEnd).decode
 _failed = msgspec.msgpack.Decoder(RangeFailed).decode
 
-Found = tuple[Range, Chunk | RangeEnd]
+Found = tuple[ByteRange, ValidatedChunk | RangeEnd]
 
 
 @contextmanager
@@ -57,7 +57,7 @@ class Alone:
     def __init__(self, order: SealOrder) -> None:
         self._order = order
 
-    def findings(self, parts: list[Part]) -> Iterator[Found]:
+    def findings(self, parts: list[SourcePart]) -> Iterator[Found]:
         """Each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
         inspector = Inspector(self._order)
         try:
@@ -74,15 +74,15 @@ class Crew:
     def __init__(self, order: SealOrder, count: int) -> None:
         seed = str(int.from_bytes(os.urandom(4)) or 1)  # 0 would be no seed
         environment = {**os.environ, **MALLOC, "PYTHONHASHSEED": seed}
-        self._links = [Link(environment) for _ in range(count)]
+        self._links = [ValidatorLink(environment) for _ in range(count)]
         for link in self._links:
             link.send(order)
 
-    def findings(self, parts: list[Part]) -> Iterator[Found]:
+    def findings(self, parts: list[SourcePart]) -> Iterator[Found]:
         """Each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
         waiting = ranges(parts)
         turn = 0  # the range whose findings are next
-        held: dict[int, deque[tuple[Range, int, bytes]]] = {}
+        held: dict[int, deque[tuple[ByteRange, int, bytes]]] = {}
         held_bytes = 0
         while self._give(waiting, turn):
             for link in self._ready(turn, crowded=held_bytes > HELD_BYTES_MAX):
@@ -98,7 +98,7 @@ class Crew:
                     turn += 1
                 yield range_, found
 
-    def _give(self, waiting: Iterator[Range], turn: int) -> bool:
+    def _give(self, waiting: Iterator[ByteRange], turn: int) -> bool:
         """Hand out ranges that may be begun; whether any is still under way."""
         for _ in range(AHEAD_MAX):
             for link in self._links:
@@ -112,7 +112,7 @@ class Crew:
     def _last_given(self, turn: int) -> int:
         return max((link.ranges[-1].number for link in self._links if link.ranges), default=turn)
 
-    def _ready(self, turn: int, *, crowded: bool) -> list[Link]:
+    def _ready(self, turn: int, *, crowded: bool) -> list[ValidatorLink]:
         """Links with something to read; while too much waits for its turn, only the one whose turn it is."""
         busy = {link.fd: link for link in self._links if link.ranges and not (crowded and link.ranges[0].number > turn)}
         poll = select.poll()
@@ -125,7 +125,7 @@ class Crew:
             link.close()
 
 
-class Link:
+class ValidatorLink:
     """One validator and the ranges it has been given."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -140,17 +140,17 @@ class Link:
         self._orders = self._process.stdin
         self._findings = self._process.stdout
         self.fd = self._findings.fileno()
-        self.ranges: deque[Range] = deque()
+        self.ranges: deque[ByteRange] = deque()
         with suppress(OSError, AttributeError):  # a longer pipe is only faster; not every kernel grants one
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
-    def send(self, message: SealOrder | Range) -> None:
+    def send(self, message: SealOrder | ByteRange) -> None:
         try:
             write_all(self._orders.fileno(), frame(0, message))
         except BrokenPipeError:
             raise self._death() from None
 
-    def receive(self) -> tuple[Range, int, bytes]:
+    def receive(self) -> tuple[ByteRange, int, bytes]:
         """The next frame, whole, and the range it is about."""
         head = read_exactly(self.fd, FRAME.size)
         if len(head) < FRAME.size:
@@ -185,7 +185,7 @@ class Link:
         self._process.wait()
 
 
-def _decoded(kind: int, payload: bytes) -> Chunk | RangeEnd:
+def _decoded(kind: int, payload: bytes) -> ValidatedChunk | RangeEnd:
     if kind == CHUNK_FRAME:
         return _chunk(payload)
     if kind == END_FRAME:

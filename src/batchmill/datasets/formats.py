@@ -1,8 +1,11 @@
-"""What kind of file a dataset is: by name, by its first bytes, and for JSONL by its first row."""
+"""The source files of a dataset and their formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import glob
+import os
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -13,12 +16,82 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets import late, layout
 from batchmill.datasets.inflate import blocks
-from batchmill.datasets.sources import describe, kind
 from batchmill.errors import InvalidDataset
-from batchmill.types import DatasetSpec
+from batchmill.types import DatasetSpec, SealedFile
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+FORMAT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+CODEC_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+
+
+def kind(path: str) -> tuple[str | None, str | None]:
+    """Format (jsonl, csv, parquet) and compression (gzip, zstd) that a file's name promises; None: it promises none."""
+    stem, suffix = os.path.splitext(os.path.basename(path).lower())
+    codec = CODEC_SUFFIXES.get(suffix)
+    if codec is not None:
+        suffix = os.path.splitext(stem)[1]
+    return FORMAT_SUFFIXES.get(suffix), codec
+
+
+def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
+    """The absolute paths of the files that these files, folders and globs mean, each once, in name order.
+
+    A folder means the files directly in it that have a known suffix and are not hidden. The files of `leave_out` are
+    not among what a folder or a glob means; one that is named itself is taken.
+    Raises: InvalidDataset when a pattern means no file.
+    """
+    if not patterns:
+        raise InvalidDataset("no input file was named", code="no_input")
+    left_out = set(map(os.path.realpath, leave_out))
+    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern, left_out)})
+
+
+def _files(pattern: str, left_out: set[str]) -> list[str]:
+    if os.path.isdir(pattern):
+        found = [os.path.join(pattern, name) for name in os.listdir(pattern) if _belongs(name)]
+        found = [path for path in found if os.path.isfile(path)]
+        known = ", ".join([*FORMAT_SUFFIXES, *CODEC_SUFFIXES])
+        missing = f"the folder {pattern} holds no file of a dataset (known suffixes: {known})"
+    elif os.path.lexists(pattern):
+        return [pattern]
+    elif glob.has_magic(pattern):
+        found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+        missing = f"no file matches {pattern}"
+    else:
+        raise InvalidDataset(f"there is no file {pattern}", code="no_input")
+    found = [path for path in found if os.path.realpath(path) not in left_out]
+    if not found:
+        raise InvalidDataset(missing, code="no_input")
+    return found
+
+
+def _belongs(name: str) -> bool:
+    return not name.startswith(".") and kind(name)[0] is not None
+
+
+def describe(path: str) -> SealedFile:
+    """The file as it is now. Raises: InvalidDataset when it cannot be read or is no regular file."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise InvalidDataset(f"{path} cannot be read: {error.strerror}", code="unreadable_file") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidDataset(f"{path} is no regular file; write its contents to one first", code="unreadable_file")
+    if not os.access(path, os.R_OK):
+        raise InvalidDataset(f"{path} cannot be read: permission denied", code="unreadable_file")
+    return SealedFile(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def unchanged(file: SealedFile) -> bool:
+    """Whether size, time and inode are what they were."""
+    try:
+        return describe(file.path) == file
+    except InvalidDataset:
+        return False
+
 
 FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # name -> how the file is written
 CONVERTED = ("csv", "parquet")  # formats that a module of `late` turns into rows
@@ -32,7 +105,7 @@ FIRST_BYTES_MAX = 64 * 1024 * 1024  # of the first rows: what comes after them i
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-class Source(Struct, frozen=True):
+class SourceFile(Struct, frozen=True):
     """A file of a dataset and how it is to be read."""
 
     path: str
@@ -72,7 +145,7 @@ def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _first_rows(sources: list[Source], spec: DatasetSpec) -> Iterator[dict[str, Raw]]:
+def _first_rows(sources: list[SourceFile], spec: DatasetSpec) -> Iterator[dict[str, Raw]]:
     seen = 0
     for source in sources:
         for line in lines_of(source, spec.line_bytes_max):
@@ -83,7 +156,7 @@ def _first_rows(sources: list[Source], spec: DatasetSpec) -> Iterator[dict[str, 
                 yield _members(line)
 
 
-def classify(spec: DatasetSpec) -> list[Source]:
+def classify(spec: DatasetSpec) -> list[SourceFile]:
     """Every file that holds something, and how to read it. Raises: InvalidDataset."""
     if spec.format is not None and spec.format not in FORMATS:
         raise InvalidDataset(
@@ -109,7 +182,7 @@ def columns_schema(home: Path) -> pyarrow.Schema | None:
     return late.load("parquet").read_schema(home / layout.SCHEMA)
 
 
-def lines_of(source: Source, line_bytes_max: int) -> Iterator[bytes]:
+def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
     """The lines of a source, without the BOM; one that is too long comes in pieces."""
     rest = b""
     first = True
@@ -126,7 +199,7 @@ def lines_of(source: Source, line_bytes_max: int) -> Iterator[bytes]:
         yield rest
 
 
-def _classified(path: str, wanted: str | None) -> Source:
+def _classified(path: str, wanted: str | None) -> SourceFile:
     with open(path, "rb") as file:
         head = file.read(4096)
     promised, codec = kind(path)
@@ -149,10 +222,10 @@ def _classified(path: str, wanted: str | None) -> Source:
         raise InvalidDataset(f"{path} {what}, and was taken for {written}", code="format_mismatch")
     if head.startswith(UTF16) and written != "parquet":
         raise InvalidDataset(f"{path} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`", code="invalid_encoding")
-    return Source(path, written, packed)
+    return SourceFile(path, written, packed)
 
 
-def _first_names(sources: list[Source], spec: DatasetSpec) -> list[str] | None:
+def _first_names(sources: list[SourceFile], spec: DatasetSpec) -> list[str] | None:
     """The field names of the first row that can be read; None where none of the first can."""
     tried = blank = seen = 0
     for source in sources:

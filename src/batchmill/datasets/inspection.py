@@ -9,25 +9,178 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
-from batchmill.datasets import plan_keys, text_rules
+import msgspec
+from msgspec import Raw, Struct
+
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
-from batchmill.datasets.orders import Chunk, Part, Range, RangeEnd, Refused, SealOrder
-from batchmill.datasets.validation import Checked, id_of, rules_for
+from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
+from batchmill.datasets.validation import CheckedLine, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
-from batchmill.types import RowError
-from batchmill.wire.json_oddities import oddity
+from batchmill.types import Request, RowError
+from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE
+from batchmill.wire.json_bytes import is_too_deep, oddity, openings
+
+LEVELS = (128, 256, 512, 1024, 2048, 4096)  # bytes of a prompt; 10 bits of the key each, the shortest on top
+LEVEL_BITS = 10
+BYTES_A_TOKEN = 4
+OUTPUT_TOKENS_DEFAULT = 256  # of a row that sets no limit
+COST_MAX = 2**32 - 1
+FOLD_BYTES = 16
+NO_FOLD = bytes(FOLD_BYTES)
+
+_ANSWERS_ALWAYS_ALIKE = frozenset((EMBEDDINGS, RERANK, SCORE))
+_EMPTY = Raw(b"")
+
+
+class PlanKeys(Struct, gc=False):
+    prefix: int = 0
+    cost: int = 0
+    fold: bytes = NO_FOLD
+
+
+class _Head(Struct, gc=False):
+    """The parts of a body that make the prompt, in the order in which chat templates use them, and its limits."""
+
+    tools: Raw = _EMPTY
+    instructions: Raw = _EMPTY
+    messages: Raw = _EMPTY
+    prompt: Raw = _EMPTY
+    input: Raw = _EMPTY
+    query: Raw = _EMPTY
+    documents: Raw = _EMPTY
+    text_1: Raw = _EMPTY
+    text_2: Raw = _EMPTY
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    stream: bool | None = None
+    conversation: Raw = _EMPTY
+
+    def text(self) -> bytes:
+        parts = (self.tools, self.instructions, self.messages, self.prompt, self.input)
+        return b"".join((*parts, self.query, self.documents, self.text_1, self.text_2))
+
+    def output_tokens(self, url: str) -> int:
+        if url in _ANSWERS_ALWAYS_ALIKE:
+            return 0
+        limit = self.max_completion_tokens or self.max_tokens or self.max_output_tokens or OUTPUT_TOKENS_DEFAULT
+        return limit * (self.n or 1)
+
+    def is_deterministic(self, url: str) -> bool:
+        """A conversation is state at the service: what it answers may change between two equal rows."""
+        return url in _ANSWERS_ALWAYS_ALIKE or (self.temperature == 0 and not self.conversation)
+
+
+_head = msgspec.json.Decoder(_Head).decode
+# Floats and huge integers keep their digits: 1.0 and 1.00 may be told apart, 2**70 and 2**70 + 1 must be.
+_exact = msgspec.json.Decoder(float_hook=lambda digits: Raw(digits.encode())).decode
+
+
+def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
+    """The keys of a request that a language model answers; its body has been checked."""
+    try:
+        head = _head(request.body)
+    except msgspec.ValidationError:  # a field that this path does not know, and that elsewhere has another type
+        return PlanKeys(prefix_of(request.body), min(len(request.body) // BYTES_A_TOKEN, COST_MAX))
+    text = head.text() or request.body
+    cost = len(text) // BYTES_A_TOKEN + head.output_tokens(request.url)
+    keys = PlanKeys(prefix_of(text), min(cost, COST_MAX))
+    if fold != "none" and not head.stream and (fold == "all" or head.is_deterministic(request.url)):
+        keys.fold = fold_of(request.url, request.body, target, without="model")
+    return keys
+
+
+def of_arguments(url: str, data: bytes, target: int, fold: Fold) -> PlanKeys:
+    """The keys of a row whose fields are a function's arguments. Nobody but the caller knows whether it is pure."""
+    return PlanKeys(
+        0, min(len(data) // BYTES_A_TOKEN, COST_MAX), fold_of(url, data, target) if fold == "all" else NO_FOLD
+    )
+
+
+def prefix_of(text: bytes) -> int:
+    """Hashes of the first 128, 256 … 4096 bytes, 10 bits a level: rows that share more of a prompt sort closer."""
+    key, crc, start = 0, 0, 0
+    for level in LEVELS:
+        crc = zlib.crc32(text[start:level], crc)
+        key = key << LEVEL_BITS | (crc * 0x9E3779B1 & 0xFFFFFFFF) >> (32 - LEVEL_BITS)
+        start = level
+    return key
+
+
+def fold_of(url: str, body: bytes, target: int, without: str | None = None) -> bytes:
+    """128 bits that equal requests share: the model as it is resolved, and every field in a fixed order.
+
+    `without` names the field that the target stands for.
+    """
+    try:
+        members: dict[str, Any] = _exact(body)
+    except msgspec.ValidationError:  # a number with more digits than any reader takes: never equal to another
+        return NO_FOLD
+    members.pop(without, None)
+    canonical = msgspec.json.encode(members, order="deterministic")
+    head = b"%s\0%d\0" % (url.encode(), target)
+    return hashlib.blake2b(head + canonical, digest_size=FOLD_BYTES).digest()
+
+
+GROUP_LINES = 16  # lines whose brackets are counted at once
+
+
+def is_harmless(text: bytes, lines: list[bytes], lengths: list[int], *, length_max: int, depth_max: int) -> bool:
+    """Whether every line passes for sure. False: some line needs `flaw`."""
+    longest = max(lengths, default=0)
+    if longest > length_max or not (text.isascii() or is_utf8(text)):
+        return False
+    if longest <= 2 * depth_max:  # each level takes two brackets
+        return True
+    groups = range(0, len(lines), GROUP_LINES)
+    return all(_is_shallow(lines[first : first + GROUP_LINES], depth_max) for first in groups)
+
+
+def flaw(line: bytes, *, length_max: int, depth_max: int) -> RowError | None:
+    """What is wrong with a line as text: `line_too_long`, `invalid_encoding`, `nesting_too_deep`."""
+    if len(line) > length_max and len(line.rstrip(b"\r\n")) > length_max:
+        return RowError("line_too_long", f"the line is longer than {length_max} bytes")
+    if not (line.isascii() or is_utf8(line)):
+        return RowError("invalid_encoding", f"the line is not UTF-8{_encoding_hint(line)}")
+    if is_too_deep(line, depth_max):
+        return RowError("nesting_too_deep", f"the JSON is nested deeper than {depth_max} levels")
+    return None
+
+
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_shallow(lines: list[bytes], depth_max: int) -> bool:
+    if openings(b"".join(lines)) <= depth_max:
+        return True
+    return not any(is_too_deep(line, depth_max) for line in lines)
+
+
+def _encoding_hint(line: bytes) -> str:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line:
+        return "; it looks like UTF-16: convert the file with `iconv -f UTF-16 -t UTF-8`"
+    return ""
+
 
 TAIL_BYTES = 64 * 1024  # read at a time behind a range, until its last line ends
 BLOCK_ROWS_MAX = 65_536
 
 
-def ranges(parts: list[Part]) -> Iterator[Range]:
+def ranges(parts: list[SourcePart]) -> Iterator[ByteRange]:
     """Every part cut at multiples of RANGE_BYTES from its start, in order."""
     number = 0
     for part in parts:
         for start in range(part.start, part.end, RANGE_BYTES):
-            yield Range(number, part, start, min(start + RANGE_BYTES, part.end))
+            yield ByteRange(number, part, start, min(start + RANGE_BYTES, part.end))
             number += 1
 
 
@@ -40,7 +193,7 @@ class Inspector:
         self._path = ""
         self._fd = -1
 
-    def inspect(self, range_: Range) -> Iterator[Chunk | RangeEnd]:
+    def inspect(self, range_: ByteRange) -> Iterator[ValidatedChunk | RangeEnd]:
         """The chunks of the lines that start in a range, then its end. Raises: InputChanged, InvalidDataset."""
         self._open(range_.part.path)
         lead = int(range_.start > range_.part.start)  # the byte before says whether a line starts here
@@ -74,7 +227,7 @@ class Inspector:
             raise InputChanged(f"{self._path} became shorter while it was read; run the command again")
         return data
 
-    def _texts(self, range_: Range, data: bytes, lead: int) -> Iterator[tuple[int, bytes]]:
+    def _texts(self, range_: ByteRange, data: bytes, lead: int) -> Iterator[tuple[int, bytes]]:
         """(place in the file, whole lines) in runs of about CHUNK_BYTES."""
         at = 0
         if lead:
@@ -92,7 +245,7 @@ class Inspector:
             yield offset + at, data[at:end]
             at = end
 
-    def _tail(self, range_: Range, data: bytes, at: int) -> bytes:
+    def _tail(self, range_: ByteRange, data: bytes, at: int) -> bytes:
         """The rest of the last line, but no more than shows that it is too long."""
         if data.endswith(b"\n"):
             return b""
@@ -109,12 +262,12 @@ class Inspector:
             room -= len(more)
         return b"".join(tail)
 
-    def _chunk(self, start: int, text: bytes) -> Chunk:
+    def _chunk(self, start: int, text: bytes) -> ValidatedChunk:
         lines = io.BytesIO(text).readlines()
         lengths = list(map(len, lines))
         starts = array("Q", accumulate(lengths[:-1], initial=start))
         limits = {"length_max": self._order.dataset.line_bytes_max, "depth_max": self._order.dataset.depth_max}
-        harmless = text_rules.is_harmless(text, lines, lengths, **limits)
+        harmless = is_harmless(text, lines, lengths, **limits)
         bulk = self._rules.bulk(lines) if harmless else None
         if bulk is not None:
             keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
@@ -122,7 +275,7 @@ class Inspector:
         else:
             found = self._look_closely(lines, starts, harmless)
         block_rows, crcs = checksums(text, start, found.offsets)
-        return Chunk(
+        return ValidatedChunk(
             start=start,
             end=start + len(text),
             lines=len(lines),
@@ -144,7 +297,7 @@ class Inspector:
             checked = self._checked(line, harmless)
             if checked.error is not None:
                 row = len(found.offsets)
-                found.refused.append(Refused(row, number, checked.error.code, checked.error.message))
+                found.refused.append(RefusedRow(row, number, checked.error.code, checked.error.message))
             start = starts[number]
             found.offsets.append(start)
             # No custom_id holds a NUL, and no two lines start at one place.
@@ -154,15 +307,15 @@ class Inspector:
                 found.keys.append(checked, line, order)
         return found
 
-    def _checked(self, line: bytes, harmless: bool) -> Checked:
+    def _checked(self, line: bytes, harmless: bool) -> CheckedLine:
         if not harmless:
             dataset = self._order.dataset
-            error = text_rules.flaw(line, length_max=dataset.line_bytes_max, depth_max=dataset.depth_max)
+            error = flaw(line, length_max=dataset.line_bytes_max, depth_max=dataset.depth_max)
             if error is not None:
-                return Checked(id_of(line), error)
+                return CheckedLine(id_of(line), error)
         checked = self._rules.check(line)
         if checked.error is None and (odd := oddity(line)) is not None:
-            return Checked(checked.custom_id, RowError("ambiguous_json", odd))
+            return CheckedLine(checked.custom_id, RowError("ambiguous_json", odd))
         return checked
 
 
@@ -173,7 +326,9 @@ def _unreadable(path: str, error: OSError) -> InvalidDataset:
 class Findings:
     """What lines turned out to be: columns with one entry a row, and the rows that were refused."""
 
-    def __init__(self, offsets: array[int], ids: array[int], refused: list[Refused], keys: KeyColumns | None) -> None:
+    def __init__(
+        self, offsets: array[int], ids: array[int], refused: list[RefusedRow], keys: KeyColumns | None
+    ) -> None:
         self.offsets = offsets
         self.ids = ids
         self.refused = refused
@@ -192,13 +347,13 @@ class KeyColumns:
         columns, rows = cls(), len(targets)
         columns._targets = array("H", targets)
         columns._prefixes = array("Q", bytes(8 * rows))
-        columns._costs = array("I", [min(size // plan_keys.BYTES_A_TOKEN, plan_keys.COST_MAX) for size in sizes])
-        columns._folds = bytearray(plan_keys.FOLD_BYTES * rows)
+        columns._costs = array("I", [min(size // BYTES_A_TOKEN, COST_MAX) for size in sizes])
+        columns._folds = bytearray(FOLD_BYTES * rows)
         return columns
 
-    def append(self, checked: Checked, line: bytes, order: SealOrder) -> None:
+    def append(self, checked: CheckedLine, line: bytes, order: SealOrder) -> None:
         if checked.error is not None:
-            keys, target = plan_keys.Keys(), 0
+            keys, target = PlanKeys(), 0
         else:
             keys, target = self._keys(checked, line, order), checked.target
         self._targets.append(target)
@@ -207,13 +362,13 @@ class KeyColumns:
         self._folds += keys.fold
 
     @staticmethod
-    def _keys(checked: Checked, line: bytes, order: SealOrder) -> plan_keys.Keys:
+    def _keys(checked: CheckedLine, line: bytes, order: SealOrder) -> PlanKeys:
         request = checked.request
         if request is None:
-            return plan_keys.of_arguments("", line, checked.target, order.fold)
+            return of_arguments("", line, checked.target, order.fold)
         if order.urls[checked.model] is None:
-            return plan_keys.of_arguments(request.url, request.body, checked.target, order.fold)
-        return plan_keys.of_request(request, checked.target, order.fold)
+            return of_arguments(request.url, request.body, checked.target, order.fold)
+        return of_request(request, checked.target, order.fold)
 
     def pack(self) -> tuple[bytes, bytes, bytes, bytes]:
         return self._targets.tobytes(), self._prefixes.tobytes(), self._costs.tobytes(), bytes(self._folds)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct, field
 
+from batchmill.errors import InvalidDataset, OverQuota, StorageFull
 from batchmill.types import DatasetSpec
 from batchmill.wire.forms import Form
 
@@ -39,7 +43,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     processes: int = 2
 
 
-class Part(Struct, frozen=True):
+class SourcePart(Struct, frozen=True):
     """Lines of one source: bytes start..end of a file that is read."""
 
     number: int
@@ -50,16 +54,16 @@ class Part(Struct, frozen=True):
     end: int
 
 
-class Range(Struct, frozen=True):
+class ByteRange(Struct, frozen=True):
     """Bytes for one validator: it checks the lines that start in them."""
 
     number: int
-    part: Part
+    part: SourcePart
     start: int  # in the file
     end: int
 
 
-class Refused(Struct, frozen=True, array_like=True):
+class RefusedRow(Struct, frozen=True, array_like=True):
     """A row that validation refused; `row` and `line` count from 0, in a chunk or in the whole as said there."""
 
     row: int
@@ -68,7 +72,7 @@ class Refused(Struct, frozen=True, array_like=True):
     message: str
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class ValidatedChunk(Struct, frozen=True, array_like=True):
     """What a validator found in a run of whole lines: columns as packed bytes."""
 
     start: int
@@ -80,7 +84,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     crcs: bytes  # u32 a block
     ids: bytes  # i64 a row: hash of the custom_id; empty for tables
     keys: tuple[bytes, bytes, bytes, bytes]  # target u16, prefix u64, cost u32, fold 2 x u64; empty without keys
-    refused: list[Refused]
+    refused: list[RefusedRow]
 
 
 class RangeEnd(Struct, frozen=True, array_like=True):
@@ -97,3 +101,83 @@ class RangeFailed(Struct, frozen=True, array_like=True):
     code: str
     message: str
     changed: bool = False  # the file is not what it was when sealing began
+
+
+FREE_BYTES = 1024**3  # so much may be made of any file: below that its ratio is not looked at
+LOOK_BYTES = 64 * 1024 * 1024  # between two looks at the disk
+ROW_BYTES_MIN = 11  # of a row that is converted: "{}", the end of its line, where it begins
+RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # of the disk that is left to others: the lesser of this, and a 50th of it
+
+
+class SizeLimits:
+    """Told of what is about to be written. `heard` is called now and then, so that whoever waits hears of it.
+
+    Raises: InvalidDataset (`unpacked_too_large`, `too_many_rows`), OverQuota, StorageFull.
+    """
+
+    def __init__(self, order: SealOrder, home: Path, source_bytes: int, heard: Callable[[], None]) -> None:
+        spec = order.dataset
+        self._order, self._home, self._heard = order, home, heard
+        self._source_bytes = source_bytes
+        ratio = max(FREE_BYTES, spec.unpacked_ratio_max * source_bytes)
+        self._bytes_max = min(spec.unpacked_bytes_max, ratio)
+        self._is_ratio = ratio < spec.unpacked_bytes_max
+        self.rows_max = min(spec.rows_max, order.rows_max or spec.rows_max)
+        self.bytes = self._rows = 0
+        self._looked = 0
+
+    def foresee(self, rows: int) -> None:
+        """So many rows are to be converted, as their file says: refused at once where that cannot be."""
+        if rows > self.rows_max:
+            self.refuse_rows()
+        self._judge(rows * ROW_BYTES_MIN)
+
+    def take(self, size_bytes: int, rows: int = 0) -> None:
+        """So many more bytes are about to be written, and rows."""
+        self.bytes += size_bytes
+        self._rows += rows
+        if self._rows > self.rows_max:
+            self.refuse_rows()
+        self._judge(self.bytes)
+        if self.bytes - self._looked >= LOOK_BYTES:
+            self._looked = self.bytes
+            self._see_room()
+        self._heard()
+
+    def _judge(self, size_bytes: int) -> None:
+        if size_bytes > self._bytes_max:
+            raise self._too_large()
+        left = self._order.bytes_left
+        if left is not None and size_bytes > left:
+            raise OverQuota(self._order.no_room)
+
+    def refuse_rows(self) -> None:
+        """Raises: InvalidDataset, with the setting that is to blame."""
+        is_own = self._order.rows_max is not None and self.rows_max == self._order.rows_max
+        setting = "server.rows_max" if is_own else "limits.rows_max"
+        raise InvalidDataset(
+            f"the dataset has more than {self.rows_max:,} rows, the most that are taken at once: split it, or have "
+            f"{setting} raised",
+            code="too_many_rows",
+        )
+
+    def _too_large(self) -> InvalidDataset:
+        spec = self._order.dataset
+        if self._is_ratio:
+            bound = f"{FREE_BYTES:,} bytes and {spec.unpacked_ratio_max:,} times the {self._source_bytes:,} it has"
+            setting = "limits.unpacked_ratio_max"
+        else:
+            bound, setting = f"{spec.unpacked_bytes_max:,} bytes", "limits.unpacked_bytes_max"
+        return InvalidDataset(
+            f"the dataset with its index becomes more than {bound} when it is unpacked: split it, or have {setting} "
+            "raised",
+            code="unpacked_too_large",
+        )
+
+    def _see_room(self) -> None:
+        disk = os.statvfs(self._home)
+        reserve = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
+        if disk.f_bavail * disk.f_frsize < reserve:
+            raise StorageFull(
+                f"no space is left to unpack the dataset in {self._home}: {reserve:,} bytes of the disk are for others"
+            )

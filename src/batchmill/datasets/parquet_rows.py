@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 from msgspec import Raw
 
 from batchmill.datasets.conversion import Converted
-from batchmill.datasets.formats import Source
+from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import Advance
-from batchmill.datasets.orders import Refused
+from batchmill.datasets.orders import RefusedRow
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
 
@@ -44,13 +44,13 @@ _encode = msgspec.json.encode
 _types = pa.types
 
 
-def columns(source: Source, spec: DatasetSpec) -> list[str]:
+def columns(source: SourceFile, spec: DatasetSpec) -> list[str]:
     """The names of the columns. Raises: InvalidDataset (`invalid_parquet`, `schema_too_large`, `unsupported_type`)."""
     with _open(source.path) as file:
         return list(file.schema_arrow.names)
 
 
-def keep_schema(source: Source, path: Path) -> None:
+def keep_schema(source: SourceFile, path: Path) -> None:
     """Write the schema where results will look for it. Raises: InvalidDataset when another file's schema is there."""
     with _open(source.path) as file:
         schema = file.schema_arrow.remove_metadata()
@@ -76,7 +76,7 @@ def rows_in(path: str) -> int:
         return file.metadata.num_rows
 
 
-def convert(source: Source, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
+def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
     """Every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
     with _open(source.path) as file:
         texts, each = _text_columns(file), BUFFERS_BYTES // max(1, file.metadata.num_columns)
@@ -187,7 +187,7 @@ def _converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Convert
         line = _encode(dict(zip(names, values, strict=True)))
         if len(line) > line_bytes_max:
             message = f"the record is longer than {line_bytes_max} bytes as JSON"
-            refused.append(Refused(number, done + number + 1, "line_too_long", message))
+            refused.append(RefusedRow(number, done + number + 1, "line_too_long", message))
         lines.append(line)
     lines.append(b"")
     return Converted(b"\n".join(lines), batch.num_rows, refused)

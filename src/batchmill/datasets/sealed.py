@@ -19,8 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout
-from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord
-from batchmill.datasets.soundness import damaged, faults
+from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord, damaged, faults
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.types import Seal
 
@@ -41,7 +40,7 @@ def load_seal(home: Path) -> Seal:
         raise damaged(home, [f"{layout.SEAL} cannot be read"]) from None
 
 
-class Rows(Struct, gc=False):
+class RowBlock(Struct, gc=False):
     """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""
 
     first: int
@@ -86,7 +85,7 @@ class SealedRows:
         for file in self._seal.files:
             self._bases.append(self._bases[-1] + file.size_bytes)
         self._files: dict[int, int] = {}  # number of a file -> descriptor
-        self._cache: OrderedDict[int, Rows] = OrderedDict()
+        self._cache: OrderedDict[int, RowBlock] = OrderedDict()
         self._cache_bytes = 0
 
     def _open_index(self) -> None:
@@ -116,7 +115,7 @@ class SealedRows:
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         """Rows in any order; verified blocks are kept for the next ones. Raises: InputChanged."""
         found = []
-        block: Rows | None = None
+        block: RowBlock | None = None
         for number in numbers:
             if block is None or not block.first <= number < block.last:
                 block = self._block_of(number)
@@ -153,7 +152,7 @@ class SealedRows:
         self._chunks.release()
         self._chunks_map.close()
 
-    def _block_of(self, row: int) -> Rows:
+    def _block_of(self, row: int) -> RowBlock:
         chunk = self.chunk_of(row)
         block = (row - chunk.first_row) // chunk.block_rows
         number = chunk.first_block + block
@@ -168,7 +167,7 @@ class SealedRows:
             self._cache_bytes -= len(self._cache.popitem(last=False)[1].data)
         return found
 
-    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> Rows:
+    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> RowBlock:
         """The rows of blocks from_block <= b < to_block of a chunk, read and checked."""
         first = chunk.first_row + from_block * chunk.block_rows
         rows_left = chunk.rows - from_block * chunk.block_rows
@@ -187,7 +186,7 @@ class SealedRows:
             if zlib.crc32(view[edges[number] : edges[number + 1]]) != crc:
                 at = first + number * chunk.block_rows
                 raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
-        return Rows(first, first + rows, data, starts)
+        return RowBlock(first, first + rows, data, starts)
 
     def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
         """Bytes start..end of all files; they lie in one file."""

@@ -13,20 +13,16 @@ from pathlib import Path
 import msgspec
 
 from batchmill.datasets import late, layout
-from batchmill.datasets.allowance import Allowance
-from batchmill.datasets.conversion import Material, convert, copied, in_place
+from batchmill.datasets.conversion import Material, Tables, convert, copied, in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, Crew, validators
-from batchmill.datasets.formats import Detected, classify, detect, names_at_first
-from batchmill.datasets.hub_names import ADAPTERS_MAX
-from batchmill.datasets.orders import Chunk, RangeEnd, SealOrder
+from batchmill.datasets.formats import Detected, classify, describe, detect, names_at_first, unchanged
+from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
-from batchmill.datasets.sources import describe, unchanged
-from batchmill.datasets.tables import Tables
-from batchmill.datasets.validation import check_form, column_flaw, missing_column
+from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.forms import Form, OpenAIForm, TableForm
-from batchmill.wire.previews import SealReport
+from batchmill.wire.native import SealReport
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 
@@ -67,7 +63,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     order = _with_form(order, detected)
     clear(home)
     heard = _Heard(progress)
-    allowance = Allowance(order, home, sum(source.size_bytes for source in sources), heard.again)
+    allowance = SizeLimits(order, home, sum(source.size_bytes for source in sources), heard.again)
     material, progress = _material(order, detected, home, heard.progress, allowance)
     with Tables(home, order, material, allowance) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
@@ -139,7 +135,7 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
     try:
         check_form(order)
     except InvalidRow as error:
-        raise InvalidDataset(f"what the rows become is no request: {error.message}", code=error.code) from None
+        raise InvalidDataset(f"the rendered rows are not valid requests: {error.message}", code=error.code) from None
     if flaw := _flaw_of_all(order.dataset, form, detected):
         raise InvalidDataset(flaw.message, code=flaw.code)
     return order
@@ -159,7 +155,7 @@ def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRo
 
 
 def _material(
-    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], allowance: Allowance
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], allowance: SizeLimits
 ) -> tuple[Material, Callable[[float], None]]:
     """What is read, and the progress that is left for reading it."""
     spec = order.dataset
@@ -192,7 +188,7 @@ def _check_rows(
     with validators(order, total) as checkers:
         for range_, found in checkers.findings(material.parts):
             match found:
-                case Chunk():
+                case ValidatedChunk():
                     tables.add(found, range_.part)
                 case RangeEnd(digest=digest, names=new, adapters=wanted):
                     names.update(new)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import translate
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
@@ -10,12 +13,63 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from batchmill.datasets import bodies
-from batchmill.datasets.hub_names import WantedAdapters
 from batchmill.datasets.orders import SealOrder
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
-from batchmill.wire.json_oddities import has_odd_numbers
+from batchmill.wire.json_bytes import has_odd_numbers
+
+ADAPTERS_MAX = 10_000  # that the rows of one dataset may have fetched
+ID_CHARS_MAX = 190  # with its version it is the name of an adapter
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(f"{_PART}/{_PART}")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model hub may have something under this name: OWNER/NAME."""
+    return len(name) <= ID_CHARS_MAX and _HUB_ID.fullmatch(name) is not None
+
+
+class HubPatterns:
+    """Which model an adapter is for, by the patterns of their ids; of two that match the first counts."""
+
+    def __init__(self, patterns: Iterable[tuple[str, int, int]]) -> None:
+        """(pattern, number of the model, number of its target) each, as in SealOrder."""
+        self._patterns = [(re.compile(translate(text)), (model, target)) for text, model, target in patterns]
+
+    def base_of(self, name: str) -> tuple[int, int] | None:
+        """The model, and the target, of the base that an adapter of this id is for; None: it may not be fetched."""
+        if self._patterns and is_hub_id(name):
+            for pattern, base in self._patterns:
+                if pattern.fullmatch(name):
+                    return base
+        return None
+
+
+class WantedAdapters:
+    """Those that rows name. Beyond ADAPTERS_MAX no more are noted: the dataset is refused then."""
+
+    def __init__(self, patterns: Sequence[tuple[str, int, int]]) -> None:
+        self._patterns = HubPatterns(patterns)
+        self._found: dict[str, tuple[int, int]] = {}
+        self._new: list[str] = []
+
+    def base_of(self, name: str) -> tuple[int, int] | None:
+        """As `HubPatterns.base_of`; the name is noted."""
+        found = self._found.get(name)
+        if found is not None:
+            return found
+        base = self._patterns.base_of(name)
+        if base is not None and len(self._found) <= ADAPTERS_MAX:
+            self._found[name] = base
+            self._new.append(name)
+        return base
+
+    def new(self) -> list[str]:
+        """What was noted since the last call."""
+        names, self._new = self._new, []
+        return names
+
 
 CUSTOM_ID_CHARS_MAX = 512
 URL_CHARS_MAX = 2048
@@ -28,7 +82,7 @@ _WAY_OUT = "; models.NAME.paths in the configuration adds others"
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-class Checked(Struct, gc=False):
+class CheckedLine(Struct, gc=False):
     """What a line turned out to be. `error` is None for a row that may run."""
 
     custom_id: str | None = None
@@ -53,7 +107,7 @@ class Rules(Protocol):
     def bulk(self, lines: list[bytes]) -> Bulk | None:
         """What lines are that are all good rows; None: look at each line."""
 
-    def check(self, line: bytes) -> Checked:
+    def check(self, line: bytes) -> CheckedLine:
         """One line that is not blank and that passes the rules for text."""
 
     def new_names(self) -> list[str]:
@@ -158,7 +212,7 @@ class OpenAIRules:
         bulk.sizes = list(map(len, map(memoryview, bodies)))
         return True
 
-    def check(self, line: bytes) -> Checked:
+    def check(self, line: bytes) -> CheckedLine:
         try:
             row = _row(line)
         except DECODE_ERRORS as error:
@@ -168,7 +222,7 @@ class OpenAIRules:
         except InvalidRow as error:
             return _refusal(line, error)
 
-    def _check_row(self, row: RowLine) -> Checked:
+    def _check_row(self, row: RowLine) -> CheckedLine:
         _check_id(row.custom_id)
         if row.method != "POST":
             raise InvalidRow(f"method is {quoted(row.method)}; only POST can be run", code="invalid_method")
@@ -185,7 +239,7 @@ class OpenAIRules:
         if bytes(memoryview(body)[:1]) != b"{":
             raise InvalidRow(f"body is {_kind(body)}; it must be an object", code="invalid_body")
         model, target = self.route(row.url, body)
-        return Checked(row.custom_id, None, Request(row.url, bytes(body), row.custom_id), model, target)
+        return CheckedLine(row.custom_id, None, Request(row.url, bytes(body), row.custom_id), model, target)
 
     def new_names(self) -> list[str]:
         return []
@@ -256,19 +310,19 @@ class TableRules:
         shapes = set(map(tuple, rows))
         return Bulk([]) if all(self._flaw(shape) is None for shape in shapes) else None
 
-    def check(self, line: bytes) -> Checked:
+    def check(self, line: bytes) -> CheckedLine:
         try:
             names = tuple(_members(line))
         except DECODE_ERRORS as error:
-            return Checked(error=_row_error(_no_object(line, error)))
+            return CheckedLine(error=_row_error(_no_object(line, error)))
         flaw = self._flaw(names)
         if flaw is not None:
-            return Checked(error=_row_error(flaw))
+            return CheckedLine(error=_row_error(flaw))
         if self._form.prompt is None or not self._order.keys:
-            return Checked(model=self._order.default[0], target=self._order.default[1])
+            return CheckedLine(model=self._order.default[0], target=self._order.default[1])
         request = self._form.request(Row(0, 0, line, self._form))
         model, target = self._resolver.resolve(_model_of(request.body))
-        return Checked(None, None, request, model, target)
+        return CheckedLine(None, None, request, model, target)
 
     def _flaw(self, names: tuple[str, ...]) -> InvalidRow | None:
         if names not in self._shapes:
@@ -355,8 +409,8 @@ def _check_id(custom_id: str) -> None:
         raise InvalidRow(f"custom_id {quoted(custom_id)} holds a NUL", code="invalid_custom_id")
 
 
-def _refusal(line: bytes, error: InvalidRow) -> Checked:
-    return Checked(id_of(line), _row_error(error))
+def _refusal(line: bytes, error: InvalidRow) -> CheckedLine:
+    return CheckedLine(id_of(line), _row_error(error))
 
 
 def _row_error(error: InvalidRow) -> RowError:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from batchmill.datasets.inspection import Inspector
-from batchmill.datasets.orders import Chunk, Range, RangeEnd, RangeFailed, SealOrder
+from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, ValidatedChunk
 from batchmill.errors import InputChanged, InvalidDataset
 
 FRAME = struct.Struct("<IB")
@@ -48,7 +48,7 @@ def frame(kind: int, message: object) -> bytes:
 
 def serve(orders: int, findings: int) -> None:
     """Answer ranges until `orders` ends. The first frame is the SealOrder; every other is a Range."""
-    decode = msgspec.msgpack.Decoder(Range).decode
+    decode = msgspec.msgpack.Decoder(ByteRange).decode
     order = _receive(orders)
     if not order:
         return
@@ -67,10 +67,10 @@ def _receive(fd: int) -> bytes:
     return payload if len(payload) == size else b""
 
 
-def _answer(inspector: Inspector, range_: Range) -> Iterator[tuple[int, Chunk | RangeEnd | RangeFailed]]:
+def _answer(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, ValidatedChunk | RangeEnd | RangeFailed]]:
     try:
         for found in inspector.inspect(range_):
-            yield (CHUNK_FRAME if isinstance(found, Chunk) else END_FRAME), found
+            yield (CHUNK_FRAME if isinstance(found, ValidatedChunk) else END_FRAME), found
     except InputChanged as error:
         yield FAILED_FRAME, RangeFailed(error.code, error.message, changed=True)
     except InvalidDataset as error:

@@ -13,7 +13,7 @@ from batchmill.errors import InvalidConfig
 if TYPE_CHECKING:
     from batchmill.dialects.open_inference.grpc.server import GrpcServer
     from batchmill.server.access_log import Served
-    from batchmill.server.admission.admission import Admission
+    from batchmill.server.admission_control import Admission
     from batchmill.server.auth import Gate
     from batchmill.server.operations import Dialect
     from batchmill.services.services import Services
@@ -22,7 +22,7 @@ DIALECTS = {
     "openai": "batchmill.dialects.openai.dialect:OpenAIDialect",
     "modelbit": "batchmill.dialects.modelbit.dialect:ModelbitDialect",
     "open_inference": "batchmill.dialects.open_inference.dialect:OpenInferenceDialect",
-    "inferless": "batchmill.dialects.inferless.dialect:InferlessDialect",
+    "inferless": "batchmill.dialects.inferless:InferlessDialect",
     "ml_commons": "batchmill.dialects.ml_commons.dialect:MlCommonsDialect",
     "predibase": "batchmill.dialects.predibase.dialect:PredibaseDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
@@ -43,7 +43,7 @@ def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) ->
 def load_grpc(
     services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[Served], None]]
 ) -> GrpcServer:
-    """The door of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
+    """The frontend of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
     try:
         with _no_fork_support():
             server = import_module("batchmill.dialects.open_inference.grpc.server")

@@ -19,8 +19,7 @@ from aiohttp import hdrs
 from msgspec import Struct
 from yarl import URL
 
-from batchmill.engines.replies import REPLY_BYTES_MAX
-from batchmill.engines.retry import Fault, Kind
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models.addresses import SHOWN_CHARS, Private
 from batchmill.models.guarded_http import ADDRESSES_S, GuardedHttp, refusal_of
@@ -88,7 +87,7 @@ class NoReply(Exception):
         self.fault = fault
 
 
-class FilePart(Struct, frozen=True):
+class FileRange(Struct, frozen=True):
     """A stretch of a file, to be sent."""
 
     path: Path
@@ -204,7 +203,7 @@ class Connections:
         self,
         method: str,
         url: URL | str,
-        parts: Sequence[bytes | FilePart],
+        parts: Sequence[bytes | FileRange],
         headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Send the parts as one body, of which never more than a piece is in memory; the reply as from `exchange`.
@@ -213,7 +212,7 @@ class Connections:
         NoReply.
         """
         target = _read_url(url) if isinstance(url, str) else url
-        size = sum(part.size if isinstance(part, FilePart) else len(part) for part in parts)
+        size = sum(part.size if isinstance(part, FileRange) else len(part) for part in parts)
         told = {**(headers or {}), hdrs.CONTENT_LENGTH: str(size)}
         session = self._open(target)
         try:
@@ -227,7 +226,7 @@ class Connections:
             raise NoReply(self._translate(error, target)) from None
 
     async def _pieces(
-        self, parts: Sequence[bytes | FilePart], patience: asyncio.Timeout, opened: ExitStack
+        self, parts: Sequence[bytes | FileRange], patience: asyncio.Timeout, opened: ExitStack
     ) -> AsyncIterator[bytes]:
         """What is sent, each piece once the one before is on its way; what follows the last is the service's time.
 
@@ -256,7 +255,7 @@ class Connections:
             try:
                 self._guard.admit(str(target))
             except InvalidInput as refused:
-                raise NoReply(Fault(Kind.PERMANENT, RowError(refused.code, refused.message))) from None
+                raise NoReply(Fault(FaultKind.PERMANENT, RowError(refused.code, refused.message))) from None
         return self._session
 
     async def _send(
@@ -298,27 +297,27 @@ class Connections:
         where = f"{url.scheme}://{url.raw_authority}"
         if self._guard is not None and (reason := refusal_of(error)):
             text = f"{where} is not called: {reason}"
-            return Fault(Kind.PERMANENT, RowError("url_not_allowed", text))
+            return Fault(FaultKind.PERMANENT, RowError("url_not_allowed", text))
         match error:
             case aiohttp.ConnectionTimeoutError():
                 text = f"no connection to {where} within {self._limits.connect_timeout_s:g} s"
-                return Fault(Kind.UNREACHABLE, RowError("connection_failed", text))
+                return Fault(FaultKind.UNREACHABLE, RowError("connection_failed", text))
             case aiohttp.ClientConnectorError():
-                return Fault(Kind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
+                return Fault(FaultKind.UNREACHABLE, RowError("connection_failed", f"no connection to {where}: {error}"))
             case aiohttp.InvalidURL():
-                return Fault(Kind.PERMANENT, RowError("invalid_url", f"{where} cannot be called: {error}"))
+                return Fault(FaultKind.PERMANENT, RowError("invalid_url", f"{where} cannot be called: {error}"))
             case TimeoutError():
                 text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
-                return Fault(Kind.TRANSIENT, RowError("timeout", text))
+                return Fault(FaultKind.TRANSIENT, RowError("timeout", text))
             case aiohttp.ServerDisconnectedError():
                 # Most often a kept-alive connection that the service closed at this very moment: try again at once.
                 text = f"{where} ended the connection without a reply"
-                return Fault(Kind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
+                return Fault(FaultKind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
             case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
-                return Fault(Kind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
+                return Fault(FaultKind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
             case _:
                 text = f"the connection to {where} broke: {error or type(error).__name__}"
-                return Fault(Kind.TRANSIENT, RowError("connection_failed", text))
+                return Fault(FaultKind.TRANSIENT, RowError("connection_failed", text))
 
 
 def _read_url(text: str) -> URL:
@@ -330,7 +329,7 @@ def _read_url(text: str) -> URL:
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("it does not begin with https:// and a host")
     except ValueError as error:
-        fault = Fault(Kind.PERMANENT, RowError("invalid_url", f"{text[:SHOWN_CHARS]!r} cannot be called: {error}"))
+        fault = Fault(FaultKind.PERMANENT, RowError("invalid_url", f"{text[:SHOWN_CHARS]!r} cannot be called: {error}"))
         raise NoReply(fault) from None
     return url
 
@@ -351,7 +350,7 @@ def allow_files(wanted: int) -> int:
     return wanted if soft == unlimited else max(1, soft - FILES_SPARE)
 
 
-def _open_part(part: FilePart) -> BinaryIO:
+def _open_part(part: FileRange) -> BinaryIO:
     """Not in a thread: a file that is opened after its caller was cancelled would be closed by nobody."""
     file = part.path.open("rb")
     file.seek(part.first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,11 +13,99 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InputChanged
-from batchmill.executors.cutting import cut
-from batchmill.executors.held import Held
-from batchmill.executors.turns import Lane, Turns
+from batchmill.executors.leases import Allowance, Held
 from batchmill.types import Lease, Outcome, Row
+from batchmill.types.connectors import RemoteJob
 from batchmill.wire.messages import Grant, unpack_u32
+
+WINDOW = 1024  # rows that are looked at together
+
+_note = msgspec.json.Decoder(RemoteJob)
+
+
+def cut(
+    held: Held, allowance: Allowance, positions: Sequence[int], read: Callable[[int, int], list[Row]]
+) -> list[int] | None:
+    """Which of the rows of a lease go, by their places among `positions`; what they may cost is reserved.
+
+    Those that a provider has already go in any case. None: all of them go; none: the owner was asked for more.
+    """
+    there = _handed_over(held)
+    kept: list[int] = []
+    is_spent = False
+    for first in range(0, len(positions), WINDOW):
+        last = min(first + WINDOW, len(positions))
+        rows = read(first, last)
+        known = [row for row in rows if row.position in there]
+        allowance.reserve(known, at_any_price=True)
+        fresh = [] if is_spent else [row for row in rows if row.position not in there]
+        count = allowance.reserve(fresh, is_first=not kept and not known)
+        is_spent = is_spent or count < len(fresh)
+        going = {row.position for row in [*known, *fresh[:count]]}
+        kept += [place for place, row in enumerate(rows, first) if row.position in going]
+        if is_spent and not there:
+            break
+    return None if len(kept) == len(positions) else kept
+
+
+def _handed_over(held: Held) -> set[int]:
+    """Plan positions that jobs at the provider hold."""
+    jobs = [_note.decode(data) for data in held.notes.values()]
+    runs = [run for job in jobs if job.state != "forgotten" for run in job.runs]
+    return {position for first, count in runs for position in range(first, first + count)}
+
+
+SHARE_MIN = 1e-9  # a share of nothing would never come to its turn
+
+
+class JobQueue(Struct, eq=False):
+    """One job's place at this worker."""
+
+    job: str
+    priority: int = 0
+    share: float = 1.0  # of the worker, beside other lanes of its priority
+    row_cost: float = 1.0
+    due: float = 0.0  # virtual time of its next row
+
+
+class FairQueue:
+    """The lanes that have rows waiting."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, JobQueue] = {}
+        self._now: dict[int, float] = {}  # priority -> the virtual time that its lanes have reached
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, lane: JobQueue) -> None:
+        """The lane has rows."""
+        if lane.job not in self._waiting:
+            lane.due = max(lane.due, self._now.get(lane.priority, 0.0))
+            self._waiting[lane.job] = lane
+
+    def leave(self, lane: JobQueue) -> None:
+        """The lane has no rows for now."""
+        self._waiting.pop(lane.job, None)
+
+    def next(self) -> JobQueue | None:
+        """The lane whose turn it is; of those due at once the one that waits longest."""
+        if len(self._waiting) == 1:
+            return next(iter(self._waiting.values()))
+        return min(self._waiting.values(), key=lambda lane: (-lane.priority, lane.due), default=None)
+
+    def charge(self, lane: JobQueue, rows: int) -> None:
+        """The lane whose turn it was has had so many rows begun."""
+        self._now[lane.priority] = max(lane.due, self._now.get(lane.priority, 0.0))
+        lane.due += rows * lane.row_cost / lane.share
+
+    def weigh(self, lane: JobQueue, *, priority: int, share: float, row_cost: float) -> None:
+        """Rows of this lane count so from now on. What it owes goes with it to another priority."""
+        if priority != lane.priority:
+            owed = max(0.0, lane.due - self._now.get(lane.priority, 0.0))
+            lane.due = self._now.get(priority, 0.0) + owed
+        lane.priority, lane.share, lane.row_cost = priority, max(share, SHARE_MIN), max(row_cost, 0.0)
+
 
 TAKE_S = 0.25  # a take beside other jobs is as many rows as last so long: it is what those have to wait for
 GROWTH_MAX = 8  # from one take of a job to its next
@@ -36,7 +124,7 @@ class _Queued(Struct, eq=False):
         return bool(self.grant.notes) or self.grant.is_over
 
 
-class _JobLane(Lane, eq=False):
+class _JobLane(JobQueue, eq=False):
     """The grants of one job that wait here, in the order in which they came."""
 
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
@@ -60,14 +148,14 @@ class GrantFeed:
         self._want, self._changed, self._broken = want, changed, broken
         self._time = asyncio.get_running_loop().time
         self._lanes: dict[str, _JobLane] = {}
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._ended = False
         self._least = ROWS_MOST  # the fewest rows that the engine has ever asked for
         self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
-        self._careful: Row | None = None  # the one row in flight of a careful lease
+        self._isolated: Row | None = None  # the one row in flight of a isolated lease
 
     def grant(self, held: Held, grant: Grant) -> None:
         """Queue the rows of a grant."""
@@ -148,10 +236,10 @@ class GrantFeed:
             self._turns.leave(lane)
 
     def settled(self, outcome: Outcome) -> None:
-        """A careful row has its outcome: the next may begin."""
-        careful = self._careful
-        if careful is not None and outcome.row.number == careful.number and outcome.row.lease is careful.lease:
-            self._careful = None
+        """A isolated row has its outcome: the next may begin."""
+        isolated = self._isolated
+        if isolated is not None and outcome.row.number == isolated.number and outcome.row.lease is isolated.lease:
+            self._isolated = None
             self._wake()
 
     async def take(self, n: int) -> list[Row]:
@@ -196,7 +284,7 @@ class GrantFeed:
         lane.take_max = min(fitting, max(rows, lane.take_max) * GROWTH_MAX)
 
     def _take_now(self, n: int) -> list[Row]:
-        while self._careful is None and (lane := self._turns.next()) is not None:
+        while self._isolated is None and (lane := self._turns.next()) is not None:
             # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
             most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
             rows = self._take_of(lane, most)
@@ -205,7 +293,7 @@ class GrantFeed:
                 self._last = lane, len(rows), self._time()
                 if not lane.queue:
                     self._turns.leave(lane)
-                if rows[0].lease.careful and not self._note_suspect(rows[0]):
+                if rows[0].lease.isolated and not self._note_suspect(rows[0]):
                     return []
                 self._ask(lane)
                 return rows
@@ -218,7 +306,7 @@ class GrantFeed:
         allowance = held.job.allowance
         if allowance is not None and allowance.takes_all and not held.is_afforded and not self._afford(lane, queued):
             return []
-        n = 1 if held.careful else n
+        n = 1 if held.isolated else n
         first, last = queued.next, min(queued.next + n, len(queued.numbers))
         numbers = queued.numbers[first:last]
         try:
@@ -280,14 +368,14 @@ class GrantFeed:
 
     def _note_suspect(self, row: Row) -> bool:
         """Leave the row's place where the owner finds it should this row kill the process. False when it cannot be."""
-        self._careful = row
+        self._isolated = row
         lease: Lease = row.lease.lease
         data = f"{lease.job} {lease.generation} {lease.shard} {row.position}\n"
         try:
             self._suspect.write_text(data)
         except OSError as error:
             self._lanes.clear()
-            self._turns = Turns()
+            self._turns = FairQueue()
             self._ended = True
             self._broken(error)
             return False

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.executors.held import Held, Unsent
+from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
 from batchmill.types import Commit, Outcome, RowError, Usage
@@ -112,11 +112,11 @@ class Recorder:
             if held.job.allowance is not None:
                 self._spent(held, done)
             full = len(held.ok.rows) >= BLOCK_ROWS or len(held.failed.rows) >= BLOCK_ROWS
-            if full or held.undone == 0 or held.careful:
+            if full or held.undone == 0 or held.isolated:
                 self._write(held)
             else:
                 self._buffered[id(held)] = held
-            if held.careful:
+            if held.isolated:
                 self._settled(done[-1])
         if self._buffered and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -21,15 +22,12 @@ from msgspec import Struct
 from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused, of_system
-from batchmill.executors.allocator import keep_memory
-from batchmill.executors.allowance import Allowance
-from batchmill.executors.answering import Answering
-from batchmill.executors.calling import Calling
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.held import OVER, PAUSE, REFUSED, Held, NoteDesk, OpenJob
+from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob
+from batchmill.executors.live_calls import Answering, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
-from batchmill.models import provisions, redaction
+from batchmill.models import redaction, secrets
 from batchmill.ports import Engine, MortalEngine, PatientEngine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
@@ -39,29 +37,41 @@ from batchmill.wire.messages import (
     Abandon,
     Ack,
     Allow,
+    AnswerLive,
     Asks,
     Drain,
     Failed,
     FailRows,
+    FlowCredit,
     Grant,
     Heartbeat,
     Learn,
-    Left,
+    LeaseReleased,
     Noted,
     Open,
-    Predict,
     Provide,
     Ready,
     Record,
     Released,
+    RequestRows,
     Revoke,
+    SetShare,
     Start,
     StorageBroken,
-    Taken,
     ToWorker,
-    Want,
-    Weigh,
 )
+
+KEPT_BYTES = 32 * 1024 * 1024
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def keep_memory() -> None:
+    """Give free memory back to the kernel only beyond KEPT_BYTES. Does nothing where the C library is not glibc."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+
 
 HEARTBEAT_S = 0.5
 STEP_BACK = 5  # of niceness
@@ -80,7 +90,7 @@ class Worker:
         self._name, self._home = start.worker, Path(start.home)
         self._channel, self._first = channel, first
         self._model = start.model
-        provisions.take(start.provision)
+        secrets.take(start.provision)
         self._jobs: dict[str, OpenJob] = {}
         self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
@@ -89,7 +99,7 @@ class Worker:
             self._engine.tell_deaths(self._send)
             self._engine.learn(start.poison)
         self._feed = GrantFeed(
-            want=lambda job: self._send(Want(job)),
+            want=lambda job: self._send(RequestRows(job)),
             changed=self._input_changed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
@@ -99,7 +109,7 @@ class Worker:
         )
         self._answering = Answering(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
-        self._notes = NoteDesk(self._send)
+        self._notes = NoteClient(self._send)
         self._owner_gone = asyncio.Event()
         self._failed = False
 
@@ -185,7 +195,7 @@ class Worker:
             case Ack(lease, counted=counted):
                 if not counted:
                     self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
-            case Weigh(job, priority, share, row_cost):
+            case SetShare(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
             case Allow(job, usd, is_lean):
                 self._allow(job, usd, is_lean=is_lean)
@@ -197,13 +207,13 @@ class Worker:
             case Noted():
                 self._notes.hear(message)
             case Provide(provision):
-                provisions.take(provision)
+                secrets.take(provision)
             case Learn(poison):
                 if isinstance(self._engine, MortalEngine):
                     self._engine.learn(poison)
-            case Predict():
+            case AnswerLive():
                 self._answering.begin(message)
-            case Taken(id_, size):
+            case FlowCredit(id_, size):
                 self._answering.taken(id_, size)
             case Drain():
                 self._feed.end()
@@ -247,12 +257,12 @@ class Worker:
         job = self._jobs[lease.job]
         held = Held(
             lease=lease, job=job, seq=grant.seq, base=grant.base, key=f"{lease.job}-{lease.generation}", undone=grant.n,
-            careful=grant.careful, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE,
-            failures=[], unsent=[], rows=grant.n, noted=dict(grant.notes), desk=self,
+            isolated=grant.isolated, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE,
+            failures=[], unsent=[], rows=grant.n, noted=dict(grant.notes), lease_host=self,
             ending=OVER if grant.is_over else job.ending,
         )  # fmt: skip
         self._held[lease.job, lease.generation, lease.shard] = held
-        if grant.condemned:
+        if grant.quarantined:
             try:
                 grant = self._record_condemned(held, grant)
             except InputChanged as error:
@@ -265,12 +275,12 @@ class Worker:
     def _record_condemned(self, held: Held, grant: Grant) -> Grant:
         """Rows that killed one worker after another get their error without being run again."""
         positions, numbers = messages.unpack_u32(grant.positions), messages.unpack_u32(grant.rows)
-        condemned = set(grant.condemned)
+        quarantined = set(grant.quarantined)
         error = RowError("worker_crashed", "the worker died every time it ran this row, and it was given up")
         pairs = list(zip(positions, numbers, strict=True))
-        rows = [Row(p, n, held.job.rows.read_many([n])[0], held.job.form, held) for p, n in pairs if p in condemned]
+        rows = [Row(p, n, held.job.rows.read_many([n])[0], held.job.form, held) for p, n in pairs if p in quarantined]
         self._recorder.put([Outcome(row, error=error, status=0) for row in rows])
-        kept = [(p, n) for p, n in pairs if p not in condemned]
+        kept = [(p, n) for p, n in pairs if p not in quarantined]
         return messages.replace_rows(grant, kept)
 
     def _drop_stale(self, job: str, generation: int, shard: int, epoch: int) -> None:
@@ -328,7 +338,7 @@ class Worker:
             self._recorder.flush_lease(held)
             if self._recorder.is_done_with(held):
                 del self._held[place]
-                self._send(Left(held.lease))
+                self._send(LeaseReleased(held.lease))
         self._release_revoked()
 
     # -- what the worker says -----------------------------------------------------------------------------------------
@@ -407,7 +417,7 @@ async def main(fd: int) -> int:
         return 0
     start = messages.to_worker.decode(found[0])
     assert isinstance(start, Start)
-    provisions.take(start.provision)
+    secrets.take(start.provision)
     redaction.guard_logs()
     if start.model.limits.memory_bytes is not None and start.model.engine not in LIMITS_ITSELF:
         resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)

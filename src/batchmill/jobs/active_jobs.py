@@ -40,7 +40,7 @@ class ActiveJobs:
     async def steering(self, record: sa.RowMapping) -> AsyncIterator[None]:
         """Decide, alone, what becomes of a job; and of its output, where its caller named one."""
         async with AsyncExitStack() as held:
-            if record["door"] is None:
+            if record["frontend"] is None:
                 await held.enter_async_context(self.outputs)
             await held.enter_async_context(self.alone(record["id"]))
             yield

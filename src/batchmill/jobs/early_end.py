@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import JobPaused
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.shard_notes import AT_REST, INTENT, SUBMITTED, UNKNOWN
+from batchmill.jobs.ledger.ledger import AT_REST, INTENT, SUBMITTED, UNKNOWN
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import EXPIRED, JobState, PauseReason
 from batchmill.types import RemoteJob, RowError
 
@@ -86,7 +86,7 @@ def refuse_uncancelled(remotes: Sequence[RemoteJob]) -> None:
 def leftovers(remotes: Sequence[RemoteJob]) -> list[str]:
     """What may still be at a provider, and should be looked after there by somebody."""
     return [
-        f"nobody knows what became of the submission {each.tag} to {each.provider}: look for it there"
+        f"the submission {each.tag} to {each.provider} has an unknown state: look for it there"
         if each.state == UNKNOWN
         else f"the job {each.id or each.tag} of {each.provider} may still be there ({each.remote_state or each.state})"
         for each in remotes

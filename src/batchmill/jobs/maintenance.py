@@ -16,14 +16,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError
-from batchmill.jobs import job_records
 from batchmill.jobs.active_jobs import ActiveJobs
-from batchmill.jobs.job_files import read_spec
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.files import read_spec
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.store.ballast import Ballast
 from batchmill.store.database import Database
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskQuota, DiskReserve
 
 log = logging.getLogger("batchmill.jobs")
 
@@ -53,12 +52,12 @@ class Maintenance:
     def __init__(
         self,
         clock: Clock,
-        ballast: Ballast,
+        disk_reserve: DiskReserve,
         stalled: Callable[[], Awaitable[Sequence[Stalled]]],
         resume: Callable[[str], Awaitable[None]],
         tidy: Callable[[], Awaitable[None]],
     ) -> None:
-        self._clock, self._ballast, self._stalled, self._resume = clock, ballast, stalled, resume
+        self._clock, self._disk_reserve, self._stalled, self._resume = clock, disk_reserve, stalled, resume
         self._tidy, self._tidied = tidy, -math.inf
         self._tries: dict[str, tuple[float, float]] = {}  # job -> (not before, and after that not for so long)
         self._task: asyncio.Task[None] | None = None
@@ -87,7 +86,7 @@ class Maintenance:
             if now < not_before or not await asyncio.to_thread(_has_room, each.folders):
                 continue
             self._tries[each.job] = now + pause_s, min(2 * pause_s, RETRY_MAX_S)
-            await asyncio.to_thread(self._ballast.reserve)
+            await asyncio.to_thread(self._disk_reserve.reserve)
             await self._resume(each.job)
 
     async def close(self) -> None:
@@ -103,7 +102,7 @@ def _has_room(folders: Sequence[Path]) -> bool:
 class StalledJobs:
     """Jobs that a server resumes by itself: without disk space, or to be ended while a provider does not answer."""
 
-    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: DiskRoom) -> None:
+    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: DiskQuota) -> None:
         """Args: room: where the bytes of projects are counted."""
         self._data_dir, self._database, self._active, self._room = data_dir, database, active, room
         self.stranded: set[str] = set()  # a server's jobs that are written down as running, for want of disk space
@@ -113,14 +112,14 @@ class StalledJobs:
         await self._pause_over_quota()
         read, room = self._database.read, self._room
         stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
-        found = [record for reason in stuck for record in await read(job_records.paused_for, reason)]
-        kept_out = await read(job_records.paused_for, PauseReason.DISK_QUOTA)
+        found = [record for reason in stuck for record in await read(records.paused_for, reason)]
+        kept_out = await read(records.paused_for, PauseReason.DISK_QUOTA)
         has_room = {project: await room.has_room(project) for project in {each["project"] for each in kept_out}}
         found += [record for record in kept_out if has_room[record["project"]]]
-        stopped = await read(job_records.paused_for, PauseReason.ROUTE_FAILED)
+        stopped = await read(records.paused_for, PauseReason.ROUTE_FAILED)
         found += [record for record in stopped if record["cancelling"] is not None]
         paused = {record["id"] for record in found}
-        found += [await read(job_records.find, job_id) for job_id in self.stranded - paused]
+        found += [await read(records.find, job_id) for job_id in self.stranded - paused]
         specs = [read_spec(record["spec"]) for record in found]
         return [
             Stalled(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])

@@ -15,13 +15,13 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs import remaking
-from batchmill.jobs.audit import AuditOrder, Lines
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.ledger_snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
-from batchmill.jobs.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
-from batchmill.jobs.plan import PLAN, PlanReader, Progress, iter_rejected, make_again, shard_rows
-from batchmill.jobs.preparation import seal_order
+from batchmill.jobs.intake.preparation import seal_order
+from batchmill.jobs.ledger import audit
+from batchmill.jobs.ledger.audit import AuditOrder, BreachList
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
+from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, make_again, shard_rows
+from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
 from batchmill.store.segments import Block, Damage, gaps_of, merged, read_block, read_head, read_payload, salvage
 from batchmill.types import Shard, Usage
 
@@ -73,7 +73,7 @@ class _Rebuild:
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
         self._usage = Usage()
         self._failed: list[_Orphan] = []  # the blocks of errors that count
-        self._damaged = Lines()
+        self._damaged = BreachList()
         for shard in order.before.shards:
             self._epochs[shard.generation, shard.shard] = shard.epoch
 
@@ -89,8 +89,8 @@ class _Rebuild:
 
     def remake_dataset(self) -> None:
         """Make the index of the dataset anew where it is damaged. Raises: InputChanged where its input is not there."""
-        for wrong in remaking.remake(seal_order(self._spec), self.files, lambda _: None):
-            self._damaged.add(f"{self.files.dataset}: {wrong}; it was made anew from the input")
+        for wrong in audit.remake(seal_order(self._spec), self.files, lambda _: None):
+            self._damaged.add(f"{self.files.dataset}: {wrong}; it was rebuilt from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -23,20 +23,19 @@ from batchmill import faults
 from batchmill.config import RetentionEntry
 from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
-from batchmill.jobs import job_records
 from batchmill.jobs.active_jobs import ActiveJobs
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.part_file import PartFile
-from batchmill.jobs.plan import PLAN
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.jobs.ledger.plan import PLAN
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.removals import Removal
 from batchmill.store.segments import sync_folder
-from batchmill.store.service_tables import files as file_table
-from batchmill.store.service_tables import removals as removal_table
 from batchmill.store.tables import commits, error_counts, job_models, jobs, notes, shards, submissions
+from batchmill.store.tables import files as file_table
+from batchmill.store.tables import removals as removal_table
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"
@@ -98,7 +97,7 @@ class Retention:
         async with self._active.alone(job_id):
             if await self._active.settled(job_id) is not None:
                 return  # a retry was faster
-            record = await self._database.read(job_records.find, job_id)
+            record = await self._database.read(records.find, job_id)
             if record["state"] not in ENDED or record["compacted"] is not None:
                 return
             files = JobFiles(self._data_dir, job_id)
@@ -175,11 +174,11 @@ def _clear_parts(files: JobFiles) -> None:
 
 
 def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float) -> Removal:
-    record = job_records.find(db, job_id)
+    record = records.find(db, job_id)
     if record["state"] not in ENDED:
         raise InvalidTransition(f"the job {job_id} is {record['state']}: cancel it before it is removed")
     results = db.execute(sa.select(file_table.c.id).where(file_table.c.job == job_id)).scalars().all()
-    if used := job_records.in_use(db, [str(data_dir / "files" / result) for result in results]):
+    if used := records.in_use(db, [str(data_dir / "files" / result) for result in results]):
         raise Conflict(
             f"{os.path.basename(min(used))} is in use: a job that has not ended reads this result of the job {job_id}; "
             "cancel it, or wait for its end",

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.children.offload import Offload
-from batchmill.datasets import soundness
+from batchmill.datasets import layout
 from batchmill.errors import (
     BatchmillError,
     DatasetDamaged,
@@ -38,26 +38,27 @@ from batchmill.errors import (
     SubmitUnknown,
     of_system,
 )
-from batchmill.jobs import adapters, early_end, recovery, routing, shard_notes
-from batchmill.jobs.adapters import AdapterWork
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
+from batchmill.jobs import early_end
 from batchmill.jobs.early_end import EarlyEnd, early_end_of
-from batchmill.jobs.job_files import JobFiles
-from batchmill.jobs.job_records import columns_of
-from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.orders import has_run
-from batchmill.jobs.plan import PlanReader
-from batchmill.jobs.preparation import Prepared, PrepareOrder, RetryOrder, listed, plan_retry
-from batchmill.jobs.preview import seal_and_plan
-from batchmill.jobs.publishing import Publishing
-from batchmill.jobs.results import Manifest
-from batchmill.jobs.ways import Ways, with_code
+from batchmill.jobs.failover import RouteFailover, with_code
+from batchmill.jobs.intake import adapters, routing
+from batchmill.jobs.intake.adapters import AdapterWork
+from batchmill.jobs.intake.orders import has_run
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, RetryOrder, listed, plan_retry
+from batchmill.jobs.intake.preview import seal_and_plan
+from batchmill.jobs.ledger import ledger, outcome_map
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.records import columns_of
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.results.publishing import Publishing
+from batchmill.jobs.results.results import Manifest
 from batchmill.models import redaction
 from batchmill.ports import Adapters, Clock
 from batchmill.states import ENDED, NEXT, JobState, PauseReason
-from batchmill.store.ballast import Ballast
-from batchmill.store.disk_room import DiskRoom, bytes_in
+from batchmill.store.disk_room import DiskQuota, DiskReserve, bytes_in
 from batchmill.types import ModelSpec, Policy, RemoteJob
 from batchmill.wire.job_spec import JobSpec
 
@@ -68,15 +69,15 @@ class RunnerTools(Struct, frozen=True):
     """What every runner of a data directory works with."""
 
     data_dir: Path
-    books: Books
+    commit_log: CommitLog
     dispatcher: Dispatcher
     clock: Clock
-    ballast: Ballast
+    disk_reserve: DiskReserve
     offload: Offload  # in children that are kept for what comes next
     adapters: Adapters
-    room: DiskRoom  # where the bytes and jobs of projects are counted
+    room: DiskQuota  # where the bytes and jobs of projects are counted
 
-    def room_of(self, spec: JobSpec) -> DiskRoom | None:
+    def room_of(self, spec: JobSpec) -> DiskQuota | None:
         """Where the bytes of a server's job count; None for a command's."""
         return None if spec.origin is None else self.room
 
@@ -92,11 +93,11 @@ class _EndsEarly(Exception):
 class JobRunner:
     def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
         self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
-        self._tools, self._books, self._ledger = tools, tools.books, tools.books.ledger
+        self._tools, self._commit_log, self._ledger = tools, tools.commit_log, tools.commit_log.ledger
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
         self._offload = partial(tools.offload, project=spec.project)
         self._adapters = AdapterWork(tools.adapters, self._offload)
-        self._routes = Ways(self._ledger.database, tools.clock)
+        self._routes = RouteFailover(self._ledger.database, tools.clock)
         self.task: asyncio.Task[None] | None = None
         self.at_once = False  # end without waiting for rows in flight
         self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
@@ -169,7 +170,7 @@ class JobRunner:
         self._set_policy(policy)
         try:
             await asyncio.to_thread(self.files.write_spec, self.spec)
-            await self._books.call(self._ledger.note, self.spec.id, **columns_of(self.spec))
+            await self._commit_log.call(self._ledger.note, self.spec.id, **columns_of(self.spec))
         except BatchmillError:
             self._set_policy(before)
             raise
@@ -220,11 +221,11 @@ class JobRunner:
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
         self.spec = await self._adapters.check_again(self.spec)
         generation = record["generation"] + 1
-        blocks = await self._books.call(self._ledger.committed, job_id)
+        blocks = await self._commit_log.call(self._ledger.committed, job_id)
         opened = await plan_retry(RetryOrder(self.spec, str(self.files.data_dir), blocks, generation), self._offload)
         await asyncio.to_thread(self.files.write_spec, self.spec)
         most = self._tools.quota_of(self.spec)
-        await self._books.call(
+        await self._commit_log.call(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
             None if most is None else (self.spec.project, most), **columns_of(self.spec),
         )  # fmt: skip
@@ -312,12 +313,12 @@ class JobRunner:
         self._raise_if_stopped()
         await self._close_run()
         await self._routes.measure(self.spec.models)
-        await asyncio.to_thread(soundness.check, self.files.dataset)
+        await asyncio.to_thread(layout.check, self.files.dataset)
         record = await self._record()
         generation = record["generation"]
         run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)
         run.cost = (record["cost"] or 0.0) + await self._adopt(run.plan, generation)
-        done = await self._books.call(self._ledger.progress, self.spec.id, generation)
+        done = await self._commit_log.call(self._ledger.progress, self.spec.id, generation)
         run.load(done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
@@ -359,7 +360,7 @@ class JobRunner:
             await self._cancel_remote(plan, generation)
             if not self.leaves_remote:
                 early_end.refuse_uncancelled(await self._remotes(generation))
-            await self._books.call(self._ledger.fence, self.spec.id, generation)
+            await self._commit_log.call(self._ledger.fence, self.spec.id, generation)
             await self._adopt(plan, generation)
         try:
             manifest = await self._publish(Publishing(self.spec, self.files, self._offload), early)
@@ -457,13 +458,13 @@ class JobRunner:
                 watching.cancel()
             is_over = self._routes.next(run, failure) is not None  # what goes another way is not left where it is
             await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
-            await self._books.call(self._ledger.spent, self.spec.id, run.elapsed_s)
+            await self._commit_log.call(self._ledger.spent, self.spec.id, run.elapsed_s)
             self.rows_run = None
         return failure
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
         """Count outcomes that reached a segment and no commit; what they cost."""
-        adopted = await self._books.call(recovery.adopt, self._ledger, self.spec, generation, plan, self.files)
+        adopted = await self._commit_log.call(outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files)
         return sum(cost or 0.0 for _, cost in adopted)
 
     async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
@@ -476,11 +477,11 @@ class JobRunner:
         if await self._ends_early(is_cut_off=True):
             return
         remotes = await self._remotes(run.generation)
-        doubtful = [each for each in remotes if each.state == shard_notes.UNKNOWN]
+        doubtful = [each for each in remotes if each.state == ledger.UNKNOWN]
         if doubtful:
             raise SubmitUnknown("; ".join(early_end.leftovers(doubtful)))
         spec = routing.warned(spec, run.failing, early_end.leftovers(remotes))
-        await self._books.call(self._ledger.fence, self.spec.id, run.generation)
+        await self._commit_log.call(self._ledger.fence, self.spec.id, run.generation)
         await self._adopt(run.plan, run.generation)
         spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
         await asyncio.to_thread(self.files.write_spec, spec)
@@ -490,13 +491,13 @@ class JobRunner:
 
     async def _cancel_remote(self, plan: PlanReader, generation: int) -> None:
         """Cancel the remote jobs of a generation, and count what providers have. Raises: JobPaused."""
-        only = shard_notes.uncollected_shards(await self._remotes(generation))
+        only = ledger.uncollected_shards(await self._remotes(generation))
         if not only or self.leaves_remote:
             return
         self._raise_if_stopped()
         run = self.rows_run = self._new_run(plan, generation, is_over=True)
         try:
-            run.load(await self._books.call(self._ledger.progress, self.spec.id, generation), only)
+            run.load(await self._commit_log.call(self._ledger.progress, self.spec.id, generation), only)
             await early_end.cancel_remote(run, self._dispatcher, is_at_once=self.at_once)
         finally:
             self.rows_run = None
@@ -527,7 +528,7 @@ class JobRunner:
             return True
 
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
-        blocks = await self._books.call(self._ledger.committed, self.spec.id)
+        blocks = await self._commit_log.call(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
         unrun = None if early is None else early.unrun
         manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
@@ -544,21 +545,21 @@ class JobRunner:
     # -- its record ---------------------------------------------------------------------------------------------------
 
     async def _record(self) -> sa.RowMapping:
-        return await self._books.look(self._ledger.job, self.spec.id)
+        return await self._commit_log.look(self._ledger.job, self.spec.id)
 
     async def _remotes(self, generation: int) -> list[RemoteJob]:
         """The jobs at providers that hold rows of it."""
-        return await self._ledger.database.read(shard_notes.remote_jobs, self.spec.id, generation)
+        return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)
 
     async def _move(self, state: JobState, **fields: object) -> None:
         """Write the next state down, and enter it. Raises: InvalidTransition."""
         try:
-            await self._books.call(self._ledger.move, self.spec.id, state, **fields)
+            await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
         except StorageFull:
             if state not in (JobState.PAUSED, JobState.FAILED):
                 raise
-            self._tools.ballast.release()  # the disk reserve: at least the reason can be written down
-            await self._books.call(self._ledger.move, self.spec.id, state, **fields)
+            self._tools.disk_reserve.release()  # the disk reserve: at least the reason can be written down
+            await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
         self._state = state
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:

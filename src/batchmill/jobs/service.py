@@ -17,35 +17,28 @@ from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
-from batchmill.jobs import (
-    adapters,
-    early_end,
-    job_records,
-    orders,
-    policies,
-    publishing,
-    routing,
-    shard_notes,
-    submissions,
-    views,
-)
+from batchmill.jobs import early_end, views
 from batchmill.jobs.active_jobs import ActiveJobs
-from batchmill.jobs.audit import AuditOrder
-from batchmill.jobs.commits import Books
-from batchmill.jobs.dispatcher import Dispatcher
 from batchmill.jobs.early_end import EarlyEnd
-from batchmill.jobs.job_files import JobFiles, clear_unsealed, read_spec, sweep_orphans
-from batchmill.jobs.ledger import Ledger
-from batchmill.jobs.ledger_snapshot import Rebuilt
+from batchmill.jobs.failover import with_code
+from batchmill.jobs.intake import adapters, orders, routing
+from batchmill.jobs.intake import orders as policies
+from batchmill.jobs.ledger import ledger
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger import records as submissions
+from batchmill.jobs.ledger.audit import AuditOrder
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.files import JobFiles, clear_unsealed, full_disk_named, read_spec, sweep_orphans
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
-from batchmill.jobs.part_file import full_disk_named
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.runner import JobRunner, RunnerTools
-from batchmill.jobs.ways import with_code
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
-from batchmill.store.ballast import Ballast
-from batchmill.store.disk_room import DiskRoom
+from batchmill.store.disk_room import DiskQuota, DiskReserve
 from batchmill.types import (
     Amendment,
     JobOrder,
@@ -62,18 +55,18 @@ from batchmill.wire.job_spec import JobSpec
 REMOTE_ID_CHARS_MAX = 512
 ENDING_S = 60.0  # a command waits so long for the ends of jobs before it; what providers still have may take longer
 HERE = "a command on this machine"
-INTERRUPTED = "the process that ran this job ended; resume it and it goes on where it was"
+INTERRUPTED = "the process that ran this job ended; resume the job to continue"
 
 
 class JobService:
     def __init__(
         self,
         data_dir: Path,
-        books: Books,
+        commit_log: CommitLog,
         dispatcher: Dispatcher,
         clock: Clock,
         *,
-        room: DiskRoom,
+        room: DiskQuota,
         adapters: Adapters = adapters.NoAdapters(),
         retention: RetentionEntry = RetentionEntry(),
     ) -> None:
@@ -85,11 +78,11 @@ class JobService:
             adapters: fetches the adapters that rows name.
         """
         self._data_dir, self._clock = data_dir, clock
-        self._books, self._dispatcher, database = books, dispatcher, books.ledger.database
-        self._ballast = Ballast(data_dir / "ballast")
+        self._commit_log, self._dispatcher, database = commit_log, dispatcher, commit_log.ledger.database
+        self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
         self._children = Children()
         self._tools = RunnerTools(
-            data_dir, self._books, self._dispatcher, clock, self._ballast, self._children.offload,
+            data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
             adapters, room,
         )  # fmt: skip
         self._active = ActiveJobs(self._tools)
@@ -97,7 +90,7 @@ class JobService:
         self.retention = Retention(data_dir, database, self._active, clock, retention)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
         self._stalled = StalledJobs(data_dir, database, self._active, room)
-        self._maintenance = Maintenance(clock, self._ballast, self._stalled.poll, self._resume_or_note, self._tidy)
+        self._maintenance = Maintenance(clock, self._disk_reserve, self._stalled.poll, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
 
     @property
@@ -108,22 +101,22 @@ class JobService:
     @property
     def counts(self) -> bool:
         """Outcomes are still counted."""
-        return not self._books.is_broken
+        return not self._commit_log.is_broken
 
     @property
     def live(self) -> Live:
         return self._dispatcher.live
 
-    async def recover(self, *, resume_doors: bool = False) -> None:
+    async def recover(self, *, resume_server_jobs: bool = False) -> None:
         """Pause the jobs that an earlier owner left running, and bring those that were CANCELLING to their end.
 
-        On a full disk nothing can be written down, but all can be looked at. With `resume_doors`, in a server: the
+        On a full disk nothing can be written down, but all can be looked at. With `resume_server_jobs`, in a server,
         jobs that came over HTTP are resumed, also those that wait for room on the disk.
         """
         await self._dispatcher.quarantine.load()
         await self.retention.finish()
         ending: list[JobRunner] = []
-        doors: list[str] = []
+        to_resume: list[str] = []
         unfinished = await self._read(job_records.unfinished)
         await asyncio.to_thread(clear_unsealed, self._data_dir, [record["id"] for record in unfinished])
         for record in unfinished:
@@ -131,16 +124,16 @@ class JobService:
             if state is JobState.CANCELLING:
                 ending.append(self._active.start(self._active.runner(spec)))
             elif state is JobState.PAUSED:
-                doors += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
-            elif await self._pause_interrupted(spec.id) or resume_doors:
-                doors += [spec.id] if spec.origin else []
+                to_resume += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
+            elif await self._pause_interrupted(spec.id) or resume_server_jobs:
+                to_resume += [spec.id] if spec.origin else []
         known = await self._read(job_records.ids)
         await asyncio.to_thread(sweep_orphans, self._data_dir, known)
-        self._ballast.reserve()
+        self._disk_reserve.reserve()
         self._deadlines.start()
-        if resume_doors:
+        if resume_server_jobs:
             self._maintenance.start()
-            self._resuming = asyncio.create_task(self._resume_all(doors))
+            self._resuming = asyncio.create_task(self._resume_all(to_resume))
         elif ending:
             await asyncio.wait({each.task for each in ending if each.task is not None}, timeout=ENDING_S)
 
@@ -174,11 +167,11 @@ class JobService:
 
     @property
     def _ledger(self) -> Ledger:
-        return self._books.ledger
+        return self._commit_log.ledger
 
     @property
     def _call(self):
-        return self._books.call
+        return self._commit_log.call
 
     @property
     def _read(self):
@@ -268,7 +261,7 @@ class JobService:
         A job over other input is another job, unless the two would write to one output from the same files.
         """
         changed = None
-        for record in await self._books.look(self._ledger.by_identity, spec.identity):
+        for record in await self._commit_log.look(self._ledger.by_identity, spec.identity):
             if await asyncio.to_thread(orders.same_input, spec, JobFiles(self._data_dir, record["id"])):
                 return record, True
             if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:
@@ -398,7 +391,7 @@ class JobService:
 
     @staticmethod
     async def _code_now(spec: JobSpec) -> dict[str, str]:
-        return await asyncio.to_thread(orders.code_of, spec.models, by_door=spec.origin is not None)
+        return await asyncio.to_thread(orders.code_of, spec.models, by_frontend=spec.origin is not None)
 
     async def _refuse_if_taken(self, spec: JobSpec, record: sa.RowMapping) -> None:
         if spec.output is not None:
@@ -408,7 +401,7 @@ class JobService:
     async def cancel(self, job_id: str) -> JobView:
         record = await self._record(job_id)
         runner = await self._end_early(record["id"], early_end.CANCELLED)
-        if record["door"] is None:  # a command waits for the results
+        if record["frontend"] is None:  # a command waits for the results
             await runner.rest()
         return await self.show(record["id"])
 
@@ -475,7 +468,7 @@ class JobService:
         try:
             await self._end_early(job_id, early_end.PAST_DEADLINE)
         except StorageFull:
-            self._ballast.release()  # so that at least this can be written down
+            self._disk_reserve.release()  # so that at least this can be written down
             await self._end_early(job_id, early_end.PAST_DEADLINE)
 
     async def _tidy(self) -> None:
@@ -485,7 +478,7 @@ class JobService:
 
     async def remote(self, job_id: str) -> list[RemoteJob]:
         record = await self._record(job_id)
-        return await self._read(shard_notes.remote_jobs, record["id"])
+        return await self._read(ledger.remote_jobs, record["id"])
 
     async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
         record = await self._record(job_id)
@@ -498,7 +491,7 @@ class JobService:
                     f"the job {record['id']} is {record['state']}: say what became of a submission while it is paused"
                 )
             return await self._ledger.database.write(
-                shard_notes.settle, record["id"], record["generation"], tag=tag, remote_id=remote_id,
+                ledger.settle, record["id"], record["generation"], tag=tag, remote_id=remote_id,
                 now=self._clock.now(),
             )  # fmt: skip
 
@@ -513,7 +506,7 @@ class JobService:
         refuse_compacted(record, "an audit")
         order = await self._audit_order(read_spec(record["spec"]))
         work = self._children.offload(
-            "batchmill.jobs.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
+            "batchmill.jobs.ledger.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
         )
         report = msgspec.json.decode(await work, type=LedgerReport)
         refuse_compacted(await self._record(record["id"]), "an audit")  # meanwhile: what it missed was to go
@@ -567,4 +560,4 @@ class JobService:
         if not at_once:
             await self._dispatcher.close()
         await self._children.close()
-        self._books.close()
+        self._commit_log.close()

@@ -11,11 +11,11 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.jobs import routing
-from batchmill.jobs.dispatcher import Dispatcher
-from batchmill.jobs.job_files import read_spec
-from batchmill.jobs.job_run import JobRun
-from batchmill.jobs.pool_worker import PoolWorker
+from batchmill.jobs.intake import routing
+from batchmill.jobs.ledger.files import read_spec
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
@@ -26,9 +26,9 @@ NAMES_MAX = 100  # of the models and adapters that rows go to, as they are shown
 WAYS_OUT = {
     PauseReason.QUOTA: "see to the account at the service, then resume it",
     PauseReason.AUTH: "mend the credentials, then resume it",
-    PauseReason.STORAGE_FULL: "a server goes on by itself when there is room",
+    PauseReason.STORAGE_FULL: "a server resumes it when space is free",
     PauseReason.STORAGE_FAILED: "a server tries it again by itself, less often each time; else resume it",
-    PauseReason.DISK_QUOTA: "it goes on by itself when there is room",
+    PauseReason.DISK_QUOTA: "it resumes by itself when space is free",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.DATASET_DAMAGED: "run `batchmill ledger rebuild` for it, then resume it",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",
@@ -111,7 +111,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _in_use(spec: JobSpec) -> list[ModelSpec]:
-    """The models that rows go to, or to adapters of; a door's job, which is given all there are, knows once planned."""
+    """The models that rows go to, or to adapters of; a frontend's job is given all models, and knows once planned."""
     if spec.origin is None:
         return spec.models
     used = frozenset(spec.used)
@@ -130,7 +130,10 @@ def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobV
         output_tokens_per_s=output_per_s,
         remaining_s=run.rows_left / rows_per_s if rows_per_s else None,
         in_flight=sum(stats.in_flight for stats in workers),
-        notes=[*dict.fromkeys(stats.note for stats in workers if stats.note), *(run.purse.notes if run.purse else [])],
+        notes=[
+            *dict.fromkeys(stats.note for stats in workers if stats.note),
+            *(run.job_budget.notes if run.job_budget else []),
+        ],
     )
 
 
@@ -207,7 +210,7 @@ def unattended(view: JobView, *, is_stranded: bool) -> Wait:
     if state is JobState.PAUSED or state.is_at_rest:
         found = reasons(view, [], 0)
     elif is_stranded:
-        found = ["nothing works on it: the disk has no room to write that down; it goes on once there is room"]
+        found = ["nothing works on it: the disk has no room to write that down; it continues when space is free"]
     else:
         found = ["nothing works on it: the process that did has ended, or it is about to begin"]
     return Wait(view.id, view.state, [*found, *view.routing], 0)
@@ -215,7 +218,7 @@ def unattended(view: JobView, *, is_stranded: bool) -> Wait:
 
 def _paused(view: JobView) -> str:
     told = f": {view.message}" if view.message else ""
-    way_out = WAYS_OUT.get(view.reason) if view.message else "resume it when it is to go on"
+    way_out = WAYS_OUT.get(view.reason) if view.message else "resume it to continue"
     return f"it is paused ({view.reason}){told.rstrip('.')}" + (f"; {way_out}" if way_out else "")
 
 
@@ -241,7 +244,7 @@ def _engines(models: Sequence[ModelAtWork]) -> list[str]:
 def _silence(model: str, worker: Silent) -> str:
     told = f"a worker of the model {model!r} (process {worker.pid}) has said nothing for {worker.for_s:,.0f} s"
     if worker.is_frozen:
-        return f"{told}: a signal has stopped it; `kill -CONT {worker.pid}` lets it go on"
+        return f"{told}: a signal has stopped it; `kill -CONT {worker.pid}` continues it"
     return f"{told}: its code keeps it from speaking; `kill {worker.pid}` has another worker take its rows"
 
 

@@ -1,6 +1,6 @@
 """`calls.log` of a version: what its processes print and what its calls raise, each line with whose call it was.
 
-Every worker of the version appends to the one file, a whole line at a time, as `function_side.printing` does. The one
+Every worker of the version appends to the one file, a whole line at a time, as `function_runtime.printing` does. One
 that finds it full keeps it as the older file, whose first line says how many there have been.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.function_side.printing import CALL, TEXT_CHARS_MAX
+from batchmill.function_runtime.printing import CALL, TEXT_CHARS_MAX
 from batchmill.models.redaction import mask_known
 
 FILE, OLDER = "calls.log", "calls.log.1"
@@ -36,7 +36,7 @@ class Entry(Struct, frozen=True):
     requests: list[str] = []  # ids of requests; of rows of a job the job's, and the row's number where it is known
 
 
-class Generation(Struct, frozen=True):
+class LogHeader(Struct, frozen=True):
     """The first line of an older file: how often the file has been kept."""
 
     generation: int
@@ -95,7 +95,7 @@ class CallLog:
         part = self._older.with_suffix(".part")
         try:
             with open(self._path, "rb") as file, open(part, "wb", opener=_private) as kept:
-                kept.write(msgspec.json.encode(Generation(generation_of(self._older) + 1)) + b"\n")
+                kept.write(msgspec.json.encode(LogHeader(generation_of(self._older) + 1)) + b"\n")
                 shutil.copyfileobj(file, kept)
                 kept.flush()
                 os.fsync(kept.fileno())
@@ -116,7 +116,7 @@ def generation_of(older: Path) -> int:
     """How often the file has been kept; 0: never, or nobody can tell."""
     try:
         with older.open("rb") as file:
-            return msgspec.json.decode(file.readline(1024), type=Generation).generation
+            return msgspec.json.decode(file.readline(1024), type=LogHeader).generation
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return 0
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import isolation
-from batchmill.models.function_environment import KEPT
+from batchmill.models.worker_environment import KEPT
 from batchmill.types import Isolation
 
 FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in an environment

@@ -1,39 +1,209 @@
 """A deployed function's own process, as whoever starts it sees it: its start, its frames, its end and who is to blame.
 
-The program is `function_side/main.py`; the frames are said in `function_side.frames`. Nothing here calls user code.
+The program is `function_runtime/main.py`, the frames are those of `function_runtime.frames`. No user code runs here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import mmap
 import os
+import shutil
 import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 
-from batchmill import function_side
+from batchmill import function_runtime
 from batchmill.errors import ModelFailed
-from batchmill.function_side import frames
+from batchmill.function_runtime import frames
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
-from batchmill.models.function_environment import environment_of
-from batchmill.models.function_family import VARIABLE, Family
-from batchmill.models.function_log import FunctionLog
 from batchmill.models.function_socket import Frame, FrameSocket
-from batchmill.models.isolated_process import Inside
+from batchmill.models.redaction import mask_known
 from batchmill.models.secrets import Secret
+from batchmill.models.worker_environment import environment_of
 from batchmill.types import Interface, Isolation, ModelSpec
 
-PROGRAM = Path(function_side.__file__).parent / "main.py"
+VARIABLE = "BATCHMILL_FUNCTION"
+FILE = "function.mark"
+KILL_S = 5.0  # what is killed may take so long to be gone
+LOOK_S = 0.01
+
+
+class Family:
+    """Everything that one process of a function starts, and whatever that starts.
+
+    Args:
+        home: the folder in which it is remembered.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._file = home / FILE
+        self.mark = token_hex(16)
+
+    def begin(self) -> None:
+        """End what an earlier one left, and remember this one. Blocks."""
+        with contextlib.suppress(FileNotFoundError):
+            _end(self._file.read_text())
+        self._file.write_text(self.mark)
+
+    def end(self) -> None:
+        """Kill what is left of it. Blocks."""
+        _end(self.mark)
+        self._file.unlink(missing_ok=True)
+
+
+def _end(mark: str) -> None:
+    until = time.monotonic() + KILL_S
+    while mark and (pids := _marked(mark)) and time.monotonic() < until:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+
+
+def _marked(mark: str) -> list[int]:
+    """Live processes of this user that bear the mark; none where nothing tells."""
+    wanted = f"{VARIABLE}={mark}".encode()
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        try:
+            if name.isdecimal() and wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+        except OSError:  # it has gone, or is another user's
+            continue
+    return found
+
+
+LOG_BYTES_MAX = 32 * 1024 * 1024  # of one log file; one older file is kept
+TRACEBACKS_MAX = 3  # of one distinct error
+DISTINCT_ERRORS_MAX = 1000
+TAIL_BYTES = 4096
+
+
+class FunctionLog:
+    """The process writes to the file by itself, so it is emptied in place: lines of that moment may be lost.
+
+    Args:
+        path: the file; it and the folder around it are made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._seen: dict[tuple[str, str], int] = {}
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def is_full(self) -> bool:
+        return self.size() >= LOG_BYTES_MAX
+
+    def rotate(self) -> None:
+        """Keep what is there as the older file and begin anew. Blocks: call it in a thread."""
+        older = self.path.with_suffix(".log.1")
+        with open(self.path, "rb") as file, open(older, "wb") as kept:
+            file.seek(max(0, self.size() - LOG_BYTES_MAX))
+            shutil.copyfileobj(file, kept)
+        os.ftruncate(self._fd, 0)
+
+    def traceback(self, code: str, trace: str, about: str) -> bool:
+        """Write a traceback down, if this error from this place has not been seen often enough; whether it was."""
+        key = code, _place(trace)
+        times = self._seen.get(key, 0)
+        if times >= TRACEBACKS_MAX or (times == 0 and len(self._seen) >= DISTINCT_ERRORS_MAX):
+            return False
+        self._seen[key] = times + 1
+        text = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{mask_known(trace.rstrip())}\n"
+        os.write(self._fd, text.encode("utf-8", "backslashreplace"))
+        return True
+
+    def tail(self, start: int = 0) -> str:
+        """The last few lines written at or after byte `start`."""
+        begin = max(start, self.size() - TAIL_BYTES)
+        return mask_known(os.pread(self._fd, TAIL_BYTES, begin).decode("utf-8", "replace").strip())
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _place(trace: str) -> str:
+    """The last line of a traceback that names a file."""
+    return next((line.strip() for line in reversed(trace.splitlines()) if line.lstrip().startswith("File ")), "")
+
+
+TOLD_BYTES_MAX = 4096
+
+
+class Inside:
+    """What bubblewrap says of itself through a pipe (`--info-fd`)."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._first = self._pid = 0  # of bubblewrap's own, which only collects the dead; of its one child
+
+    def open(self) -> int:
+        """The end for bubblewrap; whoever passes it on closes it."""
+        self._fd, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        return theirs
+
+    def pid(self) -> int:
+        """The process itself, once it was started; 0: nothing tells."""
+        if self._first == 0 and self._fd >= 0:
+            try:
+                self._first = int(json.loads(os.read(self._fd, TOLD_BYTES_MAX))["child-pid"])
+            except (BlockingIOError, ValueError, KeyError):  # it has not come that far, or has ended before
+                return 0
+            self.close()
+        if self._pid == 0 and self._first:
+            self._pid = _child_of(self._first)
+        return self._pid
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _child_of(pid: int) -> int:
+    try:
+        told = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(told[0]) if told else 0
+    except FileNotFoundError:  # it has ended, or the kernel does not tell: then every process is asked whose it is
+        return next((each for each in _pids() if _parent_of(each) == pid), 0)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 START_S = 1800.0  # setup() may load a large model
 STOP_S = 5.0  # finalize() may take so long
 END_S = 2.0  # a process that has closed its socket may take so long to be gone

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchmill.function_side.frames import BrokenFrame, Reader
+from batchmill.function_runtime.frames import BrokenFrame, Reader
 
 READS_MAX = 16  # at one wake-up: the loop has others to serve
 PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024

@@ -5,6 +5,7 @@ Knows user code and nothing of rows, engines or files of results. Only `load` ru
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -21,13 +22,13 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.function_side.hints import hints_of, read_hint
-from batchmill.function_side.loading import FreshLoader
-from batchmill.function_side.marks import ROWS_PARAMETER
+from batchmill.function_runtime.hints import hints_of, read_hint
+from batchmill.function_runtime.loading import FreshLoader
+from batchmill.function_runtime.marks import ROWS_PARAMETER
 from batchmill.types import Tensor
 
 
-class Source(Struct, frozen=True):
+class FunctionSource(Struct, frozen=True):
     """A function's address. `root` and `module` are for a module, `file` is for a file; one of them is set."""
 
     attribute: str
@@ -70,7 +71,7 @@ class Loaded(Struct, frozen=True):
         return self.list_rows is not None and list(self.parameters) == [ROWS_PARAMETER]
 
 
-def parse(source: str) -> Source:
+def parse(source: str) -> FunctionSource:
     """Read `app.py:classify`, `dir/app.py:model.predict`, `package.module:Class` or `dir/package.module:Class`.
 
     Raises: InvalidInput (`invalid_source`).
@@ -81,14 +82,14 @@ def parse(source: str) -> Source:
             f"{source!r} does not name a function: write FILE.py:NAME or package.module:NAME", code="invalid_source"
         )
     if place.endswith(".py"):
-        return Source(attribute, file=Path(place))
+        return FunctionSource(attribute, file=Path(place))
     folder, slash, module = place.rpartition("/")
     if not all(part.isidentifier() for part in module.split(".")):
         raise InvalidInput(
             f"{place!r} in {source!r} is neither a .py file nor a module: write FILE.py:NAME or package.module:NAME",
             code="invalid_source",
         )
-    return Source(attribute, module=module, root=Path(folder or "/") if slash else None)
+    return FunctionSource(attribute, module=module, root=Path(folder or "/") if slash else None)
 
 
 def absolute(source: str, base: Path) -> str:
@@ -98,10 +99,10 @@ def absolute(source: str, base: Path) -> str:
     """
     parsed = parse(source)
     if parsed.file is not None:
-        return str(Source(parsed.attribute, file=(base / parsed.file.expanduser()).resolve()))
+        return str(FunctionSource(parsed.attribute, file=(base / parsed.file.expanduser()).resolve()))
     if parsed.root is not None or _find(parsed.module or "", [str(base)]) is not None:
         root = (base / (parsed.root or ".")).resolve()
-        return str(Source(parsed.attribute, module=parsed.module, root=root))
+        return str(FunctionSource(parsed.attribute, module=parsed.module, root=root))
     return source
 
 
@@ -148,7 +149,7 @@ def _is_machinery(filename: str) -> bool:
 _OURS = Path(__file__).resolve().parent.parent
 
 
-def file_of(source: Source) -> Path:
+def file_of(source: FunctionSource) -> Path:
     """The file that holds the function; it need not be there. Raises: ModelFailed for a module nobody has."""
     if source.file is not None:
         return source.file
@@ -173,7 +174,7 @@ def _find(module: str, path: list[str]) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin is not None and spec.has_location else None
 
 
-def _import(source: Source) -> ModuleType:
+def _import(source: FunctionSource) -> ModuleType:
     if source.file is None:
         assert source.module is not None
         return _import_module(source.module, source.root, source)
@@ -189,13 +190,13 @@ def _import(source: Source) -> ModuleType:
     return _import_file(file, source)
 
 
-def _import_module(module: str, root: Path | None, source: Source) -> ModuleType:
+def _import_module(module: str, root: Path | None, source: FunctionSource) -> ModuleType:
     if root is not None:
         _put_on_path(root)
     return _run_user_code(lambda: importlib.import_module(module), f"importing {source}")
 
 
-def _import_file(file: Path, source: Source) -> ModuleType:
+def _import_file(file: Path, source: FunctionSource) -> ModuleType:
     _put_on_path(file.parent)
     # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
     taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
@@ -288,3 +289,55 @@ def _is_any(call: Any, *kinds: Callable[[Any], bool]) -> bool:
     """Whether the call, or the `__call__` of an object, is a function of one of these kinds."""
     body = call if inspect.isroutine(call) else getattr(call, "__call__", None)  # noqa: B004
     return any(kind(call) or kind(body) for kind in kinds)
+
+
+OUR_DECORATORS = ("batched",)  # they leave a function what it is
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def is_blocking(source: str) -> bool:
+    """Whether `source` is for sure called without `await`. False also where only running the file would tell.
+
+    Raises: ModelFailed where there is no such file.
+    """
+    parsed = parse(source)
+    try:
+        scope: ast.AST | None = ast.parse(file_of(parsed).read_bytes())
+    except (SyntaxError, ValueError, RecursionError, OSError):
+        return False  # loading it says what is wrong
+    for name in parsed.attribute.split("."):
+        scope = _definition(scope, name)
+    if isinstance(scope, ast.ClassDef):
+        scope = _definition(scope, "predict") or _definition(scope, "__call__")
+    return isinstance(scope, ast.FunctionDef) and all(map(_is_ours, scope.decorator_list))
+
+
+def _definition(scope: ast.AST | None, name: str) -> Definition | None:
+    """What `name` is in a module or class, if one plain statement of it says so and nothing else binds the name."""
+    if not isinstance(scope, ast.Module | ast.ClassDef) or (isinstance(scope, ast.ClassDef) and scope.decorator_list):
+        return None
+    found = [node for node in scope.body if isinstance(node, Definition) and node.name == name]
+    others = [node for node in scope.body if node not in found]
+    return found[0] if len(found) == 1 and not any(_binds(node, name) for node in others) else None
+
+
+def _binds(statement: ast.AST, name: str) -> bool:
+    """Whether a statement may give `name` another meaning, somewhere in it."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.Name(id=bound, ctx=ast.Store()) | ast.alias(name=bound, asname=None) | ast.alias(asname=bound):
+                pass
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound):
+                pass
+            case _:
+                continue
+        if bound in (name, "*"):
+            return True
+    return False
+
+
+def _is_ours(decorator: ast.expr) -> bool:
+    match decorator:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in OUR_DECORATORS
+    return False

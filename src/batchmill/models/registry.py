@@ -16,7 +16,8 @@ from msgspec.structs import fields, replace
 
 from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
-from batchmill.models import function_source, functions
+from batchmill.models import functions
+from batchmill.models import functions as function_source
 from batchmill.models.adapters import reading as adapters
 from batchmill.models.connectors import reading
 from batchmill.models.paths import OPENAI_LIKE, check_paths
@@ -27,7 +28,7 @@ from batchmill.wire.features import check_features
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class Kind(Struct, frozen=True):
+class EngineKind(Struct, frozen=True):
     """An engine as people name it: what it is called inside, and what it can be told."""
 
     engine: str
@@ -40,29 +41,29 @@ ROUTES, BATCH = "routes", "-batch"
 _REPLICAS = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus")
 _OPENINGS = ("features", "paths")  # what callers may have a model do besides
 KINDS = {
-    "function": Kind(
+    "function": EngineKind(
         "function",
         frozenset({"workers", "price", *_REPLICAS}),
         frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
     ),
-    "vllm": Kind(
+    "vllm": EngineKind(
         "llm",
         frozenset({"workers", "price", "adapters", "engine_args", "python", "secrets", *_OPENINGS, *_REPLICAS}),
         frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"}),
     ),
-    "openai": Kind(
+    "openai": EngineKind(
         "http",
         frozenset({"price", "adapters", "base_url", "api_key", "engine_args", *_OPENINGS}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
-    "connector": Kind(
+    "connector": EngineKind(
         "connector",
         frozenset({"price", "engine_args"}),
         frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
     ),
-    ROUTES: Kind(ROUTES, frozenset({"routes"}), frozenset()),
+    ROUTES: EngineKind(ROUTES, frozenset({"routes"}), frozenset()),
 } | {
-    f"{provider}{BATCH}": Kind(
+    f"{provider}{BATCH}": EngineKind(
         "provider_batch",
         frozenset({"price", "base_url", "api_key", "engine_args"}).union(
             _OPENINGS if provider in OPENAI_LIKE else _OPENINGS[:1]
@@ -163,7 +164,7 @@ def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[Mod
     return specs
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> EngineKind:
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(KINDS)}"
@@ -262,7 +263,7 @@ def _adapter(engine: str, name: str, place: str, base: Path) -> str:
     return found
 
 
-def _adapter_rank(kind: Kind, entry: ModelEntry, config: Config) -> int:
+def _adapter_rank(kind: EngineKind, entry: ModelEntry, config: Config) -> int:
     """The room for ranks that an engine of ours needs: for its adapters, and for those that rows may name."""
     if kind.engine != "llm" or not (entry.adapters or config.deployments.adapter_patterns):
         return 0
@@ -304,7 +305,7 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
     }
 
 
-def _refuse_strangers(entry: ModelEntry, kind: Kind) -> None:
+def _refuse_strangers(entry: ModelEntry, kind: EngineKind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
     own = (

@@ -7,7 +7,59 @@ import re
 from pathlib import Path
 
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models import provisions, redaction
+from batchmill.models import redaction
+from batchmill.models.addresses import Private, read_private
+from batchmill.types import Isolation, ModelSpec, Provision
+
+
+class _Held:
+    """One for a process: a worker hosts one engine."""
+
+    def __init__(self) -> None:
+        self.provision = Provision()
+        self.private = Private()
+        self.version = 0
+
+
+_held = _Held()
+
+
+def take(provision: Provision) -> None:
+    """Use this from now on instead of what was given before."""
+    for reference, secret in provision.secrets.items():
+        if reference.startswith("secret:"):  # a variable's value is learnt where it is used as a secret
+            redaction.learn_named(reference.removeprefix("secret:"), secret)
+    _held.private = read_private(provision.private_hosts)
+    _held.provision = provision
+    _held.version += 1
+
+
+def secret(reference: str) -> str | None:
+    """What "secret:NAME" or "env:NAME" stands for; None where the owner gave no such secret."""
+    return _held.provision.secrets.get(reference)
+
+
+def isolation() -> Isolation | None:
+    """How the function's process is kept from the machine."""
+    return _held.provision.isolation
+
+
+def private() -> Private:
+    """Where calls of a connector that is not trusted may go besides the public internet."""
+    return _held.private
+
+
+def version() -> int:
+    """Another number once secrets have changed: whoever keeps one asks for it anew."""
+    return _held.version
+
+
+class NothingProvided:
+    """As `ports.Provisions` where no secrets are kept: a worker that needs one says that it is missing."""
+
+    async def of(self, model: ModelSpec) -> Provision:
+        return Provision()
+
 
 KINDS = ("env:", "file:", "secret:")  # how a reference begins
 SECRET_BYTES_MAX = 16 * 1024
@@ -43,12 +95,12 @@ def resolve(reference: str, *, key: str = "") -> Secret:
     """
     kind, _, name = reference.partition(":")
     if kind == "env" and name:
-        given = provisions.secret(reference)
+        given = secret(reference)
         value, place = os.environ.get(name) if given is None else given, f"the environment variable {name}"
     elif kind == "file" and name:
         value, place = _read(Path(name).expanduser()), f"the file {name}"
     elif kind == "secret" and name:
-        value, place = provisions.secret(reference), f"the secret {name}"
+        value, place = secret(reference), f"the secret {name}"
         if value is None:
             raise missing(name)
     else:

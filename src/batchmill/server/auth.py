@@ -18,7 +18,7 @@ from starlette.requests import Request
 from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated
 from batchmill.models import addresses
 from batchmill.ports import Clock
-from batchmill.server.admission.connections import Proxies
+from batchmill.server.admission_control import Proxies
 from batchmill.services.keys import ANYBODY
 from batchmill.types import Caller, Scope
 

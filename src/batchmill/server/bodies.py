@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, TooLarge
-from batchmill.server.admission.admission import NO_BODY_S, PARSED_TIMES, STREAM_BYTES, Hold, Pace, Pacer
+from batchmill.server.admission_control import NO_BODY_S, PARSED_TIMES, STREAM_BYTES, BodyPacer, Hold, Pace
 from batchmill.server.json_inspection import inspect
 from batchmill.server.operations import JSON, Content, Operation
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
@@ -34,7 +34,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`( - at `\$\.?(.*)`)
 _PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 
 
-class Refusal(InvalidInput):
+class InvalidField(InvalidInput):
     """`param` names the field of the query or body that is wrong."""
 
     def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
@@ -68,13 +68,15 @@ class BodyReader:
         self.is_done = not self.is_there
         self._replay: bytes | None = None
         if not operation.is_raw and named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
-            raise Refusal("a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type")
+            raise InvalidField(
+                "a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type"
+            )
         claimed = named.get(b"content-length", b"0")
         if len(claimed) > 18 or int(claimed) > self._max:
             raise self._too_large()
         self._claimed = int(claimed) if b"content-length" in named else None
         total_s = NO_BODY_S if operation.body is None else None if operation.is_upload else pace.total_s
-        self._pacer = Pacer(pace, total_s)
+        self._pacer = BodyPacer(pace, total_s)
         self._times = PARSED_TIMES if isinstance(operation.body, type) and not operation.is_raw else 1
 
     def _too_large(self) -> InvalidInput:
@@ -110,14 +112,14 @@ class BodyReader:
             if message is not None:
                 break
             if why := self._pacer.late():
-                raise Refusal(why, code="request_timeout")
+                raise InvalidField(why, code="request_timeout")
         if message["type"] == "http.request":
             self.bytes += size
             self.is_done = not message.get("more_body", False)
             if self.bytes > self._max:
                 raise self._too_large()
             if not self.is_done and (why := self._pacer.late()):
-                raise Refusal(why, code="request_timeout")
+                raise InvalidField(why, code="request_timeout")
         return message
 
     async def read(self) -> bytes:
@@ -138,8 +140,8 @@ class BodyReader:
         return self._replay
 
 
-def _unexpected() -> Refusal:
-    return Refusal("this request has no body: leave it out", code="unexpected_body")
+def _unexpected() -> InvalidField:
+    return InvalidField("this request has no body: leave it out", code="unexpected_body")
 
 
 async def read_body(operation: Operation, reader: BodyReader, programs: Programs, project: str) -> tuple[bytes, Any]:
@@ -163,7 +165,7 @@ async def read_body(operation: Operation, reader: BodyReader, programs: Programs
         return b"", None  # who reads it says in the words of its API that it is missing
     if reader.media != media and media != "*/*":
         told = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
-        raise Refusal(f"the body must have the Content-Type {media}, not {told}", code="unsupported_media_type")
+        raise InvalidField(f"the body must have the Content-Type {media}, not {told}", code="unsupported_media_type")
     if media != JSON:
         return b"", None
     raw = await reader.read()
@@ -188,7 +190,7 @@ def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
     except msgspec.ValidationError as error:
         raise _explained(str(error), wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise InvalidField(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -197,16 +199,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise InvalidField(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
-        raise Refusal("the body must be a JSON object", code="invalid_json")
+        raise InvalidField("the body must be a JSON object", code="invalid_json")
     return found
 
 
 def _refuse_deep(raw: bytes) -> None:
     """It could not be read by every process that it may come to."""
     if is_too_deep(raw):
-        raise Refusal(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
+        raise InvalidField(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
 
 
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
@@ -228,7 +230,7 @@ def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
             text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
         )
     except ValueError:
-        raise Refusal("the query string cannot be read", code="invalid_query") from None
+        raise InvalidField("the query string cannot be read", code="invalid_query") from None
     known = {} if wanted is None else {each.encode_name: each for each in fields(wanted)}
     values: dict[str, Any] = {}
     for name, value in pairs:
@@ -237,7 +239,7 @@ def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
         if _is_list(known[name].type):
             values.setdefault(name, []).append(value)
         elif name in values:
-            raise Refusal(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
+            raise InvalidField(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
         else:
             values[name] = value
     if wanted is None:
@@ -245,7 +247,7 @@ def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
     found = _converted(values, wanted)
     for name in values:
         if getattr(found, known[name].name) is None:  # msgspec takes the text "null" for nothing
-            raise Refusal(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
+            raise InvalidField(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
     return found
 
 
@@ -260,7 +262,7 @@ def _is_list(kind: Any) -> bool:
     return get_origin(kind) is list or any(get_origin(each) is list for each in get_args(kind))
 
 
-def _explained(sentence: str, wanted: type[Struct]) -> Refusal:
+def _explained(sentence: str, wanted: type[Struct]) -> InvalidField:
     """msgspec's sentence in our words, with the field that is wrong."""
     if match := _UNKNOWN.fullmatch(sentence):
         name, inside = match[1], match[3]
@@ -268,18 +270,18 @@ def _explained(sentence: str, wanted: type[Struct]) -> Refusal:
         return _unknown(f"{inside}.{name}" if inside else name, known, "field")
     if sentence.startswith("Object missing required field `"):
         name = sentence.split("`")[1]
-        return Refusal(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
+        return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
     match = _PLACE.fullmatch(sentence)
     what, place = (match[1], match[2]) if match else (sentence, "")
     if what.startswith("Object missing required field `"):
         name = f"{place}.{what.split('`')[1]}"
-        return Refusal(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
+        return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
     told = f"Invalid value for {place!r}: {what[:1].lower()}{what[1:]}" if place else f"Invalid request: {what}"
-    return Refusal(told, code="invalid_value", param=place or None)
+    return InvalidField(told, code="invalid_value", param=place or None)
 
 
-def _unknown(name: str, known: list[str], kind: str) -> Refusal:
+def _unknown(name: str, known: list[str], kind: str) -> InvalidField:
     shown = name[:SHOWN_CHARS]
     near = difflib.get_close_matches(shown, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}" if known else ""
-    return Refusal(f"Unknown {kind}: {shown!r}{hint}", code="unknown_parameter", param=shown)
+    return InvalidField(f"Unknown {kind}: {shown!r}{hint}", code="unknown_parameter", param=shown)

@@ -22,7 +22,7 @@ from batchmill.errors import BatchmillError
 from batchmill.server.access_log import Served
 from batchmill.server.auth import ANYBODY
 from batchmill.server.http import REQUEST_ID, HttpRoot
-from batchmill.server.operations import JSON, Content, Operation, Route
+from batchmill.server.operations import JSON, Content, MountedOperation, Operation
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
@@ -72,7 +72,7 @@ _UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 class FastRoute(Struct, frozen=True, eq=False):
     """What a path means on the fast path."""
 
-    route: Route
+    route: MountedOperation
     handler: FastHandler
     parameters: dict[str, str]
     media: str | None  # the Content-Type that a body must have; None: any
@@ -148,7 +148,7 @@ class FastPath:
             self._routes[url] = way
         return way
 
-    def _way(self, route: Route, handler: FastHandler, parameters: dict[str, str]) -> FastRoute:
+    def _way(self, route: MountedOperation, handler: FastHandler, parameters: dict[str, str]) -> FastRoute:
         operation = route.operation
         assert not operation.spends_itself, "an operation with a fast handler is counted before it begins"
         media = operation.body.media if isinstance(operation.body, Content) else JSON
@@ -255,7 +255,12 @@ class FastReply:
     """A request on the fast path, and the one reply to it. It stands where uvicorn has the cycle of a request."""
 
     def __init__(
-        self, fast_path: FastPath, route: Route, served: Served, done: Callable[[FastReply, bytes], None], project: str
+        self,
+        fast_path: FastPath,
+        route: MountedOperation,
+        served: Served,
+        done: Callable[[FastReply, bytes], None],
+        project: str,
     ) -> None:
         self.project, self.held = project, 0  # bytes of its body that are counted
         self._fast_path, self._route, self._served, self._done = fast_path, route, served, done

@@ -15,15 +15,15 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError, TooLarge
-from batchmill.server.bodies import SHOWN_CHARS, Refusal, parse_json
+from batchmill.server.bodies import SHOWN_CHARS, InvalidField, parse_json
 from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.operations import BODY_BYTES_MAX, Call
 from batchmill.server.replies import EVENTS, PieceReply, unless_gone
-from batchmill.services.functions.paths import locate
-from batchmill.wire.messages import Answer
+from batchmill.services.functions.names import locate
+from batchmill.wire.messages import FunctionReply
 
 if TYPE_CHECKING:
-    from batchmill.services.functions.calls import FunctionCalls, Target
+    from batchmill.services.functions.calls import FunctionCalls, VersionTarget
     from batchmill.types import Caller
 
 
@@ -47,7 +47,7 @@ async def unpacked(body: bytes, encoding: str | None, bytes_max: int, hold: Call
     if name in ("", "identity"):
         return body
     if name not in WINDOWS:
-        raise Refusal(
+        raise InvalidField(
             f"the Content-Encoding {name[:SHOWN_CHARS]!r} is not read: gzip, deflate or none",
             code="unsupported_media_type",
         )
@@ -81,11 +81,11 @@ def _inflate(body: bytes, name: str, bytes_max: int, whole: io.BytesIO) -> Itera
                     told = whole.tell()
                     yield told
     except zlib.error as error:
-        raise Refusal(
+        raise InvalidField(
             f"the body is not {name}, as its Content-Encoding says: {error}", code="invalid_encoding"
         ) from None
     if reader is not None:
-        raise Refusal(f"the {name} body ends in the middle", code="invalid_encoding")
+        raise InvalidField(f"the {name} body ends in the middle", code="invalid_encoding")
 
 
 async def packed(response: Response, accepted: str | None) -> Response:
@@ -147,7 +147,7 @@ def head_of(call: Call) -> bytes:
         return b""
     head = told.strip().encode("latin-1")
     if not head:
-        raise Refusal("the header Inference-Header-Content-Length holds no number", code="invalid_header")
+        raise InvalidField("the header Inference-Header-Content-Length holds no number", code="invalid_header")
     return head
 
 
@@ -160,7 +160,7 @@ async def json_of(call: Call, wanted: type[S]) -> S:
 
 
 async def answer(
-    call: Call, functions: FunctionCalls, target: Target, form: str, sent: tuple[bytes, bytes]
+    call: Call, functions: FunctionCalls, target: VersionTarget, form: str, sent: tuple[bytes, bytes]
 ) -> Response:
     """What a function answers to a body and its head, in the body's form; ended early where the client leaves.
 
@@ -171,7 +171,7 @@ async def answer(
     return Response(status_code=CLIENT_LEFT) if answered is None else reply_of(answered)
 
 
-def reply_of(answered: Answer) -> Response:
+def reply_of(answered: FunctionReply) -> Response:
     """A body with a head is tensors in binary behind their JSON."""
     if answered.head:
         return Response(answered.body, headers={LENGTH: answered.head.decode()}, media_type=OCTETS)
@@ -195,7 +195,7 @@ class Events(PieceReply):
 
 
 async def stream(
-    call: Call, functions: FunctionCalls, target: Target, form: str, sent: tuple[bytes, bytes], *,
+    call: Call, functions: FunctionCalls, target: VersionTarget, form: str, sent: tuple[bytes, bytes], *,
     say: Say, told: Callable[[Pieces], Pieces] = lambda pieces: pieces,
 ) -> Response:  # fmt: skip
     """What a function answers event by event; `told` makes of its events what a client gets. Raises as `answer`."""
@@ -227,7 +227,7 @@ class FastCalls:
         if target.interface.streams:
             return None
 
-        def hear(answered: Answer) -> None:
+        def hear(answered: FunctionReply) -> None:
             if answered.raised is not None:
                 reply.refuse(answered.raised.error())
             elif answered.head:

@@ -21,11 +21,11 @@ from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownN
 from batchmill.ports import Clock
 from batchmill.server import access_log
 from batchmill.server.access_log import Served
-from batchmill.server.admission.admission import Admission, Place
+from batchmill.server.admission_control import Admission, RequestSlot
 from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
-from batchmill.server.operations import Call, Dialect, Elsewhere, Found, Operation, Routes
+from batchmill.server.operations import Call, Dialect, Elsewhere, Match, Operation, Routes
 from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller
@@ -75,8 +75,8 @@ class HttpRoot:
         programs: Programs,
     ) -> None:
         """Args: `programs`, where what callers can make long is done."""
-        doors = [(dialect, dialect.operations()) for dialect in dialects]
-        self.routes = Routes([*doors, (fallback, own)], fallback)
+        frontends = [(dialect, dialect.operations()) for dialect in dialects]
+        self.routes = Routes([*frontends, (fallback, own)], fallback)
         self.gate, self.hosts, self.clock, self.admission = gate, hosts, clock, admission
         self._fallback, self._programs = fallback, programs
         self._watchers: list[Callable[[Served], None]] = [access_log.write]
@@ -130,7 +130,7 @@ class HttpRoot:
         for watcher in self._watchers:
             watcher(served)
 
-    async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, found: Match) -> None:
         served, call = reply.served, None
         try:
             call, response = await self._handle(scope, receive, reply, found)
@@ -148,7 +148,7 @@ class HttpRoot:
             if call.callbacks and reply.was_sent and reply.transport is not None:
                 await self.deliveries.follow(reply.transport, call.callbacks)
 
-    async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Found) -> tuple[Call, Response]:
+    async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Match) -> tuple[Call, Response]:
         headers, served = scope["headers"], reply.served
         self.hosts.check(scope["method"], headers)
         await self.deliveries.check()
@@ -204,7 +204,7 @@ class HttpRoot:
         reply.enter(self.admission.place(caller.project))
         return caller
 
-    async def _pass_on(self, reply: _Reply, found: Found, call: Call) -> tuple[Call, Response]:
+    async def _pass_on(self, reply: _Reply, found: Match, call: Call) -> tuple[Call, Response]:
         """To the next operation whose template fits the path, which answers in its own dialect's words."""
         scope = call.request.scope
         other = self.routes.find(scope["method"], scope["path"], found.route)
@@ -215,7 +215,7 @@ class HttpRoot:
         reply.served.route = other.route.operation.path
         return call, await other.route.operation.handler(call)
 
-    async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Found, error: BatchmillError) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Match, error: BatchmillError) -> None:
         reply.served.code, error.request_id = error.code, reply.served.id
         if reply.has_begun:
             return  # the connection is closed in the middle: whoever reads sees that something is missing
@@ -227,7 +227,7 @@ def _peer(scope: Scope) -> str:
     return (scope.get("client") or ("",))[0]
 
 
-def _no_route(scope: Scope, found: Found) -> InvalidInput:
+def _no_route(scope: Scope, found: Match) -> InvalidInput:
     method, path = scope["method"][:16], scope["path"][:256]
     error: InvalidInput = UnknownName(f"Invalid URL ({method} {path})", code="unknown_url")
     if found.methods:
@@ -254,7 +254,7 @@ class _Reply:
         state = scope.get("state", {})
         self.transport: asyncio.Transport | None = state.get("transport")
         self.connection: Connection | None = state.get("connection")
-        self.place: Place | None = None  # once it is known whose the request is
+        self.place: RequestSlot | None = None  # once it is known whose the request is
         self.has_begun = False
         self.was_sent = False  # whole, to a client that was there
         self.bytes = 0
@@ -312,7 +312,7 @@ class _Reply:
             self.transport.abort()
             raise ClientDisconnect from None
 
-    def enter(self, place: Place, *, holds: bool = True) -> None:
+    def enter(self, place: RequestSlot, *, holds: bool = True) -> None:
         """Args: holds: its connection stays."""
         self.place = place
         if self.connection is not None:

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable
 
-from batchmill.children.bounds import MIB, Bounds
+from batchmill.children.bounds import MIB, ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.errors import TooComplex
 
@@ -19,7 +19,7 @@ INLINE_BYTES_MAX = 256 * 1024  # of a body whose numbers are looked at in place
 VALUES_MAX = 50_000  # of a body whose every value the handler reads
 HANDED_ON_VALUES_MAX = 1_000_000  # of one that goes on as bytes, of which a few members are read
 PIECE_BYTES = MIB  # looked at before others have their turn
-BOUNDS = Bounds(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
+BOUNDS = ResourceLimits(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
 _strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # up to a string that has no end
 _MARKS = (b",", b"[", b"{")

@@ -12,7 +12,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from batchmill.errors import InvalidInput
-from batchmill.server.bodies import SHOWN_CHARS, Refusal
+from batchmill.server.bodies import SHOWN_CHARS, InvalidField
 
 FIELD_BYTES_MAX = 4096  # of a text field
 PARTS_MAX = 32
@@ -57,7 +57,9 @@ async def read_form(
                 head, text = event, b""
                 if head.name == file_field:
                     if file is not None:
-                        raise Refusal(f"the form holds two files {file_field!r}: send one", code=CODE, param=file_field)
+                        raise InvalidField(
+                            f"the form holds two files {file_field!r}: send one", code=CODE, param=file_field
+                        )
                     file = FilePart(head.filename, head.media)
             elif head is None:
                 continue
@@ -72,9 +74,9 @@ async def read_form(
                 if len(text) > FIELD_BYTES_MAX:
                     raise _too_long(head.name)
     if not parser.is_whole:
-        raise Refusal("the form ends in the middle: its last boundary is missing", code=CODE)
+        raise InvalidField("the form ends in the middle: its last boundary is missing", code=CODE)
     if file is None:
-        raise Refusal(f"Missing required parameter: {file_field!r}", code=MISSING, param=file_field)
+        raise InvalidField(f"Missing required parameter: {file_field!r}", code=MISSING, param=file_field)
     return file
 
 
@@ -119,14 +121,14 @@ class _Parser:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise Refusal(f"the form cannot be read: {error}", code=CODE) from None
+            raise InvalidField(f"the form cannot be read: {error}", code=CODE) from None
         events, self._events = self._events, []
         return events
 
     def _on_part_begin(self) -> None:
         self._parts += 1
         if self._parts > PARTS_MAX:
-            raise Refusal(f"the form has more than {PARTS_MAX} parts", code=CODE)
+            raise InvalidField(f"the form has more than {PARTS_MAX} parts", code=CODE)
         self._headers = {}
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -146,7 +148,7 @@ class _Parser:
     def _on_header_end(self) -> None:
         name = self._name.lower()
         if name in self._headers:
-            raise Refusal(f"a part of the form has two headers {name.decode('latin-1')!r}", code=CODE)
+            raise InvalidField(f"a part of the form has two headers {name.decode('latin-1')!r}", code=CODE)
         self._headers[name] = self._value
         self._name = self._value = b""
 
@@ -169,19 +171,19 @@ def _boundary(content_type: str) -> bytes:
     media, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if media != b"multipart/form-data":
-        raise Refusal("the body must have the Content-Type multipart/form-data", code="unsupported_media_type")
+        raise InvalidField("the body must have the Content-Type multipart/form-data", code="unsupported_media_type")
     if not 0 < len(boundary) <= BOUNDARY_CHARS_MAX:
-        raise Refusal(f"the Content-Type must name a boundary of 1 to {BOUNDARY_CHARS_MAX} characters", code=CODE)
+        raise InvalidField(f"the Content-Type must name a boundary of 1 to {BOUNDARY_CHARS_MAX} characters", code=CODE)
     return boundary
 
 
 def _head(headers: dict[bytes, bytes]) -> _Head:
     kind, options = parse_options_header(headers.get(b"content-disposition", b"").decode("latin-1"))
     if kind != b"form-data" or b"name" not in options:
-        raise Refusal('a part of the form has no Content-Disposition: form-data; name="…"', code=CODE)
+        raise InvalidField('a part of the form has no Content-Disposition: form-data; name="…"', code=CODE)
     encoding = headers.get(b"content-transfer-encoding", b"").strip().lower().decode("latin-1")
     if encoding not in PLAIN:
-        raise Refusal(f"parts are sent as they are, not as {encoding[:SHOWN_CHARS]!r}", code=CODE)
+        raise InvalidField(f"parts are sent as they are, not as {encoding[:SHOWN_CHARS]!r}", code=CODE)
     filename = options.get(b"filename")
     return _Head(
         _decoded(options[b"name"], "the name of a field"),
@@ -198,11 +200,13 @@ def _text(name: str, value: bytes) -> str:
 
 def _too_long(name: str) -> InvalidInput:
     shown = name[:SHOWN_CHARS]
-    return Refusal(f"the field {shown!r} is longer than {FIELD_BYTES_MAX:,} bytes", code="invalid_value", param=shown)
+    return InvalidField(
+        f"the field {shown!r} is longer than {FIELD_BYTES_MAX:,} bytes", code="invalid_value", param=shown
+    )
 
 
 def _decoded(value: bytes, what: str) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise Refusal(f"{what} is not UTF-8", code=CODE) from None
+        raise InvalidField(f"{what} is not UTF-8", code=CODE) from None

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 import batchmill
-from batchmill.server.operations import Content, Dialect, Operation, Route
+from batchmill.server.operations import Content, Dialect, MountedOperation, Operation
 
 REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
@@ -23,7 +23,7 @@ SECURITY = {
 }
 
 
-def document(routes: Sequence[Route]) -> dict[str, Any]:
+def document(routes: Sequence[MountedOperation]) -> dict[str, Any]:
     """The document of all operations of a server."""
     ordered = sorted(routes, key=lambda route: (route.operation.path, route.operation.method))
     schemas = _Schemas(route.operation for route in ordered)
@@ -70,7 +70,7 @@ def _alternatives(reply: Any) -> tuple[Any, ...]:
     return reply if isinstance(reply, tuple) else (reply,)
 
 
-def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
+def _operation(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
     operation = route.operation
     told: dict[str, Any] = {
         "operationId": operation.name,
@@ -122,7 +122,7 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return kept | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
 
 
-def _responses(route: Route, schemas: _Schemas) -> dict[str, Any]:
+def _responses(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
     operation = route.operation
     told: dict[str, Any] = {}
     for status, reply in _replies(operation):

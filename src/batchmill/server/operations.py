@@ -164,18 +164,18 @@ _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
 NAME_CHARS_MAX = 1024  # of a parameter of a path; a longer one names nothing
 
 
-class Route(Struct, frozen=True):
+class MountedOperation(Struct, frozen=True):
     """An operation, and the dialect that says what is wrong with a request for it."""
 
     operation: Operation
     dialect: Dialect
 
 
-class Found(Struct, frozen=True):
+class Match(Struct, frozen=True):
     """What a path means. `route` None: nothing, or not with this method; then `methods` are those there are."""
 
     dialect: Dialect
-    route: Route | None = None
+    route: MountedOperation | None = None
     parameters: dict[str, str] = {}
     methods: tuple[str, ...] = ()
 
@@ -184,7 +184,7 @@ class _Template(Struct, frozen=True, eq=False):
     path: str
     pattern: re.Pattern[str]
     rank: tuple[int, ...]  # of each segment: 0 literal, 1 a parameter, 2 the rest of the path
-    methods: dict[str, Route]
+    methods: dict[str, MountedOperation]
 
     @property
     def is_catch_all(self) -> bool:
@@ -200,26 +200,26 @@ class _Template(Struct, frozen=True, eq=False):
 class Routes:
     """Raises: ValueError when two operations claim one method of one path."""
 
-    def __init__(self, doors: Sequence[tuple[Dialect, Sequence[Operation]]], fallback: Dialect) -> None:
+    def __init__(self, frontends: Sequence[tuple[Dialect, Sequence[Operation]]], fallback: Dialect) -> None:
         self._fallback = fallback
         self._owners: dict[str, Dialect] = {}  # first segment -> the first dialect that has a path below it
         exact: dict[str, _Template] = {}
         slashed: set[str] = set()
-        for dialect, operations in doors:
+        for dialect, operations in frontends:
             for operation in operations:
                 template = exact.setdefault(operation.path, _template(operation))
                 if operation.last_slash_is_optional:
                     slashed.add(operation.path)
                 if operation.method in template.methods:
                     raise ValueError(f"{operation.method} {operation.path} stands for two operations")
-                template.methods[operation.method] = Route(operation, dialect)
+                template.methods[operation.method] = MountedOperation(operation, dialect)
                 if operation.path != "/":  # the root alone owns nothing below it
                     self._owners.setdefault(_first(operation.path), dialect)
         self._exact = {path: each for path, each in exact.items() if "{" not in path}
         self._exact |= {f"{path}/": exact[path] for path in slashed if "{" not in path and f"{path}/" not in exact}
         self._templates = sorted((each for path, each in exact.items() if "{" in path), key=lambda each: each.rank)
 
-    def find(self, method: str, path: str, after: Route | None = None) -> Found:
+    def find(self, method: str, path: str, after: MountedOperation | None = None) -> Match:
         """What a decoded path means. HEAD is answered by GET where nothing else is said.
 
         `after`: an operation that had the path and does not want it; what it means to those that come behind it.
@@ -230,16 +230,16 @@ class Routes:
         if template is None:
             template, parameters = self._match(path, after)
         if template is None or any(len(value) > NAME_CHARS_MAX for value in parameters.values()):
-            return Found(self._owners.get(_first(path), self._fallback))
+            return Match(self._owners.get(_first(path), self._fallback))
         methods = template.methods
         route = methods.get(method) or (methods.get("GET") if method == "HEAD" else None)
         if route is None and template.is_catch_all:
-            return Found(self._owners.get(_first(path), self._fallback))
+            return Match(self._owners.get(_first(path), self._fallback))
         if route is None:
-            return Found(next(iter(methods.values())).dialect, methods=tuple(sorted(methods)))
-        return Found(route.dialect, route, parameters)
+            return Match(next(iter(methods.values())).dialect, methods=tuple(sorted(methods)))
+        return Match(route.dialect, route, parameters)
 
-    def _match(self, path: str, after: Route | None) -> tuple[_Template | None, dict[str, str]]:
+    def _match(self, path: str, after: MountedOperation | None) -> tuple[_Template | None, dict[str, str]]:
         for template in self._templates:
             if after is not None:
                 after = None if template.path == after.operation.path else after
@@ -247,7 +247,7 @@ class Routes:
                 return template, match.groupdict()
         return None, {}
 
-    def all(self) -> list[Route]:
+    def all(self) -> list[MountedOperation]:
         """Every operation, for the document and for tests."""
         templates = [*dict.fromkeys(self._exact.values()), *self._templates]
         return [route for template in templates for route in template.methods.values()]

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batchmill.children.bounds import MIB, Bounds
+from batchmill.children.bounds import MIB, ResourceLimits
 from batchmill.errors import BatchmillError, RateLimited, of_system
 from batchmill.server.operations import Call, Dialect, json_reply
 from batchmill.services.files import READ_BYTES, OpenFile
@@ -191,7 +191,7 @@ def error_reply(error: BatchmillError, envelope: Struct, status: int) -> Respons
 
 
 INLINE_BYTES_MAX = 256 * 1024  # of a reply that is rewritten in place
-BOUNDS = Bounds(cpu_s=10.0, wall_s=30.0, memory_bytes=1024 * MIB, answer_bytes=256 * MIB)
+BOUNDS = ResourceLimits(cpu_s=10.0, wall_s=30.0, memory_bytes=1024 * MIB, answer_bytes=256 * MIB)
 
 Progress = Callable[[float], None]
 Rewrite = Callable[[bytes, Progress], bytes]
@@ -219,14 +219,14 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]")
 
 
-class Span(Struct, frozen=True):
+class ContentRange(Struct, frozen=True):
     """Bytes first <= n < last; none of them where both are one."""
 
     first: int
     last: int
 
 
-NOTHING = Span(0, 0)
+NOTHING = ContentRange(0, 0)
 
 
 async def _nothing() -> None:
@@ -258,7 +258,7 @@ class FileReply(Response):
             "content-disposition": disposition(filename),
             "cache-control": "private, no-transform",
         }
-        self._span, status = Span(0, size), 200
+        self._span, status = ContentRange(0, size), 200
         if (asked := _asked(request, tag)) is not None:
             span = span_of(asked, size)
             if span == NOTHING:
@@ -314,19 +314,19 @@ def _asked(request: Request, tag: str) -> str | None:
     return request.headers.get("range") if begun is None or begun.strip() == tag else None
 
 
-def span_of(asked: str, size: int) -> Span | None:
+def span_of(asked: str, size: int) -> ContentRange | None:
     """The bytes that a Range header means: NOTHING where there are none of them, None where it is to be ignored."""
     match = _RANGE.fullmatch(asked.strip())
     if match is None or match[1] == match[2] == "":
         return None
     if match[1] == "":
         length = min(int(match[2]), size)
-        return Span(size - length, size) if length else NOTHING
+        return ContentRange(size - length, size) if length else NOTHING
     first = int(match[1])
     last = size if match[2] == "" else int(match[2]) + 1
     if match[2] and last <= first:
         return None  # no range at all, by the grammar
-    return Span(first, min(last, size)) if first < size else NOTHING
+    return ContentRange(first, min(last, size)) if first < size else NOTHING
 
 
 def disposition(filename: str) -> str:

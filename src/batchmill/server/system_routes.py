@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 import batchmill
 from batchmill.errors import BatchmillError
+from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.jobs.service import JobService
-from batchmill.jobs.tallies import ModelGauge
 from batchmill.ports import Clock
 from batchmill.server.auth import Gate
 from batchmill.server.metrics import CONTENT_TYPE
@@ -33,7 +33,7 @@ FAILED = "its engine failed; its events, and the jobs that wait for it, say how"
 WAITS = "it waits for room on the machine; the jobs that wait for it say for what"
 
 
-class Part(Struct, frozen=True):
+class Component(Struct, frozen=True):
     """One thing that the server stands on. `note` says what is wrong, or what it is doing."""
 
     name: str
@@ -46,8 +46,8 @@ class Report(Struct, frozen=True):
 
     status: str  # ok, failing, stopping
     version: str | UnsetType = UNSET
-    parts: list[Part] | UnsetType = UNSET
-    models: list[Part] | UnsetType = UNSET  # those with workers, of which whoever asks may know
+    parts: list[Component] | UnsetType = UNSET
+    models: list[Component] | UnsetType = UNSET  # those with workers, of which whoever asks may know
 
 
 class Health:
@@ -72,37 +72,37 @@ class Health:
         is_ok = all(part.ok for part in parts)
         return Report("ok" if is_ok else "failing", batchmill.__version__, parts, self._see_models())
 
-    async def _see_database(self) -> Part:
+    async def _see_database(self) -> Component:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._database.write(_touch)
         except BatchmillError as error:
-            return Part(
+            return Component(
                 "database", False, "the disk is full" if error.code == "storage_full" else "it cannot be written"
             )
         except TimeoutError:
-            return Part("database", False, f"a commit takes longer than {ANSWER_S:.0f} s")
-        return Part("database", True)
+            return Component("database", False, f"a commit takes longer than {ANSWER_S:.0f} s")
+        return Component("database", True)
 
-    def _see_disk(self) -> Part:
+    def _see_disk(self) -> Component:
         try:
             free = shutil.disk_usage(self._data_dir).free
         except OSError:
-            return Part("disk", False, "the data directory cannot be read")
-        return Part("disk", free >= ROOM_BYTES_MIN, f"{free // 2**20:,} MiB are free")
+            return Component("disk", False, "the data directory cannot be read")
+        return Component("disk", free >= ROOM_BYTES_MIN, f"{free // 2**20:,} MiB are free")
 
-    def _see_jobs(self) -> list[Part]:
+    def _see_jobs(self) -> list[Component]:
         """What gives out rows, and what counts them."""
         alive, counts = self._jobs.dispatcher.is_alive, self._jobs.counts
         return [
-            Part("dispatcher", alive, "" if alive else "it has stopped: restart the server"),
-            Part("ledger", counts, "" if counts else "commits are counted no more: restart the server"),
+            Component("dispatcher", alive, "" if alive else "it has stopped: restart the server"),
+            Component("ledger", counts, "" if counts else "commits are counted no more: restart the server"),
         ]
 
-    def _see_models(self) -> list[Part]:
+    def _see_models(self) -> list[Component]:
         """The workers of every model that has some. One that failed does not keep the others from work."""
         return [
-            Part(each.name, not each.failure, FAILED if each.failure else each.note or _standing(each))
+            Component(each.name, not each.failure, FAILED if each.failure else each.note or _standing(each))
             for each in self._jobs.dispatcher.gauges()
         ]
 

@@ -18,10 +18,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import batchmill
 from batchmill.ports import Clock
 from batchmill.server.access_log import Served
-from batchmill.server.observers import Application
-from batchmill.services.events import Ended
+from batchmill.server.metrics import Application
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
+from batchmill.services.webhooks import Ended
 
 NANOS = 1_000_000_000
 UNTRACED = frozenset({"/health", "/metrics"})  # asked every few seconds, by machines
@@ -107,7 +107,7 @@ class Tracing:
             context = trace.get_current_span(found).get_span_context()
         told = {
             "batchmill.job.id": ended.job, "batchmill.job.state": ended.state, "batchmill.project": ended.project,
-            "batchmill.job.generation": ended.generation, "batchmill.job.door": ended.door,
+            "batchmill.job.generation": ended.generation, "batchmill.job.frontend": ended.frontend,
         }  # fmt: skip
         span = self._tracer.start_span(
             "job", trace.set_span_in_context(trace.INVALID_SPAN), kind=SpanKind.INTERNAL,

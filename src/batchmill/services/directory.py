@@ -19,7 +19,7 @@ from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.models.adapters.reading import RANK_LEAST, room_for
 from batchmill.models.paths import answers
 from batchmill.services.configured_models import ENGINE, ConfiguredModels
-from batchmill.services.functions.function import Function, Target
+from batchmill.services.functions.function import Function, VersionTarget
 from batchmill.services.functions.names import LATEST, read_reference
 from batchmill.services.model_rows import (
     Key,
@@ -267,7 +267,7 @@ class ModelDirectory:
         found = replace(model, adapters={row.own_name: row.folder}, adapter_names={})
         return ServedModel(name, self._with_room(found, bases), row.own_name, ModelKind.ADAPTER)
 
-    def choose(self, caller: Caller, name: str, branch: str | None = None, version: str = LATEST) -> Target:
+    def choose(self, caller: Caller, name: str, branch: str | None = None, version: str = LATEST) -> VersionTarget:
         """The version of a function that a call means now: of an alias with weights, each time another.
 
         Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
@@ -282,7 +282,7 @@ class ModelDirectory:
             )
         return self.draw(function, branch, version)
 
-    def draw(self, function: Function, branch: str | None, version: str) -> Target:
+    def draw(self, function: Function, branch: str | None, version: str) -> VersionTarget:
         """The version of a function that a text means now. Raises: UnknownName."""
         return function.choose(branch, version, self._chance)
 
@@ -385,9 +385,9 @@ class ModelDirectory:
                 claims.setdefault(name, []).append(number)
         lost: dict[int, set[str]] = {}
         for name, numbers in claims.items():
-            keeper = min(numbers, key=lambda number: self._standing(caller, models[number], name))
+            controller = min(numbers, key=lambda number: self._standing(caller, models[number], name))
             for number in numbers:
-                if number != keeper:
+                if number != controller:
                     lost.setdefault(number, set()).add(name)
         return [
             replace(model, allowed=[name for name in model.allowed or () if name not in lost[number]])
@@ -483,7 +483,7 @@ def _lists(caller: Caller, row: ModelRow, name: str) -> bool:
     return caller.models is None or own in caller.models or (name == row.own_name and name in caller.models)
 
 
-def _versions(targets: Mapping[str, Target]) -> list[ModelSpec]:
+def _versions(targets: Mapping[str, VersionTarget]) -> list[ModelSpec]:
     """The versions of a function that rows may name, each with all names that it goes by."""
     names: dict[tuple[str, int], list[str]] = {}
     models: dict[tuple[str, int], ModelSpec] = {}

@@ -18,14 +18,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import Struct
 
 from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
-from batchmill.jobs import job_records
+from batchmill.jobs.ledger import records as job_records
 from batchmill.ports import Clock
-from batchmill.services import file_records
-from batchmill.services.file_records import BATCH, FileQuery, FileRecord, unknown
 from batchmill.services.incoming import (
     ROOM_BYTES,
     Disk,
@@ -39,12 +38,122 @@ from batchmill.services.incoming import (
 from batchmill.states import JobState
 from batchmill.store import removals
 from batchmill.store.database import Database
-from batchmill.store.disk_room import DiskRoom, Writing
+from batchmill.store.disk_room import DiskQuota, Writing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
+from batchmill.store.tables import files, jobs
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
+
+BATCH = "batch"  # the purpose of what jobs read
+SHOWN_CHARS = 80  # of an id nobody knows, in a message
+
+
+class FileRecord(Struct, frozen=True):
+    """A file of a project. Times are seconds since the epoch, UTC."""
+
+    id: str
+    project: str
+    purpose: str
+    filename: str  # for people: no path is ever made of it
+    bytes: int
+    sha256: str | None
+    created: float
+    expires: float | None
+    job: str | None  # of results: the job they are of
+
+
+class FileQuery(Struct, frozen=True):
+    """Which files to list. None: no restriction."""
+
+    project: str
+    now: float  # what has expired by then is not there any more
+    limit: int
+    purpose: str | None = None
+    after: str | None = None
+    newest_first: bool = True
+
+
+class JobResults(Struct, frozen=True):
+    """Where a job's own result files lie, and whether anybody still writes them."""
+
+    state: str
+    generation: int
+    paths: list[str]
+
+
+_FIELDS = [files.c[name] for name in FileRecord.__struct_fields__]
+
+
+def unknown(file_id: str) -> UnknownName:
+    return UnknownName(f"No such File object: {file_id[:SHOWN_CHARS]}", code="unknown_file")
+
+
+def find(db: sa.Connection, file_id: str) -> FileRecord | None:
+    found = db.execute(sa.select(*_FIELDS).where(files.c.id == file_id)).first()
+    return None if found is None else FileRecord(*found)
+
+
+def find_all(db: sa.Connection, file_ids: Sequence[str]) -> dict[str, FileRecord]:
+    found = db.execute(sa.select(*_FIELDS).where(files.c.id.in_(file_ids)))
+    return {record.id: record for record in (FileRecord(*row) for row in found)}
+
+
+def page(db: sa.Connection, query: FileQuery) -> list[FileRecord]:
+    """The files asked for, and one more where there is one. Raises: UnknownName for an `after` that is none of them."""
+    wanted = sa.select(*_FIELDS).where(files.c.project == query.project, _is_there(query.now))
+    if query.purpose is not None:
+        wanted = wanted.where(files.c.purpose == query.purpose)
+    place = sa.tuple_(files.c.created, files.c.id)
+    if query.after is not None:
+        last = find(db, query.after)
+        if last is None or last.project != query.project:
+            raise unknown(query.after)
+        beyond = sa.tuple_(sa.literal(last.created), sa.literal(last.id))
+        wanted = wanted.where(place < beyond if query.newest_first else place > beyond)
+    order = (files.c.created.desc(), files.c.id.desc()) if query.newest_first else (files.c.created, files.c.id)
+    return [FileRecord(*row) for row in db.execute(wanted.order_by(*order).limit(query.limit + 1))]
+
+
+def insert(db: sa.Connection, record: FileRecord) -> None:
+    db.execute(files.insert().values(msgspec.structs.asdict(record)))
+
+
+def insert_missing(db: sa.Connection, records: Sequence[FileRecord]) -> None:
+    """Insert those that are not there. One thread writes, so nobody comes in between."""
+    known = find_all(db, [record.id for record in records])
+    for record in records:
+        if record.id not in known:
+            insert(db, record)
+
+
+def delete(db: sa.Connection, file_id: str) -> None:
+    db.execute(files.delete().where(files.c.id == file_id))
+
+
+def expired(db: sa.Connection, now: float, after: str, limit: int) -> list[FileRecord]:
+    """Files that have expired, by id, behind `after`."""
+    wanted = sa.select(*_FIELDS).where(files.c.expires <= now, files.c.id > after)
+    return [FileRecord(*row) for row in db.execute(wanted.order_by(files.c.id).limit(limit))]
+
+
+def known_of(db: sa.Connection, names: Sequence[str]) -> set[str]:
+    """Those of `names` that are ids of files."""
+    return set(db.execute(sa.select(files.c.id).where(files.c.id.in_(names))).scalars())
+
+
+def results_of(db: sa.Connection, job_id: str) -> JobResults | None:
+    columns = (jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output)
+    found = db.execute(sa.select(*columns).where(jobs.c.id == job_id)).first()
+    if found is None:
+        return None
+    return JobResults(found.state, found.generation, [path for path in (found.output, found.errors_output) if path])
+
+
+def _is_there(now: float) -> sa.ColumnElement[bool]:
+    return files.c.expires.is_(None) | (files.c.expires > now)
+
 
 __all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
 
@@ -69,9 +178,9 @@ class FileService:
 
     def __init__(
         self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
-        quotas: ProjectQuotas = ProjectQuotas(), room: DiskRoom | None = None,
+        quotas: ProjectQuotas = ProjectQuotas(), room: DiskQuota | None = None,
     ) -> None:  # fmt: skip
-        self.room = room or DiskRoom(database, data_dir, quotas)
+        self.room = room or DiskQuota(database, data_dir, quotas)
         self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
         self._jobs_home = data_dir / "jobs"
         self.home = data_dir / "files"
@@ -133,7 +242,7 @@ class FileService:
     # -- out --------------------------------------------------------------------------------------------------------
 
     async def get(self, project: str, file_id: str) -> FileRecord:
-        record = await self._database.read(file_records.find, file_id)
+        record = await self._database.read(find, file_id)
         now = self._clock.now()
         if record is None:
             removal = await self._database.read(removals.find, file_id)
@@ -184,7 +293,7 @@ class FileService:
     ) -> tuple[list[FileRecord], bool]:
         """A page of files, and whether there are more. Raises: UnknownName for an `after` that is none of them."""
         query = FileQuery(project, self._clock.now(), min(limit, PAGE_MAX), purpose, after, newest_first)
-        found = await self._database.read(file_records.page, query)
+        found = await self._database.read(page, query)
         return found[: query.limit], len(found) > query.limit
 
     # -- results ----------------------------------------------------------------------------------------------------
@@ -217,7 +326,7 @@ class FileService:
         try:
             target = self.home / file_id
             size_bytes = await self.disk.run(link, path, target)
-            now = await self._database.read(file_records.results_of, view.id)
+            now = await self._database.read(results_of, view.id)
             if now is None or now.generation != view.generation or now.state != view.state:
                 await self.disk.run(
                     target.unlink, missing_ok=True
@@ -228,7 +337,7 @@ class FileService:
                 await self._database.write(removals.insert, gone)
                 return gone
             record = result_record(view, file_id, path.suffixes, size_bytes)
-            await self._database.write(file_records.insert_missing, [record])
+            await self._database.write(insert_missing, [record])
             return record
         finally:
             self._arriving.discard(file_id)
@@ -268,7 +377,7 @@ class FileService:
     async def _remove_copies(self, record: FileRecord) -> None:
         """The job's own copy goes first: a record that is gone must not come back at the next look at the job."""
         assert record.job is not None
-        results = await self._database.read(file_records.results_of, record.job)
+        results = await self._database.read(results_of, record.job)
         if results is not None and JobState(results.state).is_at_rest:
             home = self._jobs_home / record.job
             copies = [path for path in map(Path, results.paths) if path.parent == home]
@@ -287,7 +396,7 @@ class FileService:
     async def _sweep_expired(self) -> int:
         """No new job can begin to read what has expired: one look at those there are is enough for all."""
         gone, after = 0, ""
-        while found := await self._database.read(file_records.expired, self._clock.now(), after, SWEEP_MAX):
+        while found := await self._database.read(expired, self._clock.now(), after, SWEEP_MAX):
             after = found[-1].id
             held = set(self._held)  # a job that is being made of one is stored a moment later
             used = await self._database.read(job_records.in_use, [str(self.path(record)) for record in found])
@@ -304,7 +413,7 @@ class FileService:
         names = [name for name in names if name not in self._arriving]  # looked at before the records are
         for first in range(0, len(names), SWEEP_MAX):
             some = names[first : first + SWEEP_MAX]
-            known = await self._database.read(file_records.known_of, some)
+            known = await self._database.read(known_of, some)
             await self.disk.run(unlink_all, [self.home / name for name in some if name not in known])
 
     def close(self) -> None:
@@ -386,21 +495,21 @@ def checked_filename(name: str) -> str:
 def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota: int) -> None:
     """Results of jobs do not count: nobody chose to have them kept."""
     refuse_beyond(
-        db, file_records.files, quota, quota="files", project=record.project, way_out="delete some",
-        where=file_records.files.c.job.is_(None),
+        db, files, quota, quota="files", project=record.project, way_out="delete some",
+        where=files.c.job.is_(None),
     )  # fmt: skip
-    file_records.insert(db, record)
+    insert(db, record)
     if within is not None:
         within(db, record)
 
 
 def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord | Removal]:
-    return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
+    return {**removals.find_all(db, ids), **find_all(db, ids)}
 
 
 def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:
     """Remove a record; of a result it stays known who did it."""
-    file_records.delete(db, record.id)
+    delete(db, record.id)
     if record.job is not None:
         removals.insert(db, _removal(record, by, now))
 

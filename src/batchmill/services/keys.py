@@ -21,7 +21,7 @@ from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownNa
 from batchmill.ports import Clock
 from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.service_tables import keys
+from batchmill.store.tables import keys
 from batchmill.types import Caller, ProjectQuotas, Scope
 from batchmill.wire.native import KeyInfo
 
@@ -59,7 +59,7 @@ def key_info(record: KeyRecord) -> KeyInfo:
     return KeyInfo(**told)
 
 
-class NewKey(Struct, frozen=True):
+class CreatedKey(Struct, frozen=True):
     """A key on the one occasion on which it is shown."""
 
     key: str
@@ -98,7 +98,7 @@ class KeyService:
         requests_per_minute: int | None = None,
         expires: float | None = None,
         by: Caller | None = None,
-    ) -> NewKey:
+    ) -> CreatedKey:
         """A new key. `by`: a key mints only keys whose scope, project, models, rate and end lie within its own, and
         pays for their requests with its own rate. It mints none with the scope deploy: those are for whoever runs the
         machine to make.
@@ -122,7 +122,7 @@ class KeyService:
         known = await self._all_ids()
         await self._database.write(_insert, record, _digest(key), self._quotas.of(project).keys)
         known.add(key_id)
-        return NewKey(key, record)
+        return CreatedKey(key, record)
 
     async def list(self, project: str | None) -> list[KeyRecord]:
         """Keys of a project, or of all, the newest first; revoked ones too."""
@@ -236,8 +236,8 @@ def _within(
         raise Forbidden(f"this key makes keys of its own project, {by.project}, only")
     if scope == Scope.DEPLOY:  # nobody that asks over HTTP, be it with such a key or where there are none
         raise Forbidden(
-            "no key with the scope deploy is made over the API: what it deploys runs as the server's user. Whoever "
-            "runs the machine makes one, beside the data directory: batchmill keys create --scope deploy"
+            "a key with the scope deploy cannot be created over the API: its code runs as the server's user. The "
+            "operator of the machine creates one beside the data directory: batchmill keys create --scope deploy"
         )
     if not by.may(scope):
         raise Forbidden(f"this key has the scope {by.scope}: it makes none with {scope}")

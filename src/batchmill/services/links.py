@@ -18,8 +18,8 @@ from batchmill.errors import InvalidConfig, Refused
 from batchmill.ports import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.database import Database
-from batchmill.store.dataset_tables import used_links
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.tables import used_links
 from batchmill.types import ProjectQuotas
 
 SIGNATURE_CHARS_MAX = 1024
@@ -28,7 +28,7 @@ SWEEP_MAX = 10_000  # used links that are forgotten at once
 UNREADABLE = "secret_unreadable"  # SecretBox: it was sealed for something else, or by another server
 
 
-class Link(Struct, frozen=True, forbid_unknown_fields=True):
+class SignedLink(Struct, frozen=True, forbid_unknown_fields=True):
     """What a signature holds. Times are seconds since the epoch, UTC."""
 
     id: str
@@ -47,11 +47,11 @@ class LinkService:
 
     def sign(self, purpose: str, subject: str, project: str, lifetime_s: float) -> str:
         """A signature that fits into a query as it is."""
-        link = Link(secrets.token_hex(16), project, self._clock.now() + lifetime_s)
+        link = SignedLink(secrets.token_hex(16), project, self._clock.now() + lifetime_s)
         sealed = self._box.seal(msgspec.json.encode(link), _owner(purpose, subject))
         return _text(sealed)
 
-    async def open(self, signature: str, purpose: str, subject: str) -> Link:
+    async def open(self, signature: str, purpose: str, subject: str) -> SignedLink:
         """The link that a signature is, of this purpose and this very thing."""
         link = self._read(signature, _owner(purpose, subject))
         if link.expires <= self._clock.now():
@@ -59,7 +59,7 @@ class LinkService:
         await self._check_free(link)
         return link
 
-    async def begin_use(self, link: Link) -> None:
+    async def begin_use(self, link: SignedLink) -> None:
         """The end of what it is for is being sent: it is refused for now, and for good once `use_up` is called.
 
         Raises: Refused, when somebody who had opened it as well was first; OverQuota.
@@ -68,11 +68,11 @@ class LinkService:
         await self._check_free(link)
         self._sent[link.id] = self._clock.monotonic() + SETTLE_S
 
-    async def use_up(self, link: Link) -> None:
+    async def use_up(self, link: SignedLink) -> None:
         """From now on it is refused; done twice, it is once."""
         await self._database.write(_note, link)
 
-    def use(self, db: sa.Connection, link: Link) -> None:
+    def use(self, db: sa.Connection, link: SignedLink) -> None:
         """Use a link up, within the transaction of what it was used for.
 
         Raises: Refused, when somebody was first; OverQuota.
@@ -87,17 +87,17 @@ class LinkService:
         self._sent = {name: until for name, until in self._sent.items() if until > now}
         return await self._database.write(_forget, self._clock.now())
 
-    async def _check_free(self, link: Link) -> None:
+    async def _check_free(self, link: SignedLink) -> None:
         """Nobody has used it, or is about to. What follows at once, without waiting, is the first to know."""
         await self._database.read(check_unused, link)
         if self._sent.get(link.id, 0.0) > self._clock.monotonic():
             raise _used()
 
-    def _read(self, signature: str, owner: str) -> Link:
+    def _read(self, signature: str, owner: str) -> SignedLink:
         try:
             sealed = base64.b64decode(signature + "=" * (-len(signature) % 4), b"-_", validate=True)
             if _text(sealed) == signature:  # there is one way to write it: bits that say nothing are not to be changed
-                return msgspec.json.decode(self._box.open(sealed, owner), type=Link)
+                return msgspec.json.decode(self._box.open(sealed, owner), type=SignedLink)
         except InvalidConfig as error:
             if error.code != UNREADABLE:
                 raise  # the server's key file itself
@@ -109,13 +109,13 @@ class LinkService:
         ) from None
 
 
-def check_unused(db: sa.Connection, link: Link) -> None:
+def check_unused(db: sa.Connection, link: SignedLink) -> None:
     """Raises: Refused."""
     if db.execute(sa.select(used_links.c.id).where(used_links.c.id == link.id)).first() is not None:
         raise _used()
 
 
-def _refuse_beyond(db: sa.Connection, link: Link, most: int) -> None:
+def _refuse_beyond(db: sa.Connection, link: SignedLink, most: int) -> None:
     """Links that were used are remembered until they expire."""
     way_out = "come again when some of them have expired"
     refuse_beyond(db, used_links, most, quota="used_links", project=link.project, way_out=way_out)
@@ -125,7 +125,7 @@ def _used() -> Refused:
     return Refused("this link has been used, and works only once: ask for a new one", code="link_used")
 
 
-def _note(db: sa.Connection, link: Link) -> None:
+def _note(db: sa.Connection, link: SignedLink) -> None:
     db.execute(
         used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires, project=link.project)
     )

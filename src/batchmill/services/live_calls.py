@@ -18,7 +18,7 @@ from batchmill.ports import Clock, Live
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.model_rows import ModelKind, ServedModel
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
-from batchmill.wire.call_forms import ARGUMENTS, form_of_body
+from batchmill.wire.calls import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
 from batchmill.wire.forms import usage_of
 
@@ -99,7 +99,7 @@ class LiveCalls:
         try:
             asked = _asked(body)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise InvalidRow(f"the body is no request: {error}", code="invalid_field") from None
+            raise InvalidRow(f"the body is not a valid request: {error}", code="invalid_field") from None
         if not asked.model:
             raise InvalidRow("you must provide a model parameter", code="missing_model")
         served = self._directory.find(caller, asked.model)

@@ -9,21 +9,145 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import msgspec
+import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import BatchmillError, StorageFull
 from batchmill.ports import Clock, Jobs
-from batchmill.services import outbox_records as records
+from batchmill.services import webhooks as events
 from batchmill.services.clock_steps import ClockSteps
-from batchmill.services.courier import Answer
-from batchmill.services.events import Ended
 from batchmill.services.files import FileService
-from batchmill.services.outbox_records import Settled, Waiting
-from batchmill.services.webhooks import WebhookService
+from batchmill.services.webhook_sender import DeliveryResult
+from batchmill.services.webhooks import Ended, WebhookService
+from batchmill.states import ENDED
 from batchmill.store.database import Database
-from batchmill.store.service_tables import outbox
+from batchmill.store.tables import jobs, outbox
+
+KEPT_S = 3 * 86_400.0  # an event that was delivered, or given up, is forgotten then
+
+
+class DueEvent(Struct, frozen=True):
+    """An event that is due."""
+
+    id: str
+    endpoint: str
+    payload: bytes
+    attempts: int
+    created: float
+    project: str
+
+
+class Settled(Struct, frozen=True):
+    """What came of one attempt. `due` None: there will be no other."""
+
+    id: str
+    attempts: int
+    due: float | None
+    delivered: float | None
+    failure: str
+
+
+class _Spec(Struct):
+    """What of a job's description an event needs."""
+
+    origin: dict[str, Any] | None = None
+
+
+def unannounced(db: sa.Connection, limit: int) -> list[Ended]:
+    """Jobs at rest of which nobody was told, those first that ended first."""
+    columns = jobs.c
+    query = (
+        sa.select(
+            columns.id,
+            columns.generation,
+            columns.state,
+            columns.created,
+            columns.finished,
+            columns.project,
+            columns.spec,
+        )  # fmt: skip
+        .where(columns.announced <= columns.generation, columns.state.in_(ENDED))
+        .order_by(columns.finished)
+        .limit(limit)
+    )
+    return [_ended(found) for found in db.execute(query)]
+
+
+def _ended(found: sa.Row) -> Ended:
+    origin = msgspec.json.decode(found.spec, type=_Spec).origin or {}
+    frontend, trace = origin.get("frontend"), origin.get("traceparent")
+    finished = found.created if found.finished is None else found.finished
+    return Ended(found.id, found.generation, found.state, found.created, finished, found.project, frontend, trace)
+
+
+def announce(
+    db: sa.Connection, ends: Sequence[Ended], now: float, listening: Callable[[sa.Connection, str, str], list[str]]
+) -> list[Ended]:
+    """Put the events of these ends into the outbox and mark them as told; those that were not told before."""
+    told = []
+    for ended in ends:
+        still = (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
+        mark = jobs.update().where(still, jobs.c.announced <= ended.generation).values(announced=ended.generation + 1)
+        if db.execute(mark).rowcount == 0:
+            continue  # it was opened again meanwhile, or told already
+        told.append(ended)
+        if ended.type is not None:
+            _put(db, ended, now, listening(db, ended.project, ended.type))
+    return told
+
+
+def _put(db: sa.Connection, ended: Ended, now: float, endpoints: Iterable[str]) -> None:
+    event = events.event_of(ended)
+    for endpoint in endpoints:
+        message = events.message_id(event, endpoint)
+        if db.execute(sa.select(outbox.c.id).where(outbox.c.id == message)).first() is None:
+            db.execute(
+                outbox.insert().values(
+                    id=message, endpoint=endpoint, project=ended.project, type=event.type,
+                    payload=events.payload_of(event), created=now, due=now,
+                )
+            )  # fmt: skip
+
+
+def due(
+    db: sa.Connection, now: float, busy: Sequence[str], full: Sequence[str], taken: Sequence[str], limit: int
+) -> list[DueEvent]:
+    """Events to be sent now, the longest due first, apart from those in hand (`taken`).
+
+    Args:
+        busy: endpoints that take nothing more now.
+        full: projects that have their share of deliveries under way.
+    """
+    columns = outbox.c
+    is_free = columns.endpoint.not_in(busy) & columns.project.not_in(full)
+    query = (
+        sa.select(*(columns[name] for name in DueEvent.__struct_fields__))
+        .where(columns.due <= now, is_free, columns.id.not_in(taken))
+        .order_by(columns.due)
+        .limit(limit)
+    )
+    return [DueEvent(*found) for found in db.execute(query)]
+
+
+def settle(db: sa.Connection, settled: Sequence[Settled]) -> None:
+    """Write down what came of attempts."""
+    for each in settled:
+        values = {"attempts": each.attempts, "due": each.due, "delivered": each.delivered, "failure": each.failure}
+        db.execute(outbox.update().where(outbox.c.id == each.id).values(**values))
+
+
+def sweep(db: sa.Connection, now: float) -> None:
+    """Forget what was settled long ago."""
+    db.execute(outbox.delete().where(outbox.c.due.is_(None), outbox.c.created < now - KEPT_S))
+
+
+def count_waiting(db: sa.Connection) -> int:
+    return db.execute(sa.select(sa.func.count()).where(outbox.c.due >= 0)).scalar_one()
+
 
 # Seconds between one attempt and the next; after the last one an event is given up, about three days old.
 DELAYS_S = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
@@ -103,7 +227,7 @@ class Outbox:
         await self._send_due()
         if self._clock.monotonic() - self._swept >= SWEEP_S:
             self._swept = self._clock.monotonic()
-            await self._database.write(records.sweep, self._clock.now())
+            await self._database.write(sweep, self._clock.now())
 
     async def _rest(self) -> None:
         """Until an attempt ends, or it is time to look again."""
@@ -119,7 +243,7 @@ class Outbox:
     # -- what ended ---------------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        ends = await self._database.read(records.unannounced, PAGE)
+        ends = await self._database.read(unannounced, PAGE)
         ready: list[Ended] = []
         for ended in ends:
             try:
@@ -131,7 +255,7 @@ class Outbox:
             ready.append(ended)
         if not ready:
             return
-        told = await self._database.write(records.announce, ready, self._clock.now(), self._webhooks.listening)
+        told = await self._database.write(announce, ready, self._clock.now(), self._webhooks.listening)
         if len(ends) == PAGE:
             self._wake.set()
         for ended in told if self._heard is not None else ():
@@ -149,7 +273,7 @@ class Outbox:
     async def _send_due(self) -> None:
         while len(self._sending) < SENDING_MAX:
             now, busy, full = self._clock.now(), self._busy(), self._full()
-            found = await self._database.read(records.due, now, busy, full, list(self._sending), PAGE)
+            found = await self._database.read(due, now, busy, full, list(self._sending), PAGE)
             begun = [each for each in found if self._begin(each)]
             if not begun:
                 return
@@ -170,7 +294,7 @@ class Outbox:
             return running < SENDING_EACH_MAX
         return running == 0 and standing.free_at <= self._clock.monotonic()
 
-    def _begin(self, event: Waiting) -> bool:
+    def _begin(self, event: DueEvent) -> bool:
         running = sum(event.endpoint == each.endpoint for each in self._sending.values())
         is_full = len(self._sending) >= SENDING_MAX or event.project in self._full()
         if is_full or not self._has_room(event.endpoint, running):
@@ -178,7 +302,7 @@ class Outbox:
         self._sending[event.id] = _Sending(event.endpoint, event.project, asyncio.create_task(self._send(event)))
         return True
 
-    async def _send(self, event: Waiting) -> None:
+    async def _send(self, event: DueEvent) -> None:
         answer = await self._deliver(event)
         if answer is not None and not answer.failure:
             self._standing.pop(event.endpoint, None)
@@ -190,18 +314,18 @@ class Outbox:
         self._settled.append(self._outcome(event, answer))
         self._wake.set()
 
-    async def _deliver(self, event: Waiting) -> Answer | None:
+    async def _deliver(self, event: DueEvent) -> DeliveryResult | None:
         """None where there is no such endpoint any more."""
         try:
             listener = await self._webhooks.listener(event.endpoint)
             return None if listener is None else await self._webhooks.deliver(listener, event.id, event.payload)
         except BatchmillError as error:  # above all: its secret cannot be read
-            return Answer(failure=error.message)
+            return DeliveryResult(failure=error.message)
         except Exception as error:  # the edge of a delivery: the event is tried again like any other
             logger.error("the event %s could not be sent", event.id, exc_info=error)
-            return Answer(failure="it could not be sent")
+            return DeliveryResult(failure="it could not be sent")
 
-    def _outcome(self, event: Waiting, answer: Answer | None) -> Settled:
+    def _outcome(self, event: DueEvent, answer: DeliveryResult | None) -> Settled:
         attempts, now = event.attempts + 1, self._clock.now()
         if answer is None:
             return Settled(event.id, event.attempts, None, None, "the endpoint is no longer registered")
@@ -219,14 +343,14 @@ class Outbox:
         """Write outcomes down, and only then let go of their events."""
         written = list(self._settled)
         if written:
-            await self._database.write(records.settle, written)
+            await self._database.write(settle, written)
             for each in written:
                 self._settled.popleft()
                 self._sending.pop(each.id, None)
 
     async def count_waiting(self) -> int:
         """Events that are still to be taken."""
-        return await self._database.read(records.count_waiting)
+        return await self._database.read(count_waiting)
 
 
 def delay_s(message_id: str, attempts: int, rest_s: float = 0.0) -> float:

@@ -1,15 +1,14 @@
-"""Looking at a dataset for somebody who asks over a door: validate, plan and estimate. A bounded number at once."""
+"""Previews of orders that come over HTTP: validate, plan and estimate. A bounded number at once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from batchmill.children.fair_semaphore import FairSemaphore
-from batchmill.jobs import preview
-from batchmill.store.disk_room import DiskRoom
+from batchmill.jobs.intake import preview
+from batchmill.store.disk_room import DiskQuota
 from batchmill.types import JobOrder
-from batchmill.wire.native import Estimated, Planned
-from batchmill.wire.previews import SealReport
+from batchmill.wire.native import Estimated, Planned, SealReport
 
 AT_ONCE = 2  # each reads its whole dataset in processes of its own
 WAITING_MAX = 16  # of one project
@@ -22,7 +21,7 @@ def _unseen(share: float) -> None:
 class PreviewService:
     """Raises, everywhere: InvalidInput when the order cannot be run as it is; Unavailable when too many wait."""
 
-    def __init__(self, data_dir: Path, room: DiskRoom) -> None:
+    def __init__(self, data_dir: Path, room: DiskQuota) -> None:
         self._data_dir, self._disk = data_dir, room
         self._places = FairSemaphore(AT_ONCE, waiting_max=WAITING_MAX, what="datasets to look at")
 

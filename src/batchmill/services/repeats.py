@@ -2,7 +2,7 @@
 
 Clients repeat their POSTs blindly when a reply is late or lost. `once_for` names an order, `RepeatedOrders` says which
 job it is already, and hears from `server/delivery.py` that its reply has arrived. Which job an order becomes is written
-in the transaction that stores the job (`jobs/submissions.py`). Source: draft-ietf-httpapi-idempotency-key-header.
+in the transaction that stores the job (`jobs/ledger/records.py`). Source: draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from batchmill.errors import InvalidInput
-from batchmill.jobs import submissions
+from batchmill.jobs.ledger import records
 from batchmill.ports import Clock
 from batchmill.services.remote import task_records
 from batchmill.store.database import Database
@@ -31,7 +31,7 @@ class RepeatedOrders:
 
     async def find(self, once: Once) -> str | None:
         """The job that this order is already; None: it would be a new one. Raises: Conflict."""
-        return await submissions.known(self._database, once, self._clock.now())
+        return await records.known(self._database, once, self._clock.now())
 
     async def delivered(self, once: Once) -> None:
         """The reply to this order has arrived: the same order without a key is another one from now on."""
@@ -40,7 +40,7 @@ class RepeatedOrders:
 
 
 def _delivered(db: sa.Connection, key: str, now: float) -> None:
-    submissions.answered(db, key, now)
+    records.answered(db, key, now)
     task_records.forget_order(db, key)
 
 

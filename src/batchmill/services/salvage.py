@@ -20,21 +20,21 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.errors import BatchmillError, InvalidConfig
-from batchmill.jobs import audit, ledger_snapshot, repair, retention
-from batchmill.jobs.audit import AuditOrder
-from batchmill.jobs.job_files import JobFiles, read_spec
-from batchmill.jobs.ledger import Ledger
-from batchmill.jobs.plan import PLAN
+from batchmill.jobs import repair, retention
+from batchmill.jobs.ledger import audit, snapshot
+from batchmill.jobs.ledger.audit import AuditOrder
+from batchmill.jobs.ledger.files import JobFiles, read_spec
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.ledger.plan import PLAN
 from batchmill.services import backups
-from batchmill.services.file_records import BATCH, FileRecord
+from batchmill.services.files import BATCH, FileRecord
 from batchmill.states import JobState
-from batchmill.store import schema_version
+from batchmill.store import database as schema_version
 from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_sound
 from batchmill.store.database import NAME, Database
 from batchmill.store.segments import sync_folder
-from batchmill.store.service_tables import files as file_table
-from batchmill.store.service_tables import removals
-from batchmill.store.tables import jobs, metadata
+from batchmill.store.tables import files as file_table
+from batchmill.store.tables import jobs, metadata, removals
 from batchmill.types import SalvagedTable, SalvageReport
 from batchmill.wire.job_spec import JobSpec
 
@@ -281,7 +281,7 @@ class _Salvage:
             db.execute(jobs.insert().prefix_with("OR REPLACE").values(values))
         return True
 
-    def _is_in_doubt(self, spec: JobSpec, before: ledger_snapshot.Snapshot) -> bool:
+    def _is_in_doubt(self, spec: JobSpec, before: snapshot.Snapshot) -> bool:
         """Whether something of the job's record may have been lost, and it has one to rebuild."""
         if not self.incomplete & LEDGER or before.state == JobState.FAILED:
             return False

@@ -1,4 +1,4 @@
-"""What a door may call, in one place: handed to every dialect by the composition root."""
+"""What a frontend may call, in one place: handed to every dialect by the composition root."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from batchmill.children.programs import Programs
     from batchmill.config import Config
-    from batchmill.jobs.tallies import ModelGauge
+    from batchmill.jobs.pools.tallies import ModelGauge
     from batchmill.ports import Clock
     from batchmill.services.adapters.service import AdapterService
-    from batchmill.services.datasets.service import DatasetService
     from batchmill.services.directory import ModelDirectory
     from batchmill.services.files import FileService
     from batchmill.services.functions.calls import FunctionCalls
     from batchmill.services.functions.late_replies import LateReplies
     from batchmill.services.functions.versions import ModelVersions
-    from batchmill.services.job_desk import JobDesk
     from batchmill.services.keys import KeyService
     from batchmill.services.links import LinkService
     from batchmill.services.live_calls import LiveCalls
     from batchmill.services.llms.service import LlmService
+    from batchmill.services.named_datasets import DatasetService
+    from batchmill.services.project_jobs import ProjectJobs
     from batchmill.services.remote.connectors import ConnectorService
     from batchmill.services.remote.groups import ModelGroups
     from batchmill.services.remote.models import RemoteModels
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Services(Struct, frozen=True):
-    jobs: JobDesk
+    jobs: ProjectJobs
     repeats: RepeatedOrders
     files: FileService
     uploads: UploadService

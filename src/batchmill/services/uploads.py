@@ -16,22 +16,142 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
 from batchmill.ports import Clock
-from batchmill.services import upload_records
 from batchmill.services.files import FileRecord, FileService, checked_filename, new_id
 from batchmill.services.incoming import names_in, to_its_end, unlink_all
-from batchmill.services.upload_records import (
-    CANCELLED,
-    COMPLETED,
-    EXPIRED,
-    PART_BYTES_MAX,
-    PARTS_MAX,
-    PENDING,
-    PartRecord,
-    UploadRecord,
-)
 from batchmill.store.database import Database
 from batchmill.store.disk_room import Writing
+from batchmill.store.quotas import refuse_beyond
 from batchmill.store.segments import sync_folder
+from batchmill.store.tables import upload_parts, uploads
+
+PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
+PARTS_MAX = 10_000  # of one upload
+REPEATS_MAX = 2  # times its size that the parts of an upload may hold: some arrive twice
+PART_BYTES_MAX = 64 * 1024 * 1024
+ENDED_MAX = 10_000  # uploads of one project that have ended and are still known
+
+
+class UploadRecord(Struct, frozen=True):
+    """A file that arrives in parts. Times are seconds since the epoch, UTC."""
+
+    id: str
+    project: str
+    purpose: str
+    filename: str
+    mime_type: str
+    bytes: int  # as announced
+    status: str
+    created: float
+    expires: float
+    file_expires_s: float | None
+    file: str | None
+
+
+class PartRecord(Struct, frozen=True):
+    """One piece of an upload."""
+
+    id: str
+    upload: str
+    bytes: int
+    created: float
+    project: str
+
+
+_UPLOAD = [uploads.c[name] for name in UploadRecord.__struct_fields__]
+_PART = [upload_parts.c[name] for name in PartRecord.__struct_fields__]
+
+
+def find(db: sa.Connection, upload_id: str) -> UploadRecord | None:
+    found = db.execute(sa.select(*_UPLOAD).where(uploads.c.id == upload_id)).first()
+    return None if found is None else UploadRecord(*found)
+
+
+def insert(db: sa.Connection, record: UploadRecord, quota: int) -> None:
+    """Raises: OverQuota where so many of the project's have not ended."""
+    refuse_beyond(
+        db, uploads, quota, quota="uploads", project=record.project, way_out="complete or cancel some",
+        where=uploads.c.status == PENDING,
+    )  # fmt: skip
+    _forget_beyond(db, record.project)
+    db.execute(uploads.insert().values(msgspec.structs.asdict(record)))
+
+
+def parts_of(db: sa.Connection, upload_id: str) -> dict[str, PartRecord]:
+    found = db.execute(sa.select(*_PART).where(upload_parts.c.upload == upload_id))
+    return {record.id: record for record in (PartRecord(*row) for row in found)}
+
+
+def check_pending(db: sa.Connection, upload_id: str) -> UploadRecord:
+    """The upload, if it takes parts still. Raises: InvalidTransition."""
+    record = find(db, upload_id)
+    assert record is not None  # nothing removes an upload that somebody works on
+    if record.status != PENDING:
+        raise not_pending(record)
+    return record
+
+
+def not_pending(record: UploadRecord) -> InvalidTransition:
+    return InvalidTransition(
+        f"the upload {record.id} is {record.status}: only a pending one can be changed", code="upload_not_pending"
+    )
+
+
+def check_room(db: sa.Connection, upload_id: str, size_bytes: int) -> None:
+    """Whether an upload may have another part. Raises: InvalidTransition, TooLarge."""
+    record = check_pending(db, upload_id)
+    held = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(upload_parts.c.bytes), 0))
+    count, total = db.execute(held.where(upload_parts.c.upload == upload_id)).one()
+    if count >= PARTS_MAX:
+        raise TooLarge(f"an upload has at most {PARTS_MAX:,} parts: send larger ones", code="too_many_parts")
+    if total + size_bytes > REPEATS_MAX * record.bytes + PART_BYTES_MAX:
+        raise TooLarge(
+            f"the upload was announced with {record.bytes:,} bytes, and its parts hold {total:,} already",
+            code="too_many_parts",
+        )
+
+
+def add_part(db: sa.Connection, part: PartRecord) -> None:
+    """Raises: InvalidTransition, TooLarge."""
+    check_room(db, part.upload, part.bytes)
+    db.execute(upload_parts.insert().values(msgspec.structs.asdict(part)))
+
+
+def end(db: sa.Connection, upload_id: str, status: str, file_id: str | None = None) -> list[str]:
+    """Take a pending upload to its end; returns the ids of the parts, which have no records any more.
+
+    Raises: InvalidTransition.
+    """
+    check_pending(db, upload_id)
+    parts = list(parts_of(db, upload_id))
+    db.execute(uploads.update().where(uploads.c.id == upload_id).values(status=status, file=file_id))
+    db.execute(upload_parts.delete().where(upload_parts.c.upload == upload_id))
+    return parts
+
+
+def overdue_uploads(db: sa.Connection, now: float, limit: int) -> list[str]:
+    """Pending uploads whose time has passed."""
+    query = sa.select(uploads.c.id).where(uploads.c.status == PENDING, uploads.c.expires <= now)
+    return list(db.execute(query.order_by(uploads.c.expires).limit(limit)).scalars())
+
+
+def _forget_beyond(db: sa.Connection, project: str) -> None:
+    """Of a project that begins uploads without end, forget those that ended first."""
+    ended = sa.and_(uploads.c.project == project, uploads.c.status != PENDING)
+    count = db.execute(sa.select(sa.func.count()).select_from(uploads).where(ended)).scalar_one()
+    if count >= ENDED_MAX:
+        some = sa.select(uploads.c.id).where(ended).order_by(uploads.c.created).limit(count - ENDED_MAX + 1)
+        db.execute(uploads.delete().where(uploads.c.id.in_(some)))
+
+
+def forget_ended(db: sa.Connection, before: float) -> None:
+    """Drop the records of uploads that were begun long ago and have ended."""
+    db.execute(uploads.delete().where(uploads.c.status != PENDING, uploads.c.created < before))
+
+
+def known_parts(db: sa.Connection, names: Sequence[str]) -> set[str]:
+    """Those of `names` that are ids of parts."""
+    return set(db.execute(sa.select(upload_parts.c.id).where(upload_parts.c.id.in_(names))).scalars())
+
 
 LIFETIME_S = 3600.0  # of an upload that is never completed
 KEPT_S = 30 * 86_400.0  # the record of one that has ended
@@ -77,11 +197,11 @@ class UploadService:
             mime_type=new.mime_type[:MIME_CHARS_MAX], bytes=new.bytes, status=PENDING, created=now,
             expires=now + LIFETIME_S, file_expires_s=new.file_expires_s, file=None,
         )  # fmt: skip
-        await self._database.write(upload_records.insert, record, self._files.quotas.of(project).uploads)
+        await self._database.write(insert, record, self._files.quotas.of(project).uploads)
         return record
 
     async def get(self, project: str, upload_id: str) -> UploadRecord:
-        record = await self._database.read(upload_records.find, upload_id)
+        record = await self._database.read(find, upload_id)
         if record is None or record.project != project:
             raise UnknownName(f"No such Upload object: {upload_id[:SHOWN_CHARS]}", code="unknown_upload")
         if record.status == PENDING and record.expires <= self._clock.now():
@@ -91,7 +211,7 @@ class UploadService:
     async def part_writer(self, project: str, upload_id: str) -> PartWriter:
         """A new part of a pending upload. Raises: TooLarge (`too_many_parts`)."""
         await self._pending(project, upload_id)
-        await self._database.read(upload_records.check_room, upload_id, 0)
+        await self._database.read(check_room, upload_id, 0)
         return PartWriter(self._files, self, upload_id, project, await self._files.room.begin(project))
 
     async def store_part(self, part: PartRecord, writer: PartWriter) -> None:
@@ -100,7 +220,7 @@ class UploadService:
         self._arriving.add(part.id)
         try:
             await writer.incoming.settle(path)
-            await self._database.write(upload_records.add_part, part)
+            await self._database.write(add_part, part)
         except BaseException:
             await self._files.disk.run(path.unlink, missing_ok=True)
             raise
@@ -124,7 +244,7 @@ class UploadService:
             if record.status == COMPLETED and record.file is not None:
                 return record, await self._files.get(project, record.file)
             await self._pending(project, upload_id)
-            parts = await self._database.read(upload_records.parts_of, upload_id)
+            parts = await self._database.read(parts_of, upload_id)
             chosen = _chosen(record, parts, part_ids)
             file, gone = await self._join(record, chosen, md5)
             await self._unlink(gone)
@@ -136,8 +256,8 @@ class UploadService:
         """The file, made in the transaction that ends the upload; and the parts it needs no longer."""
         gone: list[str] = []
 
-        def end(db: sa.Connection, file: FileRecord) -> None:
-            gone.extend(upload_records.end(db, record.id, COMPLETED, file.id))
+        def complete(db: sa.Connection, file: FileRecord) -> None:
+            gone.extend(end(db, record.id, COMPLETED, file.id))
 
         writer = await self._files.writer(record.project, is_joined=True)
         try:
@@ -146,7 +266,7 @@ class UploadService:
             if md5 is not None and found != md5.lower():
                 raise InvalidInput(f"the md5 of the parts is {found}, not {md5[:32]!r}", code="md5_mismatch")
             file = await writer.commit(
-                purpose=record.purpose, filename=record.filename, expires_s=record.file_expires_s, within=end
+                purpose=record.purpose, filename=record.filename, expires_s=record.file_expires_s, within=complete
             )
         finally:
             await writer.discard()
@@ -167,16 +287,16 @@ class UploadService:
             await self._sweep_orphans()
             self._swept_orphans = True
         now = self._clock.now()
-        overdue = await self._database.read(upload_records.overdue, now, SWEEP_MAX)
+        overdue = await self._database.read(overdue_uploads, now, SWEEP_MAX)
         for upload_id in overdue:
             async with self._lock(upload_id):
                 with contextlib.suppress(InvalidTransition):  # it was completed just before
                     await self._end(upload_id, EXPIRED)
-        await self._database.write(upload_records.forget_ended, now - KEPT_S)
+        await self._database.write(forget_ended, now - KEPT_S)
         return len(overdue)
 
     async def _end(self, upload_id: str, status: str) -> None:
-        await self._unlink(await self._database.write(upload_records.end, upload_id, status))
+        await self._unlink(await self._database.write(end, upload_id, status))
 
     async def _unlink(self, part_ids: Sequence[str]) -> None:
         await self._files.disk.run(unlink_all, [self.home / part_id for part_id in part_ids])
@@ -186,13 +306,13 @@ class UploadService:
         names = [name for name in names if name not in self._arriving]  # looked at before the records are
         for first in range(0, len(names), SWEEP_MAX):
             some = names[first : first + SWEEP_MAX]
-            known = await self._database.read(upload_records.known_parts, some)
+            known = await self._database.read(known_parts, some)
             await self._unlink([name for name in some if name not in known])
 
     async def _pending(self, project: str, upload_id: str) -> UploadRecord:
         record = await self.get(project, upload_id)
         if record.status != PENDING:
-            raise upload_records.not_pending(record)
+            raise not_pending(record)
         return record
 
     def _lock(self, upload_id: str) -> asyncio.Lock:

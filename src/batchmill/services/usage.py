@@ -6,14 +6,27 @@ import sqlalchemy as sa
 
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.functions import records as functions
-from batchmill.services.upload_records import PENDING
+from batchmill.services.uploads import PENDING
 from batchmill.states import ENDED, JobState
-from batchmill.store.connector_tables import connectors, model_groups, remote_models, remote_tasks, secrets
-from batchmill.store.dataset_tables import datasets, used_links
-from batchmill.store.disk_room import DiskRoom
-from batchmill.store.llm_tables import adapters, llm_deployments
-from batchmill.store.service_tables import files, keys, late_calls, model_versions, uploads, webhook_endpoints
-from batchmill.store.tables import jobs
+from batchmill.store.disk_room import DiskQuota
+from batchmill.store.tables import (
+    adapters,
+    connectors,
+    datasets,
+    files,
+    jobs,
+    keys,
+    late_calls,
+    llm_deployments,
+    model_groups,
+    model_versions,
+    remote_models,
+    remote_tasks,
+    secrets,
+    uploads,
+    used_links,
+    webhook_endpoints,
+)
 from batchmill.types import Quotas
 from batchmill.wire.native import QuotaInfo
 
@@ -40,7 +53,7 @@ WHAT: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
 }
 
 
-async def usage(room: DiskRoom, project: str, now: float) -> list[QuotaInfo]:
+async def usage(room: DiskQuota, project: str, now: float) -> list[QuotaInfo]:
     """Every quota of a project, what it has and what it may have."""
     quotas = room.quotas.of(project)
     held = await room.database.read(_count, project, now)

@@ -16,7 +16,33 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import sqlalchemy as sa
 
 from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, of_system
-from batchmill.store import connector_tables, dataset_tables, llm_tables, schema_version, service_tables, tables
+from batchmill.store import tables
+from batchmill.store import tables as connector_tables
+from batchmill.store import tables as dataset_tables
+from batchmill.store import tables as llm_tables
+from batchmill.store import tables as service_tables
+from batchmill.store.tables import schema
+
+VERSION = 4
+
+
+def check(db: sa.Connection) -> None:
+    """Raises: InvalidConfig for a database that another version of batchmill has written."""
+    if not sa.inspect(db).has_table(schema.name):
+        return
+    version = db.execute(sa.select(schema.c.version)).scalar()
+    if version not in (None, VERSION):
+        raise InvalidConfig(
+            f"has schema version {version}, this batchmill knows {VERSION}: use the batchmill that wrote it, or "
+            "another --data-dir"
+        )
+
+
+def write(db: sa.Connection) -> None:
+    """Note the version in a database whose tables have just been made."""
+    if db.execute(sa.select(schema.c.version)).scalar() is None:
+        db.execute(schema.insert().values(version=VERSION))
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,10 +68,10 @@ class Database:
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:
-                schema_version.check(db)
+                check(db)
             tables.metadata.create_all(self.writer)
             with self.writer.begin() as db:
-                schema_version.write(db)
+                write(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
             raise _unopened(path, error) from error

@@ -1,11 +1,9 @@
-"""The bytes that projects have on the disk: what the database knows of, and what is being written and not yet there.
-
-Everybody who writes for a project asks the one DiskRoom of the process that owns the data directory, on its event loop.
-"""
+"""Disk space: what is free, what each project takes, and a reserve that lets a full disk be written down."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
@@ -19,12 +17,34 @@ from msgspec import Struct
 
 from batchmill.errors import OverQuota
 from batchmill.store.database import Database
-from batchmill.store.llm_tables import adapters
 from batchmill.store.quotas import over_quota
-from batchmill.store.service_tables import files, upload_parts
-from batchmill.store.tables import jobs
+from batchmill.store.tables import adapters, files, jobs, upload_parts
 from batchmill.types import ProjectQuotas
 from batchmill.types.machines import size_text
+
+RESERVE_BYTES = 4 * 1024 * 1024
+
+
+class DiskReserve:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def reserve(self) -> None:
+        """Take the room. Where there is none, there is no reserve: the next owner tries again."""
+        if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
+            return
+        fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, RESERVE_BYTES)
+        except OSError:
+            self.release()
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Give the room back."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
 
 
 def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]:
@@ -45,7 +65,7 @@ def used(db: sa.Connection, project: str) -> int:
     return db.execute(USED, {"project": project}).scalar_one()
 
 
-class DiskRoom:
+class DiskQuota:
     def __init__(self, database: Database, data_dir: Path, quotas: ProjectQuotas) -> None:
         self.database, self._data_dir, self.quotas = database, data_dir, quotas
         self._known: dict[str, tuple[int, int]] = {}  # project -> bytes it had when somebody last looked, and may have
@@ -108,7 +128,7 @@ class DiskRoom:
 class Writing:
     """Bytes on their way to the disk."""
 
-    def __init__(self, room: DiskRoom, project: str) -> None:
+    def __init__(self, room: DiskQuota, project: str) -> None:
         self._room, self._project = room, project
         self._size, self._has_ended = 0, False
 
@@ -169,7 +189,7 @@ class Preparing(Struct):
 
 
 @asynccontextmanager
-async def preparing(room: DiskRoom | None, project: str, folder: Path) -> AsyncIterator[Preparing]:
+async def preparing(room: DiskQuota | None, project: str, folder: Path) -> AsyncIterator[Preparing]:
     """Room for a dataset that is written to `folder`; None: a command's, without a quota. Raises: OverQuota."""
     if room is None:
         yield Preparing(folder)

@@ -30,6 +30,6 @@ def refuse_beyond(
 def over_quota(quota: str, project: str, has: str, most: str, way_out: str) -> OverQuota:
     """`has`: what the project has, as the message tells it; `most`: what it may have."""
     return OverQuota(
-        f"the project {project} {has}, and may have {most}: {way_out}, or have whoever runs this server raise "
+        f"the project {project} {has}, and may have {most}: {way_out}, or ask the operator of this server to raise "
         f"quotas.{quota} or projects.{project}.quotas.{quota}"
     )

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Gone
-from batchmill.store.service_tables import removals
-from batchmill.store.tables import jobs
+from batchmill.store.tables import jobs, removals
 
 REMEMBERED_S = 90 * 86_400.0  # what was deleted so long ago with its job is unknown again
 ELSEWHERE = "somebody outside of batchmill"

@@ -7,7 +7,20 @@ connectors and what belongs to them in `connector_tables`; how a database is ope
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text, column
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    column,
+)
 
 metadata = MetaData()
 
@@ -44,7 +57,7 @@ jobs = Table(
     Column("problems", LargeBinary),  # list[types.Problem] as JSON
     Column("problems_total", BigInteger, nullable=False, default=0),
     Column("project", String(64), nullable=False, server_default="default"),
-    Column("door", String(32)),  # of the server that took it: origin["door"]
+    Column("frontend", String(32)),  # of the server that took it: origin["frontend"]
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("deadline", Float),  # seconds since the epoch, UTC
     Column("finalizing", Float),  # when its results began to be written
@@ -127,4 +140,305 @@ error_counts = Table(  # rows whose outcome now is an error, by cause
     Column("code", String(256), primary_key=True),
     Column("rows", BigInteger, nullable=False),
     Column("sample", Text, nullable=False, default=""),
+)
+
+
+secrets = Table(  # encrypted; what a secret belongs to is its name: "openai", "connector/ID/KEY"
+    "secrets",
+    metadata,
+    Column("name", String(256), primary_key=True),
+    Column("sealed", LargeBinary, nullable=False),
+    Column("hint", String(8), nullable=False),  # its last characters, where it is long enough to show some
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Column("project", String(64), index=True),  # whose quota it counts to; None: whoever runs the machine put it in
+)
+
+connectors = Table(
+    "connectors",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(256), nullable=False),
+    Column("spec", LargeBinary, nullable=False),  # types.Connector as JSON; credentials by reference
+    Column("access", LargeBinary, nullable=False),  # what a dialect keeps of it and the core never reads, as JSON
+    Column("revision", Integer, nullable=False),  # 1 at first, one more with every change
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("connectors_by_project", "project", "created"),
+)
+
+remote_models = Table(  # models that are a connector
+    "remote_models",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(256), nullable=False),
+    Column("group", String(64), nullable=False),
+    Column("version", Integer, nullable=False),  # within its group
+    Column("connector", String(64)),  # None: its own, in `spec`
+    Column("spec", LargeBinary),  # types.Connector as JSON
+    Column("state", String(32), nullable=False),  # REGISTERED, DEPLOYED, UNDEPLOYED
+    Column("details", LargeBinary, nullable=False),  # the rest of its document, as JSON
+    Column("revision", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("remote_models_by_project", "project", "created"),
+)
+
+model_groups = Table(
+    "model_groups",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(256), nullable=False),
+    Column("latest", Integer, nullable=False),  # the newest version within it
+    Column("details", LargeBinary, nullable=False),  # the rest of its document, as JSON
+    Column("revision", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("model_groups_by_project", "project", "created"),
+)
+
+remote_tasks = Table(  # what was asked of a remote model and takes its time
+    "remote_tasks",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("model", String(64), nullable=False),
+    Column("type", String(32), nullable=False),  # BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL
+    Column("state", String(32), nullable=False),  # RUNNING, COMPLETED, FAILED, CANCELLING, CANCELLED, EXPIRED …
+    Column("job", String(64)),  # of batchmill, where its rows came from a dataset
+    Column("once", String(80)),  # the name of its order while the same order is not another one: see services.repeats
+    Column("remote_job", LargeBinary),  # what the provider last said of it, as JSON
+    Column("details", LargeBinary, nullable=False),  # the rest of its document, as JSON
+    Column("failures", Integer, nullable=False, server_default="0"),  # looks at the provider in a row that failed
+    Column("due", Float),  # when to look again; None: it has ended
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("remote_tasks_by_project", "project", "created"),
+    Index("remote_tasks_by_due", "due"),
+    Index("remote_tasks_by_once", "once", unique=True),
+    Index("remote_tasks_by_job", "job"),
+)
+
+
+datasets = Table(  # uploads that have arrived or are to arrive, and what their owner calls them
+    "datasets",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("connection", String(64), nullable=False),
+    Column("name", String(256)),  # None while it is not named
+    Column("file", String(64)),  # None while its bytes have not arrived
+    Column("state", String(16), nullable=False),  # arriving, checking, connected, failed
+    Column("details", LargeBinary, nullable=False),  # file name, media type, rows, problems …, as JSON
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("datasets_by_name", "project", "connection", "name", unique=True),
+)
+
+used_links = Table(  # of links that work once
+    "used_links",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("expires", Float, nullable=False),  # of the link itself: then it is forgotten here
+    Column("project", String(64), nullable=False, server_default="default", index=True),
+)
+
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("version", Integer, nullable=False),  # 1, 2 … of its name; a number is never given twice
+    Column("base", String(256), nullable=False),  # the model it is for, by its name
+    Column("source", String(1024), nullable=False),  # where it was fetched from, credentials left out
+    Column("state", String(16), nullable=False),  # fetching, ready, failed, removed
+    Column("details", LargeBinary, nullable=False),  # digest, rank, bytes, message …, as JSON
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Column("bytes", BigInteger, nullable=False, server_default="0"),  # of its files
+    Index("adapters_by_bytes", "project", "state", "bytes"),
+    Index("adapters_by_name", "project", "name", "version", unique=True),
+)
+
+llm_deployments = Table(
+    "llm_deployments",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("settings", LargeBinary, nullable=False),  # types.LlmSettings as JSON
+    Column("details", LargeBinary, nullable=False),  # its description, and what a dialect keeps of it, as JSON
+    Column("created", Float, nullable=False),
+    Column("changed", Float, nullable=False),
+    Index("llm_deployments_by_name", "project", "name", unique=True),
+)
+
+quarantine = Table(  # requests that engines died of
+    "quarantine",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("model", String(1024), nullable=False),  # the base model, as its engine loads it
+    Column("project", String(64), nullable=False),  # whose request it was
+    Column("url", String(256), nullable=False),
+    Column("deaths", Integer, nullable=False),  # with it alone in flight
+    Column("at", Float, nullable=False),  # the last of them
+)
+
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("filename", Text, nullable=False),  # for people: no path is ever made of it
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", String(64)),  # of an upload; None for results
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("job", String(64)),  # of results: the job they are of
+    Index("files_by_project", "project", "created"),
+    Index("files_by_bytes", "project", "job", "bytes"),
+)
+
+removals = Table(  # what was deleted, so that whoever asks for it hears of that; `pending`: some of it still lies there
+    "removals",
+    metadata,
+    Column("id", String(64), primary_key=True),  # of a result file or a job
+    Column("project", String(64), nullable=False),
+    Column("job", String(64), nullable=False),
+    Column("by", String(256), nullable=False),  # in words
+    Column("at", Float, nullable=False),
+    Column("pending", Boolean, nullable=False, server_default="0"),
+    Index("removals_by_job", "job"),
+    Index("removals_pending", "pending"),
+)
+
+uploads = Table(  # a file that arrives in parts
+    "uploads",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("mime_type", String(256), nullable=False),
+    Column("bytes", BigInteger, nullable=False),  # as announced
+    Column("status", String(16), nullable=False),  # pending, completed, cancelled, expired
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("file_expires_s", Float),  # of the file it becomes, from its creation
+    Column("file", String(64)),
+    Index("uploads_by_project", "project", "status"),
+)
+
+upload_parts = Table(
+    "upload_parts",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("upload", String(64), nullable=False, index=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("project", String(64), nullable=False, server_default="default"),
+    Index("upload_parts_by_bytes", "project", "bytes"),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(32), primary_key=True),  # the public half of the key
+    Column("name", String(256), nullable=False),
+    Column("project", String(64), nullable=False, index=True),
+    Column("hash", String(64), nullable=False),  # sha256 of the whole key, as hexadecimal digits
+    Column("scopes", String(256), nullable=False),  # types.Scope values, separated by spaces
+    Column("models", Text),  # names it may use, as a JSON list; None: all that its project may
+    Column("requests_per_minute", Integer),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+    Column("last_used", Float),
+    Column(
+        "minted_by", Text
+    ),  # [[key id, requests a minute], …] as JSON: who minted it, and who minted that, the first first
+)
+
+webhook_endpoints = Table(
+    "webhook_endpoints",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False, index=True),
+    Column("name", String(256), nullable=False),
+    Column("url", Text, nullable=False),
+    Column("events", Text, nullable=False),  # types of events, as a JSON list
+    Column("secret", LargeBinary, nullable=False),  # what deliveries are signed with, encrypted
+    Column("created", Float, nullable=False),
+    Column("updated", Float, nullable=False),
+)
+
+outbox = Table(  # events on their way to an endpoint; written with, or made from, what they tell of
+    "outbox",
+    metadata,
+    Column("id", String(64), primary_key=True),  # made of the event and the endpoint: written twice, it is one
+    Column("endpoint", String(64), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("type", String(64), nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("due", Float),  # when to try (again); None: delivered or given up
+    Column("delivered", Float),
+    Column("failure", Text),  # of the last attempt
+    Index("outbox_by_due", "due", "endpoint"),
+)
+
+model_versions = Table(  # functions as they were deployed; a row never changes once its state is ready or failed
+    "model_versions",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("branch", String(200), primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … within a branch; a number is never used again
+    Column("state", String(16), nullable=False),  # building, ready, failed, removed
+    Column("created", Float, nullable=False),
+    Column("finished", Float),
+    Column("source", Text, nullable=False),  # for people: app.py:fn, a git URL at its revision
+    Column("spec", LargeBinary),  # types.ModelSpec as JSON, once it is ready
+    Column("error", Text),  # why it failed: the traceback
+    Column("project", String(64), nullable=False, server_default="default"),  # whose it is
+    Column("key", String(64)),  # the public id of the key that brought it; None: whoever runs the machine
+    Column("shared", Boolean, nullable=False, server_default="1"),  # other projects may call it
+)
+
+model_routes = Table(  # what a branch's `latest`, or an alias, stands for
+    "model_routes",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("label", String(200), primary_key=True),  # "main", "feat/x"; "@prod" is the alias prod
+    Column("backends", LargeBinary, nullable=False),  # JSON: [[branch, number, weight], …]; one for a branch
+    Column("mirrors", LargeBinary, nullable=False),  # JSON: [[branch, number], …]: shadow copies
+    Column("changed", Float, nullable=False),
+)
+
+late_calls = Table(  # calls whose answers are sent to a URL once they are there; a row goes when that was done
+    "late_calls",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("key", String(64)),  # the public id of the caller's
+    Column("name", String(200), nullable=False),  # of the function; its version:
+    Column("branch", String(200), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("order", LargeBinary, nullable=False),  # how it is asked and told: JSON
+    Column("body", LargeBinary, nullable=False),  # empty once it was answered
+    Column("reply", LargeBinary),  # None: not answered yet
+    Column("bytes", BigInteger, nullable=False),  # of both
+    Column("created", Float, nullable=False),
+    Column("begun", Float),  # when it was asked
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("due", Float, nullable=False),  # when to go on with it
+    Index("late_calls_by_due", "due"),
+    Index("late_calls_by_project", "project"),
 )

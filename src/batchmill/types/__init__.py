@@ -1,34 +1,65 @@
 """The nouns of batchmill: frozen structs that cross module borders, and nothing that acts."""
 
-from batchmill.types.callers import Caller, Scope
-from batchmill.types.calls import AdapterStats, Ask, BatchTimes, CallStats, EngineStats, LiveHead, LiveRequest
+from batchmill.types.calls import (
+    AdapterStats,
+    BatchTimes,
+    CallStats,
+    EngineStats,
+    FunctionRequest,
+    LiveHead,
+    LiveRequest,
+    Outcome,
+    Request,
+    Row,
+    RowError,
+    Usage,
+)
 from batchmill.types.connectors import Action, ClientConfig, Connector, Provision, RemoteJob
-from batchmill.types.datasets import DatasetSpec, Problem, Seal, SealedFile
-from batchmill.types.engines import EngineEvent, EngineState, EngineView
 from batchmill.types.isolation import Isolation
-from batchmill.types.jobs import Amendment, JobOrder, JobQuery, JobView, Once, Policy, Submitted, Wait
-from batchmill.types.ledger import Commit, Lease, LedgerReport, SalvagedTable, SalvageReport, SegmentRef, Shard
-from batchmill.types.llms import LlmSettings
+from batchmill.types.jobs import (
+    Amendment,
+    Commit,
+    DatasetSpec,
+    JobOrder,
+    JobQuery,
+    JobView,
+    Lease,
+    LedgerReport,
+    Once,
+    Policy,
+    Problem,
+    SalvagedTable,
+    SalvageReport,
+    Seal,
+    SealedFile,
+    SegmentRef,
+    Shard,
+    Submitted,
+    Wait,
+)
 from batchmill.types.models import (
     AdapterSet,
+    EngineEvent,
+    EngineState,
+    EngineView,
     FunctionSpec,
     Interface,
     Limits,
+    LlmSettings,
     ModelSpec,
     Needs,
     Price,
     Scaling,
     Tensor,
 )
-from batchmill.types.quotas import ProjectQuotas, Quotas
-from batchmill.types.rows import Outcome, Request, Row, RowError, Usage
+from batchmill.types.projects import Caller, ProjectQuotas, Quotas, Scope
 
 # fmt: off
 __all__ = [
-    "Action", "AdapterSet", "AdapterStats", "Amendment", "Ask", "BatchTimes", "CallStats", "Caller", "ClientConfig",
-    "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionSpec",
-    "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead",
-    "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
+    "Action", "AdapterSet", "AdapterStats", "Amendment", "BatchTimes", "CallStats", "Caller", "ClientConfig", "Commit",
+    "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionRequest",
+    "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits",
+    "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
     "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError",
     "SalvageReport", "SalvagedTable", "Scaling", "Scope",
     "Seal", "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",

@@ -1,4 +1,4 @@
-"""Jobs as they are asked for and as they are seen."""
+"""Jobs: their datasets, orders and views, and the shards, leases and outcomes of their ledgers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,129 @@ from typing import Any
 
 from msgspec import Struct
 
-from batchmill.types.datasets import DatasetSpec, Problem
+from batchmill.types.calls import Usage
 from batchmill.types.models import ModelSpec, Price
-from batchmill.types.rows import Usage
+
+
+class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a job's rows come from."""
+
+    paths: list[str]  # absolute files, in the order in which they count as one dataset
+    format: str | None = None  # openai, jsonl, csv, parquet; None: seen from the name and the first row
+    copy: bool = False  # keep a copy of the file with the job; otherwise it is used where it lies
+    line_bytes_max: int = 16 * 1024 * 1024
+    depth_max: int = 128
+    rows_max: int = 2**32 - 1  # that a row's number can tell apart
+    unpacked_bytes_max: int = 2**40  # what the rows and their index come to, unpacked and converted
+    unpacked_ratio_max: int = 1000  # the same, for each byte of the files; see datasets.allowance
+
+
+class SealedFile(Struct, frozen=True):
+    """A file as it was when it was sealed."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+class Seal(Struct, frozen=True):
+    """A sealed dataset: what never changes once every row has been read. Written as `seal.json`."""
+
+    rows: int
+    bytes: int  # of the files as they are read
+    sha256: str  # over the sha256 digests of 8 MiB blocks of every source file, in order
+    format: str  # openai, jsonl, csv, parquet
+    columns: list[str]  # of a table, in order; empty for OpenAI rows
+    files: list[SealedFile]  # what the rows' bytes are read from
+    sources: list[SealedFile]  # what the caller named
+    rejected: int = 0  # rows that validation refused
+
+
+class Problem(Struct, frozen=True):
+    """One thing that validation found."""
+
+    code: str
+    message: str
+    line: int  # 1-based line, or row of a Parquet file
+    path: str = ""
+    row: int | None = None  # its number, where the line became a row
+
+
+class Shard(Struct, frozen=True):
+    """Plan positions lo <= p < hi, all of model number `model` of the job."""
+
+    number: int
+    lo: int
+    hi: int
+    model: int
+
+
+class Lease(Struct, frozen=True):
+    """The right to record outcomes for a shard; a higher epoch ends every lower one."""
+
+    job: str
+    generation: int
+    shard: int
+    epoch: int
+
+
+class SegmentRef(Struct, frozen=True):
+    """Bytes of a segment that are durable: one or more whole blocks of one shard."""
+
+    segment: str
+    offset: int
+    length: int
+
+
+class Commit(Struct, frozen=True):
+    """What a worker asks the ledger to count. `done` packs the positions: see `store.segments.pack_positions`."""
+
+    lease: Lease
+    seq: int
+    ref: SegmentRef
+    done: bytes
+    rows_ok: int
+    rows_failed: int
+    usage: Usage
+    errors: dict[str, int] = {}  # error code -> rows
+    samples: dict[str, str] = {}  # error code -> one message
+
+
+class LedgerReport(Struct, frozen=True):
+    """What an audit of a job's ledger found. `broken` is empty for a sound one."""
+
+    job: str
+    rows: int
+    rows_done: int
+    commits: int
+    segments: int
+    bytes: int
+    adopted: int = 0  # rows that a rebuild found and the ledger did not know
+    reopened: int = 0  # rows that the ledger counted and a rebuild could not read: they run again
+    damaged: list[str] = []  # what a rebuild could not read
+    broken: list[str] = []
+
+
+class SalvagedTable(Struct, frozen=True):
+    """What became of one table of a database that was damaged."""
+
+    name: str
+    rows: int  # that could be read
+    from_backup: int = 0  # rows that could not, and that a backup had
+    is_damaged: bool = False
+
+
+class SalvageReport(Struct, frozen=True):
+    """What was made of a damaged database."""
+
+    is_sound: bool  # nothing had to be done
+    tables: list[SalvagedTable] = []
+    backup: str | None = None  # the one that rows were taken from, if any were missing
+    rebuilt: list[str] = []  # jobs whose ledger was made anew; they are paused
+    failed: list[str] = []  # jobs that could not be had: which, and why
+    moved: list[str] = []  # what lay on the disk without a record
+    damaged: str | None = None  # the folder with the files that were replaced
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +149,7 @@ class JobView(Struct, frozen=True):
     state: str  # a states.JobState
     project: str = "default"
     labels: dict[str, str] = {}
-    origin: dict[str, Any] | None = None  # what the door that took the job keeps with it
+    origin: dict[str, Any] | None = None  # what the frontend that took the job keeps with it
     priority: int = 0
     deadline: float | None = None
     reason: str | None = None  # a states.PauseReason, or an error's code
@@ -100,7 +220,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     default_model: bool = True  # rows that name no model go to models[0]; otherwise they are refused
     project: str = "default"
     labels: dict[str, str] = {}  # the caller's own words about the job
-    origin: dict[str, Any] | None = None  # set by a server's door, for its own use: such a job is always a new one
+    origin: dict[str, Any] | None = None  # set by a server's frontend, for its own use: such a job is always a new one
     once: Once | None = None
     restart: bool = False  # start over although an unfinished job exists
     overwrite: bool = False  # run again although the job is finished
@@ -125,7 +245,7 @@ class JobQuery(Struct, frozen=True):
     """Which jobs to list, the newest first. None: no restriction."""
 
     project: str | None = None
-    origin: str | None = None  # origin["door"] of those wanted
+    origin: str | None = None  # origin["frontend"] of those wanted
     state: str | None = None
     model: str | None = None  # a name that rows of it go to, of a model or an adapter
     since: float | None = None  # seconds since the epoch: created then or later

@@ -2,13 +2,89 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from batchmill.types.calls import Usage
 from batchmill.types.connectors import Connector
-from batchmill.types.rows import Usage
+
+DIED = "died"  # the kind of an event: a server ended under its worker, and is started again
+
+
+class EngineState(StrEnum):
+    """Of all replicas of a model together."""
+
+    STOPPED = "stopped"  # there is none: it starts when somebody asks
+    WAITING = "waiting"  # one is wanted, and the machine has no room for it
+    STARTING = "starting"
+    READY = "ready"  # one at least answers
+    FAILED = "failed"  # it could not be started, or died too often
+    STOPPING = "stopping"
+
+
+class EngineEvent(Struct, frozen=True):
+    """Something that became of the replicas of a model."""
+
+    at: float  # seconds since the epoch
+    kind: str  # waiting, starting, ready, died, failed, restarted, scaled, stopping, stopped
+    message: str = ""  # for people; of a failure the engine's last lines
+    replica: int | None = None
+    in_flight: int | None = None  # of a death: how many requests of the project that asks were in flight
+    by_project: dict[str, int] = {}  # the same of every project; told to nobody
+
+
+class EngineView(Struct, frozen=True):
+    """The replicas of a model now, and what became of them lately, the oldest event first."""
+
+    state: str = EngineState.STOPPED
+    replicas: int = 0  # that run or start
+    ready: int = 0
+    wanted: int = 0
+    message: str = ""  # why it waits or has failed
+    events: list[EngineEvent] = []
+
+
+def seen(event: EngineEvent, project: str, message: str) -> EngineEvent:
+    """An event as a project may know of it: how many requests of its own were in flight, of others nothing."""
+    own = event.by_project.get(project, 0) if event.kind == DIED else None
+    return replace(event, message=message, in_flight=own, by_project={})
+
+
+ALONE_DEATHS_MAX = 2  # of an engine with one request alone in flight: then it is refused
+BUDGET_WINDOW_S = 3600.0
+
+
+class Suspect(Struct, frozen=True):
+    """A request that was alone in flight when an engine died."""
+
+    digest: str  # of the base model, the path, the adapter and the body
+    project: str  # whose it was
+    url: str
+    deaths: int  # from ALONE_DEATHS_MAX on it is refused
+    at: float  # seconds since the epoch: the last of them
+    model: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        return self.deaths >= ALONE_DEATHS_MAX
+
+
+class Charge(Struct, frozen=True):
+    """A death of an engine that is a project's."""
+
+    project: str
+    at: float  # seconds since the epoch
+
+
+class Poison(Struct, frozen=True):
+    """What an engine of a model knows of such requests when it starts, and whenever that changes."""
+
+    suspects: list[Suspect] = []
+    charges: list[Charge] = []  # of the last hour
+    deaths_per_hour: int = 3  # of one project: beyond it, its requests run last and alone
 
 
 class Price(Struct, frozen=True, forbid_unknown_fields=True):
@@ -208,3 +284,15 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     def adapter_set(self) -> AdapterSet:
         return AdapterSet(self.adapters, self.adapter_names, self.bad_adapters)
+
+
+class LlmSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """A base model and how its engine is to run."""
+
+    base_model: str  # a model of the configuration, or an id of a model hub that it allows
+    engine_args: dict[str, str | int | float | bool] = {}  # flags of the engine that callers may set
+    hf_token: str | None = None  # "secret:NAME": what the engine shows a model hub
+    scaling: Scaling = Scaling()
+    needs: Needs = Needs()  # 0: as the base model
+    takes_adapters: bool = True
+    preloaded_adapters: list[str] = []  # names of adapters that are in the engine before anybody asks for them

@@ -97,7 +97,7 @@ def check_names(place: str, names: set[str]) -> None:
 def refused_pickle(name: str) -> InvalidInput:
     """Weights that are a program are not taken."""
     return InvalidInput(
-        f"the adapter has its weights in {name}, a pickle: whoever reads one runs what its maker wrote; save it as "
+        f"the adapter has its weights in {name}, a pickle: loading it runs its author's code; save it as "
         f"{WEIGHTS} (PEFT's save_pretrained does)",
         code="invalid_adapter",
     )

@@ -1,15 +1,44 @@
-"""Which HTTP status an error has: one table from codes to statuses, and what a dialect says otherwise.
-
-A code without a row has the row of its class, or of the nearest class above it that has one, so no error goes without
-a status. A dialect names only the codes whose status its published client needs otherwise.
-"""
+"""Errors on the wire: the HTTP status of each code, errors between processes, and errors of services decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from batchmill.errors import BatchmillError
+import msgspec
+from msgspec import Struct
+
+from batchmill import errors
+from batchmill.errors import BatchmillError, JobPaused, RateLimited
+from batchmill.states import PauseReason
+from batchmill.wire.json_bytes import decode, shallow
+
+
+class Raised(Struct, frozen=True, tag="raised"):
+    """A BatchmillError as it travels."""
+
+    kind: str
+    code: str
+    message: str
+    reason: str | None = None
+    retry_after_s: float = 0.0
+
+    @classmethod
+    def of(cls, error: BatchmillError) -> Raised:
+        reason = str(error.reason) if isinstance(error, JobPaused) else None
+        wait_s = error.retry_after_s if isinstance(error, RateLimited) else 0.0
+        kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return cls(kind.__name__, error.code, error.message, reason, wait_s)
+
+    def error(self) -> BatchmillError:
+        """The error itself, of the kind it was."""
+        kind = getattr(errors, self.kind, BatchmillError)
+        if issubclass(kind, JobPaused):
+            return kind(self.message, reason=PauseReason(self.reason) if self.reason else None)
+        if issubclass(kind, RateLimited):
+            return kind(self.message, retry_after_s=self.retry_after_s, code=self.code)
+        return kind(self.message, code=self.code)
+
 
 T = TypeVar("T")
 
@@ -57,3 +86,70 @@ def row_of(error: BatchmillError, table: Mapping[str, T]) -> T | None:
 def status_of(error: BatchmillError, table: Mapping[str, int] = STATUSES) -> int:
     """The status of an error. `table`: a dialect's, by `with_own`."""
     return row_of(error, table) or 500
+
+
+class UpstreamError(Struct, frozen=True):
+    """What an envelope says; texts are empty where it says nothing."""
+
+    message: str = ""
+    code: str = ""  # never a number: some services put the HTTP status there
+    type: str = ""
+    param: str | None = None
+    status: int | None = None  # the HTTP status that `code` or `status` names
+    request_id: str | None = None
+    has_envelope: bool = False  # a member `error`, and not only a message
+
+    @property
+    def name(self) -> str:
+        """The first of `code` and `type` that is one."""
+        return self.code or self.type
+
+
+NO_ERROR = UpstreamError()
+
+
+def decode_error(data: bytes) -> UpstreamError:
+    """What the body of a reply says. It never raises: what has no known envelope says nothing."""
+    try:
+        reply = decode(shallow(data))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return NO_ERROR
+    return error_in(reply) if isinstance(reply, dict) else NO_ERROR
+
+
+def error_in(reply: Mapping[str, Any]) -> UpstreamError:
+    """What a reply says that is decoded already, or one member of its list of errors."""
+    request_id = _text(reply.get("request_id")) or None
+    inner = reply.get("error")
+    if isinstance(inner, str):
+        return UpstreamError(inner, request_id=request_id, has_envelope=True)
+    source: Mapping[str, Any] = inner if isinstance(inner, dict) else reply
+    code, kind = _name(source.get("code")) or _aws_name(source.get("__type")), _name(source.get("type"))
+    message = next((source[each] for each in ("message", "Message", "detail") if source.get(each)), "")
+    return UpstreamError(
+        message if isinstance(message, str) else msgspec.json.encode(message).decode(),
+        code,
+        kind,
+        _text(source.get("param")) or None,
+        _status(source.get("code")) or _status(source.get("status")),
+        request_id,
+        "error" in reply,
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) and not value.isdigit() else ""
+
+
+def _aws_name(value: Any) -> str:
+    """`com.amazonaws.service#Name:http://…` as `Name`."""
+    return _text(value).partition(":")[0].rpartition("#")[2]
+
+
+def _status(value: Any) -> int | None:
+    number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else 0
+    return number if 400 <= number <= 599 else None

@@ -20,8 +20,8 @@ from batchmill.types import ModelSpec
 
 BACKGROUND, STORED, TOOLS, TIER, MODELS = "background", "stored", "hosted_tools", "priority_tier", "other_models"
 FEATURES = {
-    BACKGROUND: "the answer would lie at the service, where no caller can fetch it",
-    STORED: "it names what lies in the service's account, which all callers share",
+    BACKGROUND: "the service stores the answer, and no caller can fetch it",
+    STORED: "it refers to data in the service's account, which all callers share",
     TOOLS: "the service would run it at its own price, and reach other places with it",
     TIER: "the service would charge more for it",
     MODELS: "the service would run a model that the caller did not name",
@@ -159,7 +159,7 @@ def _refuse_repeats(body: bytes | Raw) -> None:
 
 def _refusal(what: str, feature: str) -> InvalidRow:
     return InvalidRow(
-        f"{what} is not allowed: {FEATURES[feature]}; whoever runs the server can allow it with "
+        f"{what} is not allowed: {FEATURES[feature]}; the operator of the server can allow it with "
         f"models.NAME.features = [{feature!r}]",
         code="parameter_not_allowed",
     )

@@ -1,19 +1,18 @@
-"""The body fields that a managed engine server understands, by URL. vLLM ignores any other in silence.
-
-Source: the request classes of vLLM 0.32 (chat_completion, completion, responses, pooling/embed, pooling/classify,
-pooling/scoring).
-"""
+"""Body fields beside OpenAI's: those a managed engine server understands, by URL, and those of LoRAX."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
+from batchmill.errors import InvalidRow
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchmill.wire.json_bytes import encode, join_object, split_object
 
 # Of OpenAI's fields, those that cannot change an answer: accepted everywhere, and without effect in a managed engine.
 NO_EFFECT = frozenset(
@@ -143,3 +142,68 @@ def _properties(document: dict[str, Any], schema: dict[str, Any], depth: int = 0
     return frozenset(schema.get("properties", ())).union(
         *(_properties(document, alternative, depth + 1) for alternative in alternatives)
     )
+
+
+RENAMED = {"ignore_eos_token": "ignore_eos"}
+FORMAT = "response_format"
+# What it cannot do -> why, and what to do.
+REFUSED = {
+    "adapter_id": "name the adapter in `model`",
+    "adapter_source": "an adapter is registered with its source: leave it out",
+    "merged_adapters": "vLLM merges none: merge them into one adapter, register that, and name it in `model`",
+    "api_token": "an adapter is fetched when it is registered, with a token of its own: leave it out",
+}
+KNOWN = frozenset([*RENAMED, *REFUSED, FORMAT])
+NOTHING = (b"null", b'""')  # a client's way to say nothing
+_HINT = re.compile(b"|".join(b'"%b"' % name.encode() for name in sorted(KNOWN)))
+
+
+class _Format(Struct):
+    type: str | None = None
+    schema: Raw = Raw(b"null")
+    json_schema: Raw = Raw(b"null")
+
+
+def in_engine_words(body: bytes) -> bytes:
+    """A request body with its fields translated. Raises: InvalidRow, naming the field."""
+    if _HINT.search(body) is None:  # as nearly all are
+        return body
+    members = split_object(body)
+    found = translated(members)
+    return body if found == members else join_object(found)
+
+
+def translated(members: Mapping[str, Raw]) -> dict[str, Raw]:
+    """The members in the engine's words. Raises: InvalidRow, naming the field."""
+    found = dict(members)
+    for name in KNOWN.intersection(members):
+        value = found.pop(name)
+        if name == FORMAT:
+            found[name] = _format(value)
+        elif bytes(value) in NOTHING:
+            continue
+        elif name in REFUSED:
+            raise lorax_refusal(name)
+        elif RENAMED[name] in members:
+            raise InvalidRow(f"body has {name} and {RENAMED[name]}, which mean the same", code="invalid_field")
+        else:
+            found[RENAMED[name]] = value
+    return found
+
+
+def lorax_refusal(name: str) -> InvalidRow:
+    """Of a name in REFUSED."""
+    return InvalidRow(f"body.{name} is not taken: {REFUSED[name]}", code="parameter_not_allowed")
+
+
+def _format(value: Raw) -> Raw:
+    """LoRAX's `{"type": "json_object", "schema": …}` as OpenAI writes it; others as they are."""
+    try:
+        told = msgspec.json.decode(value, type=_Format | None)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return value  # the engine says what is wrong with it
+    if told is None or bytes(told.schema) == b"null":
+        return value
+    if told.type != "json_object" or bytes(told.json_schema) != b"null":
+        raise InvalidRow("body.response_format.schema needs the type json_object", code="invalid_field")
+    return Raw(encode({"type": "json_schema", "json_schema": {"name": "response", "schema": told.schema}}))

@@ -29,5 +29,5 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     origin: dict[str, Any] | None = None
     output_format: str = "jsonl"
-    used: list[str] = []  # names of the models and adapters that rows go to, once a door's job is planned
+    used: list[str] = []  # names of the models and adapters that rows go to, once a frontend's job is planned
     routing: dict[str, list[str]] = {}  # model name -> why it goes the way it goes, of those that have several

@@ -10,19 +10,19 @@ from msgspec import Struct
 
 from batchmill.types import (
     AdapterSet,
-    Ask,
     CallStats,
     Commit,
     EngineStats,
+    FunctionRequest,
     Lease,
     LiveHead,
     LiveRequest,
     ModelSpec,
     Provision,
 )
-from batchmill.types.poison import Charge, Poison, Suspect
+from batchmill.types.models import Charge, Poison, Suspect
+from batchmill.wire.error_statuses import Raised
 from batchmill.wire.forms import OpenAIForm, TableForm
-from batchmill.wire.raised import Raised
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 LIVE_ASKS_BYTES = 32 * 1024 * 1024  # of the bodies in one Asks; a longer one goes alone
@@ -67,8 +67,8 @@ class Grant(Struct, frozen=True, tag="grant"):
     row: int = 0
     positions: bytes = b""
     rows: bytes = b""
-    careful: bool = False  # one row at a time, its position noted first: an earlier worker died on this shard
-    condemned: list[int] = []  # positions that killed too many workers: they become errors unrun
+    isolated: bool = False  # one row at a time, its position noted first: an earlier worker died on this shard
+    quarantined: list[int] = []  # positions that killed too many workers: they become errors unrun
     priority: int = 0  # of the job: rows of a higher one go first
     share: float = 1.0  # of this worker that the job has a claim to, beside others of its priority
     row_cost: float = 1.0  # what one of its rows is reckoned at, in tokens where it has any
@@ -84,7 +84,7 @@ class Ack(Struct, frozen=True, tag="ack"):
     counted: bool
 
 
-class Weigh(Struct, frozen=True, tag="weigh"):
+class SetShare(Struct, frozen=True, tag="set_share"):
     """Owner: what a Grant said of its job has changed, also for rows that were granted before."""
 
     job: str
@@ -135,17 +135,17 @@ class Learn(Struct, frozen=True, tag="learn"):
     poison: Poison
 
 
-class Predict(Struct, frozen=True, tag="predict"):
+class AnswerLive(Struct, frozen=True, tag="answer_live"):
     """Owner: answer this live request, ahead of every row."""
 
     id: int
     request: LiveRequest
 
 
-class Asks(Struct, frozen=True, tag="asks"):
+class Asks(Struct, frozen=True, tag="function_requests"):
     """Owner: answer these calls of a deployed function, in any order; as many as came in one turn of its loop."""
 
-    asks: list[Ask]
+    asks: list[FunctionRequest]
 
 
 class Abandon(Struct, frozen=True, tag="abandon"):
@@ -154,7 +154,7 @@ class Abandon(Struct, frozen=True, tag="abandon"):
     id: int
 
 
-class Taken(Struct, frozen=True, tag="taken"):
+class FlowCredit(Struct, frozen=True, tag="flow_credit"):
     """Owner: so many bytes more of this answer have been handed on. A worker sends only so far ahead of it."""
 
     id: int
@@ -171,7 +171,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     pid: int
 
 
-class Want(Struct, frozen=True, tag="want"):
+class RequestRows(Struct, frozen=True, tag="request_rows"):
     """Worker: there is room for one more grant of this job. For the first of a job there is always room."""
 
     job: str
@@ -205,7 +205,7 @@ class Spending(Struct, frozen=True, tag="spending"):
     takes_all: bool = False  # what it is allowed is handed over together
 
 
-class Left(Struct, frozen=True, tag="left"):
+class LeaseReleased(Struct, frozen=True, tag="lease_released"):
     """Worker: no more outcomes of this lease will come, and all there were have been sent; its rows stay undone."""
 
     lease: Lease
@@ -266,7 +266,7 @@ class Head(Struct, frozen=True, tag="head"):
     head: LiveHead
 
 
-class Chunk(Struct, frozen=True, tag="chunk"):
+class ReplyChunk(Struct, frozen=True, tag="reply_chunk"):
     """Worker: a piece of its body."""
 
     id: int
@@ -280,8 +280,8 @@ class Answered(Struct, frozen=True, tag="answered"):
     raised: Raised | None = None
 
 
-class Answer(Struct, frozen=True, gc=False):
-    """What a function answered to an Ask, in the Ask's own form, or why it did not."""
+class FunctionReply(Struct, frozen=True, gc=False):
+    """What a function answered to an Ask, in the FunctionRequest's own form, or why it did not."""
 
     id: int
     body: bytes = b""
@@ -292,7 +292,7 @@ class Answer(Struct, frozen=True, gc=False):
 class Answers(Struct, frozen=True, tag="answers"):
     """Worker: answers that became ready together, and what has been counted since the last of these messages."""
 
-    answers: list[Answer] = []
+    answers: list[FunctionReply] = []
     stats: CallStats | None = None
 
 
@@ -301,26 +301,26 @@ ToWorker = (
     | Open
     | Grant
     | Ack
-    | Weigh
+    | SetShare
     | Allow
     | FailRows
     | Revoke
     | Noted
     | Provide
     | Learn
-    | Predict
+    | AnswerLive
     | Asks
     | Abandon
-    | Taken
+    | FlowCredit
     | Drain
 )
 ToOwner = (
     Ready
-    | Want
+    | RequestRows
     | Record
     | Note
     | Spending
-    | Left
+    | LeaseReleased
     | Released
     | Heartbeat
     | Failed
@@ -329,7 +329,7 @@ ToOwner = (
     | Suspected
     | Charged
     | Head
-    | Chunk
+    | ReplyChunk
     | Answered
     | Answers
 )

@@ -17,8 +17,19 @@ from msgspec import Meta, Raw, Struct
 
 from batchmill.errors import InvalidInput, ModelFailed, TooLarge
 from batchmill.types import Interface
-from batchmill.wire.call_errors import CALLER_CODES, check_text, failure, last_line, parse
-from batchmill.wire.calls import NAMED, POSITIONAL, WITH_IDS, Asked, CallError, Results
+from batchmill.wire.calls import (
+    CALLER_CODES,
+    NAMED,
+    POSITIONAL,
+    WITH_IDS,
+    CallError,
+    FunctionResults,
+    ParsedCalls,
+    check_text,
+    failure,
+    last_line,
+    parse,
+)
 from batchmill.wire.json_bytes import join_object, shallow
 
 ADDRESSES = ("model", "stream")  # fields that say where a body goes and how, unless the function takes them itself
@@ -29,7 +40,7 @@ _argument_members = msgspec.json.Decoder(dict[str, Raw])
 class ArgumentsForm:
     """One row a body. Values are not looked at: they go through as they were written."""
 
-    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> Asked:
+    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
         """Raises: InvalidInput for what is no JSON object."""
         check_text(body)
         members = parse(_argument_members, body)
@@ -37,15 +48,15 @@ class ArgumentsForm:
         strange = [name for name in ADDRESSES if name in members and name not in taken]
         if strange:
             body = join_object({name: value for name, value in members.items() if name not in strange})
-        return Asked(1, NAMED, b"[" + body + b"]")
+        return ParsedCalls(1, NAMED, b"[" + body + b"]")
 
-    def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
+    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """Raises: ModelFailed, InvalidInput where the row failed."""
         if results.errors:
             raise failure(results.errors[0])
         return only_value(results.values), b""
 
-    def event(self, asked: Asked, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+    def event(self, asked: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return values
 
 
@@ -82,7 +93,7 @@ class _Told(Struct, gc=False):
     row_errors: bool = False
 
 
-# How a reply is delivered is the door's to do, which takes these out of the body.
+# How a reply is delivered is the frontend's to do, which takes these out of the body.
 DELIVERY_FIELDS = ("response_format", "response_webhook", "response_webhook_ignore_timeout")
 FIELDS = RowsBody.__struct_fields__
 _body = msgspec.json.Decoder(RowsBody)
@@ -97,7 +108,7 @@ _is_batch = re.compile(rb"\s*\[\s*\[").match
 class RowsForm:
     """A list whose first item is a list is a batch; anything else is one call."""
 
-    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> Asked:
+    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
         """Raises: InvalidInput for a body that is not as Modelbit has it, TooLarge for too many rows."""
         check_text(body)
         fields = body_of(body)
@@ -105,15 +116,15 @@ class RowsForm:
         if not _is_batch(data):
             told = _Told(None, fields.row_errors)
             layout, calls = _single(data, interface)
-            return Asked(1, layout, calls, timeout_s=timeout_s, told=told)
+            return ParsedCalls(1, layout, calls, timeout_s=timeout_s, told=told)
         ids = _ids_of(data)
         layout, calls = WITH_IDS, bytes(data)
         if interface.takes != "arguments":
             layout, calls = _objects(data, interface)
         told = _Told(ids, fields.row_errors)
-        return Asked(len(ids), layout, calls, timeout_s=timeout_s, told=told)
+        return ParsedCalls(len(ids), layout, calls, timeout_s=timeout_s, told=told)
 
-    def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
+    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """Raises: ModelFailed, InvalidInput where a row failed and the request did not ask for errors by row."""
         told: _Told = asked.told
         errors = results.errors
@@ -133,7 +144,7 @@ class RowsForm:
             rows[row] = (ids[row], None, {"error": _text(error)})
         return b'{"data":' + _encode(rows) + b"}", b""
 
-    def event(self, asked: Asked, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+    def event(self, asked: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return b'{"data":' + values + b"}"
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from batchmill.types import JobView, LedgerReport, RemoteJob, Scope, Wait
 from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
-from batchmill.wire.deploys import BUNDLE_MEDIA
+from batchmill.wire.bundles import BUNDLE_MEDIA
 from batchmill.wire.native import (
     PREFIX,
     Accepted,
@@ -44,6 +44,7 @@ from batchmill.wire.native import (
     Restart,
     RevokeKey,
     Rollback,
+    SealReport,
     Settlement,
     StoreFile,
     VersionInfo,
@@ -52,25 +53,23 @@ from batchmill.wire.native import (
     WatchJob,
     Work,
 )
-from batchmill.wire.native_adapters import (
+from batchmill.wire.native_models import (
     AdapterInfo,
     AdapterList,
     AdapterQuery,
     AdapterVersion,
-    NewAdapter,
-    UploadQuery,
-)
-from batchmill.wire.native_llms import (
     LlmChange,
     LlmEvents,
     LlmEventsQuery,
     LlmInfo,
     LlmList,
+    LogPage,
+    LogQuery,
+    NewAdapter,
     NewLlm,
     QuarantinedRequests,
+    UploadQuery,
 )
-from batchmill.wire.native_logs import LogPage, LogQuery
-from batchmill.wire.previews import SealReport
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput, TooLarge
 from batchmill.types import Interface
-from batchmill.wire.call_errors import parse
+from batchmill.wire.calls import parse
 from batchmill.wire.datatypes import (
     BOOL,
     DATATYPES,

@@ -13,8 +13,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.types import Interface, Tensor
 from batchmill.wire import tensor_binary
-from batchmill.wire.call_errors import failure
-from batchmill.wire.calls import COLUMNS, Asked, Results
+from batchmill.wire.calls import COLUMNS, FunctionResults, ParsedCalls, failure
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, INT64_MAX, TEXT, Datatype, wire_name
 from batchmill.wire.tensor_binary import NONE, Layout, check_datatype, declared_datatype, lay, pair
 from batchmill.wire.tensor_request import Received, Wanted, elements, elements_leniently, nest, read_request
@@ -65,7 +64,7 @@ class _Column(Struct):
 class TensorsForm:
     """Strict: a tensor has the datatype, the shape and the range that it says, and that its input declares."""
 
-    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> Asked:
+    def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
         """`head` is the value of Inference-Header-Content-Length. Raises: InvalidInput, naming input and value."""
         request = read_request(body, head, interface)
         pairs = pair(request, interface)
@@ -79,9 +78,9 @@ class TensorsForm:
             members.append(_encode(received.name) + b":" + column.written(buffers))
         told = _Told(request.id, request.wanted, request.binary, layout, interface, self._kept(pairs, interface))
         calls = b"{" + b",".join(members) + b"}"
-        return Asked(layout.rows, COLUMNS, calls, buffers, timeout_s=request.timeout_s, told=told)
+        return ParsedCalls(layout.rows, COLUMNS, calls, buffers, timeout_s=request.timeout_s, told=told)
 
-    def write(self, asked: Asked, results: Results, spec_name: str, version: str) -> tuple[bytes, bytes]:
+    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """The reply, and the length of its JSON as digits where binary tensors follow it.
 
         Raises: ModelFailed, InvalidInput for a row that failed, a result that is no tensor, an output nobody returned.
@@ -97,7 +96,7 @@ class TensorsForm:
             head["id"] = told.id
         return reply_of(head, outputs, told.wanted, binary=told.binary)
 
-    def event(self, asked: Asked, values: bytes, buffers: Buffers) -> bytes:
+    def event(self, asked: ParsedCalls, values: bytes, buffers: Buffers) -> bytes:
         """`{"outputs": […]}`, always JSON."""
         told: _Told = asked.told
         outputs = _outputs(told, b"[" + values + b"]", b"", buffers)

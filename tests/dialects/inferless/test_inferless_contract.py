@@ -7,7 +7,7 @@ import pytest_asyncio
 from contract.dialect_suite import DialectSuite
 from dialects.open_server import open_server
 
-from batchmill.dialects.inferless.dialect import InferlessDialect
+from batchmill.dialects.inferless import InferlessDialect
 from batchmill.errors import ModelFailed
 
 

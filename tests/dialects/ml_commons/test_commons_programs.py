@@ -7,7 +7,7 @@ import json
 import pytest
 from fakes.held_clock import HeldClock
 
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.dialects.ml_commons import programs as work
 from batchmill.dialects.ml_commons.programs import Shape, filtered, found
@@ -40,7 +40,7 @@ async def test_a_search_is_answered_from_a_child(programs):
 
 async def test_a_search_that_takes_too_long_is_stopped(programs, monkeypatch):
     """A thousand wildcards over long texts end at the bound, and the next search is answered."""
-    monkeypatch.setattr(work, "BOUNDS", Bounds(cpu_s=0.3))
+    monkeypatch.setattr(work, "BOUNDS", ResourceLimits(cpu_s=0.3))
     documents = [Document(str(n), {"text": "ab" * 100_000}) for n in range(20)]
     clauses = [{"wildcard": {"text": f"*{'a*' * 20}c{n}"}} for n in range(1000)]
     with pytest.raises(TooComplex, match=r"the search took more than 0.3 s"):

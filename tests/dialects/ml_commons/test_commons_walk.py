@@ -177,7 +177,7 @@ async def test_a_model_may_be_limited(there):
 
 
 async def test_a_rate_refuses_and_never_waits(there):
-    """As many calls as a unit of time allows are answered at once, at each door, and the next one is refused."""
+    """As many calls as a unit of time allows are answered at once, at each frontend, and the next one is refused."""
     model = await there.model(name="limited", rate_limiter={"limit": "3", "unit": "DAYS"})
     asked = {"parameters": {"input": ["a"]}}
     for _ in range(2):

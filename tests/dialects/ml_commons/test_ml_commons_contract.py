@@ -8,8 +8,7 @@ import pytest_asyncio
 from contract.dialect_suite import DialectSuite
 from dialects.open_server import open_server
 
-from batchmill.dialects.ml_commons.dialect import MlCommonsDialect
-from batchmill.dialects.ml_commons.errors import TEXTS
+from batchmill.dialects.ml_commons.dialect import TEXTS, MlCommonsDialect
 from batchmill.dialects.ml_commons.predict import RemoteAnswered
 from batchmill.errors import UnknownName
 from batchmill.types import Scope

@@ -13,7 +13,7 @@ from dialects.open_server import open_server
 
 from batchmill.serving import Running
 from batchmill.wire import bundles
-from batchmill.wire.deploys import DeployOrder
+from batchmill.wire.bundles import DeployOrder
 
 TIMEOUT_S = 60.0
 HOOKS = '[server]\nprivate_hosts = ["127.0.0.1"]\n'

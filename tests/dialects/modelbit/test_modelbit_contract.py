@@ -9,11 +9,10 @@ from contract.dialect_suite import DialectSuite, failing, known_errors
 from dialects.open_server import open_server
 
 from batchmill.dialects import load_dialects
-from batchmill.dialects.modelbit.dialect import ModelbitDialect
-from batchmill.dialects.modelbit.errors import LIMITS, TYPES, text_of
+from batchmill.dialects.modelbit.dialect import LIMITS, TYPES, ModelbitDialect, text_of
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed, Unauthenticated, Unavailable
 from batchmill.services.functions.names import RESERVED_NAMES
-from batchmill.wire.call_errors import MODEL_CODES
+from batchmill.wire.calls import MODEL_CODES
 from batchmill.wire.forms import URLS
 
 REPEATED = {429, 500, 502, 503, 504}  # by the published client, five times

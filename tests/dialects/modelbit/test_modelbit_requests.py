@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.dialects.modelbit.calls import LATE_S, Wanted, is_batch, is_plain, read_wanted
+from batchmill.dialects.modelbit.dialect import LATE_S, Wanted, is_batch, is_plain, read_wanted
 from batchmill.errors import InvalidRow
 
 HOOK = "https://example.com/hook"

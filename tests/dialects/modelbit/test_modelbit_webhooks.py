@@ -13,11 +13,10 @@ from dialects.open_server import open_server
 from fakes.webhook_receiver import WebhookReceiver
 
 from batchmill.errors import OverQuota, Unavailable
-from batchmill.services.functions import late_records
-from batchmill.services.functions.late_records import LateCall, Order
-from batchmill.services.functions.late_replies import IN_HAND_MAX, IN_HAND_PROJECT_MAX
+from batchmill.services.functions import late_replies
+from batchmill.services.functions.late_replies import IN_HAND_MAX, IN_HAND_PROJECT_MAX, LateCall, Order
 from batchmill.store.database import Database
-from batchmill.store.service_tables import late_calls
+from batchmill.store.tables import late_calls
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ async def test_a_call_that_a_dead_server_had(tmp_path, receiver, begun, expected
     database = Database(tmp_path / "data" / "batchmill.db")
     order = Order("modelbit", "rows", receiver.url(), "x-mb-batch-id")
     left = LateCall("ab12", "default", None, "doubler", "main", 1, order, b'{"data":4}', begun=begun)
-    await database.write(late_records.insert, left, 100)
+    await database.write(late_replies.insert, left, 100)
     database.close()
     async with open_server(tmp_path, HOOKS):
         (delivery,) = await receiver.wait_for(1)
@@ -117,7 +116,7 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
     async def leave(number: int, project: str, path: str) -> None:
         order = Order("modelbit", "rows", receiver.url(path), "x-mb-batch-id")
         call = LateCall(f"{number:04x}", project, None, "f", "main", 1, order, b"", reply=b"{}", created=float(number))
-        await database.write(late_records.insert, call, 100)
+        await database.write(late_replies.insert, call, 100)
 
     for number in range(IN_HAND_MAX):
         await leave(number, "slow", "/dead")
@@ -140,7 +139,7 @@ async def test_a_project_is_promised_its_share_of_answers(tmp_path):
 
     def fill(db: sa.Connection) -> None:
         rows = [waiting(f"many-{number}", "many", 1) for number in range(quota)]
-        rows.append(waiting("large", "large", late_records.PROJECT_BYTES_MAX))
+        rows.append(waiting("large", "large", late_replies.PROJECT_BYTES_MAX))
         db.execute(late_calls.insert(), rows)
 
     try:
@@ -148,7 +147,7 @@ async def test_a_project_is_promised_its_share_of_answers(tmp_path):
         for project, code in (("many", "quota_exceeded"), ("large", "too_many_bytes"), ("other", None)):
             call = LateCall(f"{project}-more", project, None, "f", "main", 1, order, b"x")
             with pytest.raises((OverQuota, Unavailable)) if code else nullcontext() as refused:
-                await database.write(late_records.insert, call, quota)
+                await database.write(late_replies.insert, call, quota)
             assert refused is None or refused.value.code == code
     finally:
         database.close()

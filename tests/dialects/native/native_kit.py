@@ -12,8 +12,8 @@ from batchmill.config import Config, ModelEntry, ProjectEntry
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService
-from batchmill.services.job_desk import JobDesk
 from batchmill.services.keys import KeyService
+from batchmill.services.project_jobs import ProjectJobs
 from batchmill.services.services import Services
 from batchmill.store.database import Database
 
@@ -35,7 +35,7 @@ class Kit:
         directory = ModelDirectory(ConfiguredModels(self.config))
         nothing: Any = None
         self.services = Services(
-            jobs=JobDesk(nothing, self.files, directory), repeats=nothing, files=self.files, uploads=nothing,
+            jobs=ProjectJobs(nothing, self.files, directory), repeats=nothing, files=self.files, uploads=nothing,
             keys=KeyService(self.database, self.clock), directory=directory, live=nothing, webhooks=nothing,
             links=nothing, datasets=nothing, adapters=nothing, llms=nothing,
             functions=nothing, versions=nothing, late=nothing, vault=nothing, connectors=nothing, groups=nothing,

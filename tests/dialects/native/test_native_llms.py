@@ -8,7 +8,7 @@ from batchmill.client import llm_calls
 from batchmill.errors import InvalidInput
 from batchmill.services.llms import views
 from batchmill.types import LlmSettings, Scaling
-from batchmill.wire.native_llms import LlmChange, NewLlm
+from batchmill.wire.native_models import LlmChange, NewLlm
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ import pytest
 from dialects.native.native_kit import Kit
 from msgspec.structs import replace
 
-from batchmill.dialects.native.orders import Orders
-from batchmill.dialects.native.views import Shown
+from batchmill.dialects.native.orders import Orders, Shown
 from batchmill.errors import Conflict, InvalidInput, UnknownName
-from batchmill.services.job_desk import ResultIds
+from batchmill.services.project_jobs import ResultIds
 from batchmill.types import Caller, JobView, LedgerReport, Once, Problem, Scope, Wait
 from batchmill.wire.native import NewJob, Work
 
@@ -30,7 +29,7 @@ async def order(kit, job, caller=CALLER):
 
 
 async def test_an_order_says_all_that_was_asked(kit):
-    """Every field arrives where jobs are run; the door, the caller's key and the names of files are kept."""
+    """Every field arrives where jobs are run; the frontend, the caller's key and the names of files are kept."""
     file_id = await kit.stored("rows.csv")
     job = NewJob(
         [file_id], ["f", "far"], prompt="{a}", system="s", url="/v1/x", params={"t": 0}, on_invalid="skip", dedupe=True,
@@ -46,7 +45,7 @@ async def test_an_order_says_all_that_was_asked(kit):
     assert policy.deadline == kit.clock.now() + 60 and policy.on_engine_failure == "fail"
     assert made.labels == {"a": "b"} and made.output_format == "parquet" and made.once == ONCE and made.together
     assert made.origin == {
-        "door": "native", "input_file_ids": [file_id], "files": {file_id: "rows.csv"}, "key": "k1",
+        "frontend": "native", "input_file_ids": [file_id], "files": {file_id: "rows.csv"}, "key": "k1",
     }  # fmt: skip
 
 
@@ -124,9 +123,9 @@ async def test_a_file_cannot_go_while_its_order_is_made(kit):
 
 
 def test_views_name_files_and_no_places(tmp_path):
-    """Ids stand for paths in every text of a view, and of the door only what clients are meant to see is told."""
+    """Ids stand for paths in every text of a view, and of the frontend only what clients are meant to see is told."""
     files, shown = tmp_path / "files", Shown(tmp_path)
-    origin = {"door": "native", "key": "k1", "files": {"file-1": "a.jsonl"}, "input_file_ids": ["file-1"]}
+    origin = {"frontend": "native", "key": "k1", "files": {"file-1": "a.jsonl"}, "input_file_ids": ["file-1"]}
     told = f"{files}/file-1 changed; see {tmp_path}/jobs/job_1/results.jsonl"
     view = JobView(
         "job_1", "paused", origin=origin, input=[f"{files}/file-1"], output=f"{tmp_path}/jobs/job_1/results.jsonl",
@@ -136,9 +135,9 @@ def test_views_name_files_and_no_places(tmp_path):
     assert str(tmp_path) not in str(seen)
     assert seen.input == ["file-1"] and seen.output == "file-2" and seen.problems[0].path == "file-1"
     assert seen.message == "file-1 changed; see job_1/results.jsonl"
-    assert seen.origin == {"door": "native", "files": {"file-1": "a.jsonl"}}
-    assert shown.job(replace(view, origin={"door": "openai", "key": "k"})).origin == {"door": "openai"}
-    assert shown.job(replace(view, origin=None)).origin == {"door": "cli"}
+    assert seen.origin == {"frontend": "native", "files": {"file-1": "a.jsonl"}}
+    assert shown.job(replace(view, origin={"frontend": "openai", "key": "k"})).origin == {"frontend": "openai"}
+    assert shown.job(replace(view, origin=None)).origin == {"frontend": "cli"}
     assert str(tmp_path) not in str(shown.wait(Wait("job_1", "paused", [told])))
     report = LedgerReport("job_1", 1, 1, 1, 1, 1, damaged=[told], broken=[told])
     assert str(tmp_path) not in str(shown.ledger(report))

@@ -17,7 +17,7 @@ from dialects.open_server import open_server
 
 from batchmill.serving import Running
 from batchmill.types import Scope
-from batchmill.types.poison import Suspect
+from batchmill.types.models import Suspect
 
 MODEL, URL = "org/base", "/batchmill/v1/quarantine"
 OURS, OURS_TOO, THEIRS = "a1" * 32, "a2" * 32, "b1" * 32

@@ -1,4 +1,4 @@
-"""The tables of the gRPC door: its messages, its statuses, and how much of an error travels."""
+"""The tables of the gRPC call_gate: its messages, its statuses, and how much of an error travels."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from batchmill import errors
 from batchmill.dialects.open_inference.grpc.bodies import CONTENTS, METHODS, InferResponse, message
-from batchmill.dialects.open_inference.grpc.door import (
+from batchmill.dialects.open_inference.grpc.call_gate import (
     BY_CODE,
     BY_HTTP_STATUS,
     DETAILS_BYTES_MAX,

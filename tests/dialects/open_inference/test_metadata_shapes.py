@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from batchmill.dialects.open_inference.models import config_of, metadata_of, stats_of
-from batchmill.services.functions.calls import Target
+from batchmill.services.functions.calls import VersionTarget
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, Interface, ModelSpec, Tensor
 
 SCHEMA = Interface(
@@ -21,7 +21,7 @@ SCHEMA = Interface(
 
 def target(interface=SCHEMA, **function):
     spec = FunctionSpec("main/3", "/nowhere", "0", interface, **function)
-    return Target("m", "main", 3, ModelSpec("m", "function_process", "app.py:f", workers=2, function=spec))
+    return VersionTarget("m", "main", 3, ModelSpec("m", "function_process", "app.py:f", workers=2, function=spec))
 
 
 def test_metadata_names_every_tensor():

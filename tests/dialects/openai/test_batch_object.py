@@ -5,12 +5,12 @@ import pytest
 from openai.types import Batch as OpenAIBatch
 
 from batchmill.dialects.openai.batches import batch_id, batch_of, job_id
-from batchmill.services.job_desk import ResultIds
+from batchmill.services.project_jobs import ResultIds
 from batchmill.states import EXPIRED, JobState
 from batchmill.types import JobView, Price, Problem, Usage
 
 ID = "job_0123456789abcdef0123"
-ORIGIN = {"door": "openai", "endpoint": "/v1/embeddings", "input_file_id": "file-1", "completion_window": "24h"}
+ORIGIN = {"frontend": "openai", "endpoint": "/v1/embeddings", "input_file_id": "file-1", "completion_window": "24h"}
 EARLY = JobView(ID, JobState.VALIDATING, origin=ORIGIN, created=100.9, deadline=86500.0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.dialects.openai.embeddings import encoding_of, with_encoding
+from batchmill.dialects.openai.dialect import encoding_of, with_encoding
 
 SINGLES = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=20)
 

@@ -23,14 +23,14 @@ NEVER = "file-" + "0" * 24
 
 
 @pytest.fixture
-async def door(tmp_path):
-    async with open_file_door(tmp_path, ServerEntry(file_bytes_max=LIMIT)) as door:
-        yield door
+async def frontend(tmp_path):
+    async with open_file_door(tmp_path, ServerEntry(file_bytes_max=LIMIT)) as frontend:
+        yield frontend
 
 
 @pytest.fixture
-async def http(door):
-    async with httpx.AsyncClient(base_url=door.url, trust_env=False) as client:
+async def http(frontend):
+    async with httpx.AsyncClient(base_url=frontend.url, trust_env=False) as client:
         yield client
 
 
@@ -93,12 +93,12 @@ async def test_purposes(http, purpose):
         ({"purpose": "batch", "expires_after[seconds]": "٣٦٠٠"}, "expires_after[seconds]", "invalid_value"),
     ],
 )
-async def test_fields_that_are_wrong(door, http, fields, param, code):
+async def test_fields_that_are_wrong(frontend, http, fields, param, code):
     """A field that is missing, unknown, repeated or out of range is refused by its name, and no file is made."""
     error = error_of(await http.post("/v1/files", files={"file": FILE}, data=fields), 400)
     assert error["param"] == param and error["code"].startswith(code) and param in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert door.left() == []
+    assert frontend.left() == []
 
 
 @pytest.mark.parametrize(
@@ -113,43 +113,43 @@ async def test_fields_that_are_wrong(door, http, fields, param, code):
         ("multipart/form-data; boundary=b", b"", 400),
     ],
 )
-async def test_bodies_that_are_no_form(door, http, content_type, body, status):
+async def test_bodies_that_are_no_form(frontend, http, content_type, body, status):
     """What is no form, has another boundary or ends in the middle is refused and leaves nothing."""
     error_of(await http.post("/v1/files", content=body, headers={"content-type": content_type}), status)
-    assert door.left() == []
+    assert frontend.left() == []
 
 
-async def test_forms_that_hold_the_wrong_files(door, http):
+async def test_forms_that_hold_the_wrong_files(frontend, http):
     """A form with two files, none, or a text where the file should be is refused."""
     two = [("file", FILE), ("file", FILE)]
     none = {"data": (None, "x")}
     text = {"file": (None, "no file at all")}
     for files in (two, none, text):
         error_of(await http.post("/v1/files", files=files, data={"purpose": "batch"}), 400)
-    assert door.left() == []
+    assert frontend.left() == []
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "..\\..\\boot.ini", "a;b.jsonl", "zwölf.jsonl"])
-async def test_names_play_no_tricks(door, http, name):
+async def test_names_play_no_tricks(frontend, http, name):
     """A path in a name leads nowhere: it is shown as it came, and saved under a plain name."""
     file = await upload(http, name=name)
     assert file.filename == name
-    assert door.left() == [file.id]
+    assert frontend.left() == [file.id]
     saved = (await http.get(f"/v1/files/{file.id}/content")).headers["content-disposition"]
     assert saved.startswith("attachment; filename=") and "/" not in saved and "\\" not in saved and ".." not in saved
 
 
 @pytest.mark.parametrize("name", ["x" * 513, "a\tb"])
-async def test_names_that_cannot_be_shown(door, http, name):
+async def test_names_that_cannot_be_shown(frontend, http, name):
     """Names that are too long or hold control characters are refused."""
     form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
     form += b'Content-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\nx\r\n--b--\r\n'
     headers = {"content-type": "multipart/form-data; boundary=b"}
     assert error_of(await http.post("/v1/files", content=form, headers=headers), 400)["code"] == "invalid_filename"
-    assert door.left() == []
+    assert frontend.left() == []
 
 
-async def test_a_file_has_a_largest_size(door, http):
+async def test_a_file_has_a_largest_size(frontend, http):
     """The limit counts what arrives, whether its length was announced or not: the limit is taken, more is refused."""
 
     async def pieces(form: bytes):
@@ -164,14 +164,14 @@ async def test_a_file_has_a_largest_size(door, http):
         for content in (form, pieces(form)):
             reply = await http.post("/v1/files", content=content, headers=headers)
             assert error_of(reply, 413)["code"] in ("file_too_large", "request_too_large")
-    assert door.left() == []
+    assert frontend.left() == []
     form = head + b"x" * LIMIT + b"\r\n--b--\r\n"
     assert (await http.post("/v1/files", content=pieces(form), headers=headers)).json()["bytes"] == LIMIT
 
 
-async def test_a_client_that_stops_in_the_middle(door):
+async def test_a_client_that_stops_in_the_middle(frontend):
     """When a connection ends in the middle of a file, nothing of it stays."""
-    host, port = door.url.removeprefix("http://").split(":")
+    host, port = frontend.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
         b"POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2500000\r\n"
@@ -179,13 +179,13 @@ async def test_a_client_that_stops_in_the_middle(door):
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * 2_200_000
     )
     await writer.drain()
-    while not door.left():
+    while not frontend.left():
         await asyncio.sleep(0)
     writer.transport.abort()
     async with asyncio.timeout(30):
-        while door.left():
+        while frontend.left():
             await asyncio.sleep(0)
-    assert await door.files.list("default") == ([], False)
+    assert await frontend.files.list("default") == ([], False)
     assert not reader.at_eof() or reader.exception() is None
 
 
@@ -210,10 +210,10 @@ async def test_lists_that_cannot_be_asked_for(http, query):
     assert error["param"] == query.split("=")[0]
 
 
-async def test_files_of_others(door, http):
+async def test_files_of_others(frontend, http):
     """Another project's file, an unknown one and a name that is no id get the same answer everywhere."""
-    key = (await door.keys.create(name="a", project="one", scope=Scope.SUBMIT)).key
-    other = (await door.keys.create(name="b", project="two", scope=Scope.SUBMIT)).key
+    key = (await frontend.keys.create(name="a", project="one", scope=Scope.SUBMIT)).key
+    other = (await frontend.keys.create(name="b", project="two", scope=Scope.SUBMIT)).key
     http.headers["authorization"] = f"Bearer {key}"
     file = await upload(http)
     http.headers["authorization"] = f"Bearer {other}"
@@ -234,12 +234,12 @@ async def test_files_of_others(door, http):
     assert (await http.get(f"/v1/files/{file.id}")).status_code == 200
 
 
-async def test_a_key_that_may_only_look(door, http):
+async def test_a_key_that_may_only_look(frontend, http):
     """A key of scope read sees files and their bytes; it makes and removes none."""
-    submit = (await door.keys.create(name="a", project="one", scope=Scope.SUBMIT)).key
+    submit = (await frontend.keys.create(name="a", project="one", scope=Scope.SUBMIT)).key
     http.headers["authorization"] = f"Bearer {submit}"
     file = await upload(http)
-    read = (await door.keys.create(name="b", project="one", scope=Scope.READ)).key
+    read = (await frontend.keys.create(name="b", project="one", scope=Scope.READ)).key
     http.headers["authorization"] = f"Bearer {read}"
     assert (await http.get(f"/v1/files/{file.id}/content")).content == FILE[1]
     error_of(await http.delete(f"/v1/files/{file.id}"), 403)
@@ -331,13 +331,13 @@ async def test_uploads_that_cannot_be(http, change, param):
     assert error_of(await http.post("/v1/uploads", json=asked), 400)["param"] == param
 
 
-async def test_an_upload_larger_than_any_file(door, http):
+async def test_an_upload_larger_than_any_file(frontend, http):
     """What could never become a file is refused before its first part."""
     asked = {"bytes": LIMIT + 1, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
     assert error_of(await http.post("/v1/uploads", json=asked), 413)["code"] == "file_too_large"
 
 
-async def test_parts_that_are_no_parts(door, http):
+async def test_parts_that_are_no_parts(frontend, http):
     """A part with another field, without data or for no upload is refused and leaves nothing."""
     asked = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
     begun = (await http.post("/v1/uploads", json=asked)).json()["id"]
@@ -348,20 +348,20 @@ async def test_parts_that_are_no_parts(door, http):
     error_of(await http.post(f"/v1/uploads/upload_{0:024}/parts", files={"data": b"x"}), 404)
     error_of(await http.post(f"/v1/uploads/{begun}/complete", json={"part_ids": ["part_0"]}), 400)
     error_of(await http.post(f"/v1/uploads/{begun}/complete", json={"part_ids": [], "md5": "x"}), 400)
-    assert door.left() == []
+    assert frontend.left() == []
 
 
-async def test_many_at_once(door, http):
+async def test_many_at_once(frontend, http):
     """Files that arrive at the same time do not get into each other."""
     contents = [json.dumps({"n": n}).encode() * 20_000 for n in range(12)]
     files = await asyncio.gather(*(upload(http, content) for content in contents))
     got = await asyncio.gather(*(http.get(f"/v1/files/{file.id}/content") for file in files))
     assert [reply.content for reply in got] == contents
     with contextlib.suppress(FileNotFoundError):
-        assert not list((door.data_dir / "files" / ".incoming").iterdir())
+        assert not list((frontend.data_dir / "files" / ".incoming").iterdir())
 
 
-async def test_a_full_disk(door, http):
+async def test_a_full_disk(frontend, http):
     """An upload that finds no room is answered 503 in OpenAI's form, and takes none."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # as a quota: no file grows beyond it
@@ -370,5 +370,5 @@ async def test_a_full_disk(door, http):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert error_of(reply, 503)["code"] == "storage_full"
-    assert door.left() == []
+    assert frontend.left() == []
     assert (await upload(http, b"x" * 2_500_000)).bytes == 2_500_000

@@ -11,7 +11,7 @@ from dialects.open_server import open_server
 from batchmill.dialects.openai.dialect import OpenAIDialect
 from batchmill.dialects.openai.errors import NAMELESS, PARAMS, UnknownParam
 from batchmill.errors import Conflict, ModelFailed, Unavailable
-from batchmill.server.bodies import Refusal
+from batchmill.server.bodies import InvalidField
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,7 +31,7 @@ class TestOpenAIDialect(DialectSuite):
 
     def test_a_parameter_is_named(self, dialect):
         """What is wrong with one parameter names it."""
-        for error in (Refusal("no", code="invalid_value", param="limit"), UnknownParam("no", param="limit")):
+        for error in (InvalidField("no", code="invalid_value", param="limit"), UnknownParam("no", param="limit")):
             assert b'"param":"limit"' in dialect.refusal(error).body
 
     @pytest.mark.parametrize(

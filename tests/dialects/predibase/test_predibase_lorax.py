@@ -7,8 +7,18 @@ import json
 import msgspec
 import pytest
 
-from batchmill.dialects.predibase.lorax import WHOLE_WINDOW, Generate, body_of, check
-from batchmill.dialects.predibase.lorax_answers import Answer, Choice, finish_of, generated, read_answer, tokens_of
+from batchmill.dialects.predibase.lorax import (
+    WHOLE_WINDOW,
+    Answer,
+    Choice,
+    Generate,
+    body_of,
+    check,
+    finish_of,
+    generated,
+    read_answer,
+    tokens_of,
+)
 from batchmill.dialects.predibase.serving import events_of
 from batchmill.errors import BatchmillError, InvalidInput
 

@@ -118,7 +118,7 @@ def _bad_places(folder: Path) -> dict[str, tuple[type[BatchmillError], str]]:
     os.truncate(write_lora(folder / "huge") / WEIGHTS, FILES[WEIGHTS] + 1)  # a hole: it takes no room
     (folder / "empty").mkdir()
     return {
-        "pickle": (InvalidInput, "a pickle: whoever reads one runs what its maker wrote"),
+        "pickle": (InvalidInput, "a pickle: loading it runs its author's code"),
         "linked": (InvalidInput, "is a link that leads out of its folder"),
         "pipe": (InvalidInput, "is no file"),
         "huge": (TooLarge, "is larger than the 8,589,934,592 bytes"),

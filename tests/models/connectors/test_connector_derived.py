@@ -4,8 +4,8 @@ import pytest
 from connector_samples import KEY, action, connector
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors.derived import find_action, provider_of, remote_parameters
 from batchmill.models.connectors.rendering import Renderer
+from batchmill.models.connectors.urls import find_action, provider_of, remote_parameters
 
 OPENAI = "https://api.openai.com/v1/batches"
 COHERE = "https://api.cohere.ai/v1/embed-jobs"

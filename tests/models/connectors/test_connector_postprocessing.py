@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors.json_paths import SEARCHED_BYTES_MAX
-from batchmill.models.connectors.postprocessing import POST_PROCESS, output_json, tensors
+from batchmill.models.connectors.processing import POST_PROCESS, output_json, tensors
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

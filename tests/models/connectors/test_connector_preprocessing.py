@@ -6,7 +6,7 @@ import pytest
 from connector_samples import action, connector
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors.preprocessing import CALLS_MAX, DOCS_MAX, prepare
+from batchmill.models.connectors.processing import CALLS_MAX, DOCS_MAX, prepare
 from batchmill.models.connectors.rendering import Renderer
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors.derived import find_action
 from batchmill.models.connectors.headers import HEADER_BYTES_MAX
 from batchmill.models.connectors.rendering import SHOWN_CHARS, Renderer
+from batchmill.models.connectors.urls import find_action
 
 SECRETS = {"key": "s3cret"}
 

@@ -129,7 +129,7 @@ _NODES = re.compile(r"(?P<sign>>=|<=|>|<|ge\(|le\(|gt\(|lt\()?(?P<number>[0-9]{1
 Text = Annotated[str, Meta(max_length=64)]
 
 
-class Waiting(Common, frozen=True, forbid_unknown_fields=True):
+class HealthQuery(Common, frozen=True, forbid_unknown_fields=True):
     """What a health may wait for. It is all so, but for a number of nodes that is another."""
 
     level: Literal["cluster", "indices", "shards", "awareness_attributes"] = "cluster"
@@ -146,7 +146,7 @@ class Waiting(Common, frozen=True, forbid_unknown_fields=True):
     local: Flag = "false"
 
 
-class Health:
+class ClusterHandlers:
     def __init__(self, services: Services) -> None:
         self._connectors, self._models = services.connectors, services.remote_models
         self._tasks = services.remote_tasks
@@ -159,9 +159,9 @@ class Health:
         each, named = f"{PREFIX}/{STATS}", f"{PREFIX}/{{node_id}}/{STATS}"
         return [
             operation("getClusterHealth", f"GET {HEALTH}", "How the cluster is", Scope.READ, self.health,
-                      query=Waiting, errors=(408,)),
+                      query=HealthQuery, errors=(408,)),
             operation("getIndexHealth", f"GET {HEALTH}/{{index}}", "The same", Scope.READ, self.health,
-                      query=Waiting, errors=(408,)),
+                      query=HealthQuery, errors=(408,)),
             operation("getStats", f"GET {each}", "What is counted", Scope.READ, self.stats, errors=()),
             operation("getStat", f"GET {each}/{{stat}}", "Some of it", Scope.READ, self.stats, errors=()),
             operation("getNodeStats", f"GET {named}", "What a node counts", Scope.READ, self.stats),
@@ -169,7 +169,7 @@ class Health:
         ]  # fmt: skip
 
     async def health(self, call: Call) -> Response:
-        query: Waiting = call.query
+        query: HealthQuery = call.query
         in_time = _is_met(query.wait_for_nodes)
         told = {
             "cluster_name": "batchmill",

@@ -1,7 +1,7 @@
 """Settings of a cluster: tutorials and set-up scripts of ML Commons write some before they begin.
 
 What is asked for is acknowledged where it is so already, or where there is nothing here that it would change; all else
-is refused by name, with the place where whoever runs the server says it. Nothing is kept.
+is refused by name, with the place where the operator of the server says it. Nothing is kept.
 Source: OpenSearch, "Cluster settings"; ML Commons, "Cluster settings".
 """
 
@@ -131,7 +131,7 @@ class ClusterSettings:
         asked = value if isinstance(value, list) else [value]
         if more := [each for each in asked if trusted and each not in trusted]:
             raise InvalidInput(
-                f"the setting {PREFIX}{TRUSTED} does not hold {str(more[0])[:SHOWN_CHARS]!r} here: whoever runs the "
+                f"the setting {PREFIX}{TRUSTED} does not hold {str(more[0])[:SHOWN_CHARS]!r} here: the operator of the "
                 "server adds it with ml_commons.trusted_connector_endpoints",
                 code="setting_not_changed",
             )
@@ -141,7 +141,7 @@ def _known(entry: MlCommonsEntry, has_private: bool) -> dict[str, tuple[Any, str
     """Settings that mean something here: how each is, and who changes it how."""
 
     def configured(name: str) -> str:
-        return f"whoever runs the server changes it with {name}"
+        return f"the operator of the server changes it with {name}"
 
     access = "what belongs to a project is seen by its keys, whatever is set"
     return {

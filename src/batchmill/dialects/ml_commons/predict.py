@@ -3,7 +3,7 @@
 A batch means one of two things: the provider's own, begun by the action `batch_predict` with what the caller gave, or,
 where the body holds a `dataset`, rows of files of this server, which batchmill hands over and reconciles itself. The
 latter goes through the model's batch API unless another `route` is asked for.
-Source: ML Commons, "Predict" and "Batch predict".
+Source: ML Commons, "PredictHandlers" and "Batch predict".
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from batchmill.server.operations import Call, Operation
 from batchmill.server.replies import unless_gone, whole_answer
 from batchmill.services.files import FileRecord
 from batchmill.services.model_rows import ServedModel
-from batchmill.services.remote import interfaces
-from batchmill.services.remote.models import RemoteModel
-from batchmill.services.remote.specs import AUTO, BATCH, ONLINE
+from batchmill.services.remote import model_fields
+from batchmill.services.remote.models import AUTO, BATCH, ONLINE, RemoteModel
 from batchmill.services.remote.task_records import TaskRecord
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
@@ -71,7 +70,7 @@ class BatchOfRows(Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] = {}
 
 
-class Datasets:
+class DatasetTasks:
     """Raises: UnknownName for a file that is not the caller's; InvalidInput for what does not fit."""
 
     def __init__(self, services: Services) -> None:
@@ -174,8 +173,8 @@ class RemoteAnswered(BatchmillError):
         self.status = status
 
 
-class Predict:
-    def __init__(self, services: Services, datasets: Datasets) -> None:
+class PredictHandlers:
+    def __init__(self, services: Services, datasets: DatasetTasks) -> None:
         self._services, self._datasets = services, datasets
         self._models, self._tasks = services.remote_models, services.remote_tasks
 
@@ -225,7 +224,7 @@ class Predict:
         """Raises: InvalidInput for what is asked, or answered, where the model's interface says another."""
         if side in interface:
             assert call.programs is not None, "it came over HTTP"
-            await interfaces.check(side, interface[side], value, call.programs, call.caller.project)
+            await model_fields.check(side, interface[side], value, call.programs, call.caller.project)
 
     def _named(self, caller: Caller, path: dict[str, str]) -> RemoteModel:
         """The model of a path. Raises: UnknownName, also for one that the caller's key may not use."""

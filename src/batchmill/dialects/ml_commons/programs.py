@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.errors import TooComplex
 from batchmill.server.bodies import parse_object
@@ -106,7 +106,7 @@ def _drop(value: Any, paths: list[_Path]) -> Any:
 
 
 MODULE = "batchmill.dialects.ml_commons.programs"
-BOUNDS = Bounds()
+BOUNDS = ResourceLimits()
 DOCUMENTS_BYTES_MAX = 32 * 1024 * 1024  # of what one search looks through
 PIECE_BYTES = 256 * 1024  # of documents that are written before others have their turn
 

@@ -290,7 +290,7 @@ MODEL_PATH = f"{MODELS_PATH}/{{model_id}}"
 IDS_MAX = 1000  # of models in one request
 
 
-class Models:
+class MlCommonsModels:
     def __init__(self, services: Services) -> None:
         self._models, self._tasks = services.remote_models, services.remote_tasks
         self._node = node_id(services.config.data_dir)

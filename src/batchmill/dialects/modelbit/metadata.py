@@ -18,7 +18,7 @@ from batchmill.services.services import Services
 from batchmill.types import Interface, Scope, Tensor
 
 if TYPE_CHECKING:
-    from batchmill.services.functions.calls import Target
+    from batchmill.services.functions.calls import VersionTarget
 
 
 PREFIX = "/:5000"
@@ -85,7 +85,7 @@ class Deployment(Struct, frozen=True):
     openapi: dict[str, Any]
 
 
-class Metadata:
+class DeploymentHandlers:
     def __init__(self, services: Services) -> None:
         self._functions = services.functions
 
@@ -104,7 +104,7 @@ class Metadata:
         return json_reply(describe(target, base_of(call.request), path["version"]))
 
 
-def describe(target: Target, base: str, version: str) -> Deployment:
+def describe(target: VersionTarget, base: str, version: str) -> Deployment:
     """`version` as it was asked for: `latest`, a number, an alias."""
     interface = target.interface
     place = f"/v1/{target.name}/{version}"
@@ -167,7 +167,7 @@ def _example_row(interface: Interface) -> list[Any]:
     return list(values.values())
 
 
-def _document(target: Target, base: str, place: str, body: dict[str, Any]) -> dict[str, Any]:
+def _document(target: VersionTarget, base: str, place: str, body: dict[str, Any]) -> dict[str, Any]:
     """OpenAPI: one path, as precise as the function's own hints."""
     inputs = target.interface.inputs
     named = {each.name: _schema_of(each) for each in inputs}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from starlette.responses import Response
 
-from batchmill.dialects.native.views import file_info
+from batchmill.dialects.native.orders import file_info
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply
 from batchmill.services.files import BATCH

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from starlette.responses import PlainTextResponse, Response
 
-from batchmill.dialects.native.views import Shown
+from batchmill.dialects.native.orders import Shown
 from batchmill.errors import Forbidden
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.functions import views
+from batchmill.services.functions import records
 from batchmill.services.functions.examples import openapi
 from batchmill.services.functions.names import LATEST, MAIN
 from batchmill.services.functions.records import READY
 from batchmill.services.services import Services
-from batchmill.wire.bundles import BYTES_MAX
-from batchmill.wire.deploys import ModelVersion
+from batchmill.wire.bundles import BYTES_MAX, ModelVersion
 from batchmill.wire.native import (
     DeployReply,
     Merge,
@@ -81,7 +80,7 @@ class Functions:
             deployed = await self._versions.deploy(bundle, check=lambda name: self._check(call, name), by=call.caller)
         finally:
             await asyncio.to_thread(bundle.unlink)
-        return json_reply(views.deploy_reply(deployed), 201 if deployed.is_new else 200)
+        return json_reply(records.deploy_reply(deployed), 201 if deployed.is_new else 200)
 
     def _check(self, call: Call, name: str) -> None:
         """Raises: Forbidden for a name that the key or its project may not use; another's that it may not know is
@@ -92,11 +91,11 @@ class Functions:
     async def show(self, call: Call) -> Response:
         name, (_, routes) = self._name(call), self._versions.show(self._name(call))
         url = str(call.request.base_url).rstrip("/")
-        return json_reply(views.detail(name, self._seen(call, name), routes, url))
+        return json_reply(records.detail(name, self._seen(call, name), routes, url))
 
     async def versions(self, call: Call) -> Response:
         name = self._name(call)
-        return json_reply(VersionList([views.version_info(each) for each in self._seen(call, name)]))
+        return json_reply(VersionList([records.version_info(each) for each in self._seen(call, name)]))
 
     def _seen(self, call: Call, name: str) -> list[ModelVersion]:
         """Versions as the caller may see them: of another project's function, what one needs to call it."""
@@ -124,24 +123,24 @@ class Functions:
     async def rollback(self, call: Call) -> Response:
         asked: Rollback = call.body
         found = await self._versions.rollback(self._name(call), asked.branch, asked.number, by=call.caller)
-        return json_reply(views.version_info(found))
+        return json_reply(records.version_info(found))
 
     async def merge(self, call: Call) -> Response:
         asked: Merge = call.body
         found = await self._versions.merge(self._name(call), asked.source, asked.into, by=call.caller)
-        return json_reply(views.version_info(found))
+        return json_reply(records.version_info(found))
 
     async def restart(self, call: Call) -> Response:
         asked: Restart = call.body
         found = await self._versions.restart(self._name(call), asked.branch, by=call.caller)
-        return json_reply(views.version_info(found))
+        return json_reply(records.version_info(found))
 
     async def alias(self, call: Call) -> Response:
         asked: NewAlias = call.body
-        backends, mirrors = views.backends_of(asked.backends), views.backends_of(asked.mirrors)
+        backends, mirrors = records.backends_of(asked.backends), records.backends_of(asked.mirrors)
         name, alias = self._name(call), call.path["alias"]
         route = await self._versions.set_alias(name, alias, backends, mirrors, by=call.caller)
-        return json_reply(views.alias_info(route))
+        return json_reply(records.alias_info(route))
 
     async def remove_alias(self, call: Call) -> Response:
         await self._versions.remove_alias(self._name(call), call.path["alias"], by=call.caller)
@@ -150,7 +149,7 @@ class Functions:
     async def remove(self, call: Call) -> Response:
         query: VersionQuery = call.query
         gone = await self._versions.remove(self._name(call), query.branch, query.version, by=call.caller)
-        return json_reply(VersionList([views.version_info(self._shown.version(each)) for each in gone]))
+        return json_reply(VersionList([records.version_info(self._shown.version(each)) for each in gone]))
 
     def _name(self, call: Call) -> str:
         """The function that the path names. Raises: UnknownName, alike for what is not there and not the caller's."""

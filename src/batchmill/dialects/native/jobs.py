@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
 from starlette.responses import Response
 
-from batchmill.dialects.native.orders import Orders
-from batchmill.dialects.native.views import Shown
-from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.dialects.native.orders import Orders, Shown
+from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.server.replies import FileReply, PieceReply
+from batchmill.services.files import FileRecord, Removal, Result
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import Amendment, Caller, JobOrder, JobQuery, JobView
-from batchmill.wire.native import (
-    PAGE_MAX,
-    Accepted,
-    Change,
-    JobPage,
-    ListJobs,
-    NewJob,
-    RemoteJobList,
-    Settlement,
-)
+from batchmill.wire.native import PAGE_MAX, Accepted, Change, JobPage, ListJobs, NewJob, RemoteJobList, Settlement
 from batchmill.wire.operations import (
     AMEND_JOB,
     CREATE_JOB,
+    EVENTS,
     EXPLAIN_JOB,
+    JOB_ERRORS,
+    JOB_RESULTS,
+    JSON_LINES,
     LIST_JOBS,
     LIST_REMOTE_JOBS,
+    OCTETS,
     REMOVE_JOB,
     SETTLE_REMOTE_JOB,
     SHOW_JOB,
     STEERING,
     VERIFY_JOB,
+    WATCH_JOB,
     Endpoint,
 )
 
@@ -42,10 +46,10 @@ SCANNED_MAX = 5000  # jobs that one page with a filter looks at
 CONFLICT, MISSING, GONE = 409, 404, 410
 
 
-class Jobs:
+class NativeJobs:
     def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
         self._services, self._shown, self._orders = services, shown, orders
-        self._desk = services.jobs
+        self._project_jobs = services.jobs
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -58,7 +62,7 @@ class Jobs:
             Operation.of(SETTLE_REMOTE_JOB, self.settle_remote, errors=(MISSING, CONFLICT)),
             Operation.of(VERIFY_JOB, self.verify, errors=(MISSING, CONFLICT)),
             Operation.of(REMOVE_JOB, self.remove, errors=(MISSING, CONFLICT, GONE)),
-            *(self._steering(endpoint, getattr(self._desk, verb)) for verb, endpoint in STEERING.items()),
+            *(self._steering(endpoint, getattr(self._project_jobs, verb)) for verb, endpoint in STEERING.items()),
         )  # fmt: skip
 
     def _steering(self, endpoint: Endpoint[JobView], ask: Callable[[Caller, str], Awaitable[JobView]]) -> Operation:
@@ -80,15 +84,15 @@ class Jobs:
         known = await repeats.find(once)
         call.on_delivered(lambda: repeats.delivered(once))
         if known is not None:
-            view = self._shown.job(*await self._desk.show_with_results(call.caller, known))
+            view = self._shown.job(*await self._project_jobs.show_with_results(call.caller, known))
             return json_reply(Accepted("repeated", view), 201)
         call.spend()
         async with self._orders.inputs(call.caller, asked) as records:
             order = self._orders.job(call.caller, asked, records, once)
-            submitted = await self._desk.submit(call.caller, order)
+            submitted = await self._project_jobs.submit(call.caller, order)
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
-            view = self._shown.job(*await self._desk.show_with_results(call.caller, submitted.id))
+            view = self._shown.job(*await self._project_jobs.show_with_results(call.caller, submitted.id))
         except BatchmillError:
             view = self._shown.job(self._as_ordered(submitted.id, order))
         return json_reply(Accepted(submitted.how, view), 201)
@@ -115,7 +119,7 @@ class Jobs:
         while len(found) < query.limit and scanned < SCANNED_MAX:
             size = query.limit + 1 if label is None else PAGE_MAX
             wanted = JobQuery(state=query.state, model=query.model, since=query.since, after=after, limit=size)
-            some = await self._desk.list_with_results(call.caller, wanted)
+            some = await self._project_jobs.list_with_results(call.caller, wanted)
             for view, results in some:
                 after, scanned = view.id, scanned + 1
                 if _fits(view, query.state, label):
@@ -131,10 +135,12 @@ class Jobs:
         return json_reply(JobPage(found, after))
 
     async def show(self, call: Call) -> Response:
-        return json_reply(self._shown.job(*await self._desk.show_with_results(call.caller, call.path["job_id"])))
+        return json_reply(
+            self._shown.job(*await self._project_jobs.show_with_results(call.caller, call.path["job_id"]))
+        )
 
     async def remove(self, call: Call) -> Response:
-        return json_reply(self._shown.job(await self._desk.remove(call.caller, call.path["job_id"])))
+        return json_reply(self._shown.job(await self._project_jobs.remove(call.caller, call.path["job_id"])))
 
     async def amend(self, call: Call) -> Response:
         change: Change = call.body
@@ -143,23 +149,25 @@ class Jobs:
         if change.deadline is not None and change.deadline <= self._services.clock.now():
             raise InvalidInput("the deadline lies in the past: cancel the job instead", code="invalid_deadline")
         amendment = Amendment(change.priority, change.deadline, change.budget)
-        await self._desk.amend(call.caller, call.path["job_id"], amendment)
+        await self._project_jobs.amend(call.caller, call.path["job_id"], amendment)
         return await self.show(call)
 
     async def explain(self, call: Call) -> Response:
-        return json_reply(self._shown.wait(await self._desk.explain(call.caller, call.path["job_id"])))
+        return json_reply(self._shown.wait(await self._project_jobs.explain(call.caller, call.path["job_id"])))
 
     async def remote(self, call: Call) -> Response:
-        found = await self._desk.remote(call.caller, call.path["job_id"])
+        found = await self._project_jobs.remote(call.caller, call.path["job_id"])
         return json_reply(RemoteJobList([self._shown.remote(each) for each in found]))
 
     async def settle_remote(self, call: Call) -> Response:
         told: Settlement = call.body
         job_id, tag = call.path["job_id"], call.path["tag"]
-        return json_reply(self._shown.remote(await self._desk.settle_remote(call.caller, job_id, tag, told.remote_id)))
+        return json_reply(
+            self._shown.remote(await self._project_jobs.settle_remote(call.caller, job_id, tag, told.remote_id))
+        )
 
     async def verify(self, call: Call) -> Response:
-        return json_reply(self._shown.ledger(await self._desk.verify(call.caller, call.path["job_id"])))
+        return json_reply(self._shown.ledger(await self._project_jobs.verify(call.caller, call.path["job_id"])))
 
 
 def _label(text: str | None) -> tuple[str, str | None] | None:
@@ -177,3 +185,131 @@ def _fits(view: JobView, state: JobState | None, label: tuple[str, str | None] |
         return True
     name, value = label
     return name in view.labels and value in (None, view.labels[name])
+
+
+MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.apache.parquet"}
+HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
+PIECE_BYTES = 256 * 1024
+LAST_EVENT_CHARS_MAX = 64
+PRELUDE = b": a job's views; `end` follows the last one\n\n"
+
+
+class JobStreams:
+    def __init__(self, services: Services, shown: Shown) -> None:
+        self._services, self._shown = services, shown
+        self._project_jobs = services.jobs
+
+    def operations(self) -> Sequence[Operation]:
+        files, lines = JOB_RESULTS.media, JOB_ERRORS.media[0]
+        return (
+            Operation.of(WATCH_JOB, self.watch, errors=(MISSING,)),
+            Operation.of(JOB_RESULTS, self.results, also={206: files, 416: None}, errors=(MISSING, CONFLICT, GONE)),
+            Operation.of(JOB_ERRORS, self.errors, also={206: lines, 416: None}, errors=(MISSING, CONFLICT, GONE)),
+        )  # fmt: skip
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    async def watch(self, call: Call) -> Response:
+        job_id, interval_s = call.path["job_id"], call.query.interval_s
+        await self._project_jobs.show(call.caller, job_id)  # an unknown job is refused before anything is promised
+        last = call.request.headers.get("last-event-id", "")[:LAST_EVENT_CHARS_MAX]
+        return PieceReply(self._events(call, job_id, interval_s, last), media=EVENTS)
+
+    async def _events(self, call: Call, job_id: str, interval_s: float, last: str) -> AsyncGenerator[bytes]:
+        """Every event is a whole view: who comes back gets the newest, unless it has seen that one already."""
+        yield PRELUDE
+        stopping = asyncio.ensure_future(self._services.stopping.wait())
+        views = self._project_jobs.watch(call.caller, job_id, interval_s)
+        following = asyncio.ensure_future(anext(views, None))
+        try:
+            while True:
+                await asyncio.wait({following, stopping}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done():
+                    return  # without `end`: the client comes back, to the server that starts next
+                if not following.done():
+                    yield b": still here\n\n"
+                    continue
+                view = following.result()
+                if view is None:
+                    yield b"event: end\ndata: {}\n\n"
+                    return
+                following = asyncio.ensure_future(anext(views, None))
+                event = await self._event(call, view)
+                if event[0] != last:
+                    yield event[1]
+                    last = event[0]
+        finally:
+            for task in (following, stopping):
+                task.cancel()
+            await asyncio.gather(following, stopping, return_exceptions=True)
+            await views.aclose()
+
+    async def _event(self, call: Call, view: JobView) -> tuple[str, bytes]:
+        """The id of an event, and the event."""
+        if JobState(view.state).is_at_rest:
+            told = self._shown.job(*await self._project_jobs.show_with_results(call.caller, view.id))
+        else:
+            told = self._shown.job(view)
+        data = msgspec.json.encode(told)
+        name = hashlib.sha256(data).hexdigest()[:16]
+        return name, b"id: %s\nevent: view\ndata: %s\n\n" % (name.encode(), data)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    async def results(self, call: Call) -> Response:
+        if call.query.partial:
+            if "range" in call.request.headers:
+                raise InvalidInput("partial results have no ranges: they grow", code="no_ranges")
+            return await self._partial(call)
+        view, output, _ = await self._ended(call)
+        if output is None:  # no row of a job that keeps errors apart succeeded: its results are a file of no lines
+            return Response(b"", media_type=JSON_LINES)
+        return await self._file(call, output)
+
+    async def errors(self, call: Call) -> Response:
+        view, _, errors = await self._ended(call)
+        if errors is None:
+            why = "its rows that failed stand among its results" if view.rows_failed else "none of its rows failed"
+            raise UnknownName(f"the job {view.id} has no error file: {why}", code="no_file")
+        return await self._file(call, errors)
+
+    async def _ended(self, call: Call) -> tuple[JobView, Result, Result]:
+        view = await self._project_jobs.show(call.caller, call.path["job_id"])
+        if not JobState(view.state).is_at_rest:
+            raise InvalidTransition(
+                f"the job {view.id} is {view.state}, {view.rows_ok + view.rows_failed:,} of {view.rows:,} rows are "
+                "done: partial=true gives those"
+            )
+        if view.output is None:  # it ended before any row was planned
+            raise UnknownName(f"the job {view.id} has no result file", code="no_file")
+        return view, *await self._project_jobs.results_of(view)
+
+    async def _file(self, call: Call, record: FileRecord | Removal) -> Response:
+        """Raises: Gone."""
+        if isinstance(record, Removal):
+            raise record.error()
+        file = await self._services.files.open(record)
+        return FileReply(call.request, file, filename=record.filename, media=media_of(record.filename))
+
+    async def _partial(self, call: Call) -> Response:
+        """The file is gone from its folder before the first byte of it is sent: nothing can leave it behind."""
+        path = await self._project_jobs.partial(call.caller, call.path["job_id"])
+        file = await asyncio.to_thread(_taken, path)
+        return PieceReply(_pieces(file), media=JSON_LINES)
+
+
+def _taken(path: str) -> BinaryIO:
+    file = open(path, "rb")  # noqa: SIM115 - `_pieces` closes it
+    os.unlink(path)
+    return file
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            yield piece
+
+
+def media_of(filename: str) -> str:
+    """What a file holds, by the end of its name; packed ones are just bytes."""
+    return MEDIA.get(Path(filename).suffix.lower(), OCTETS)

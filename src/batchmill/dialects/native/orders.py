@@ -1,5 +1,4 @@
-"""From what this API is asked for to an order: the server's files and models by name, its limits, nothing of its own
-environment. Knows which models a caller may use only through the directory."""
+"""Between this API's words and ours: orders from what is asked for, and jobs as it shows them."""
 
 from __future__ import annotations
 
@@ -10,12 +9,99 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from batchmill.dialects.native.views import DOOR
 from batchmill.errors import InvalidInput
 from batchmill.services.files import FileRecord
+from batchmill.services.path_redaction import Places
+from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.services import Services
-from batchmill.types import Caller, DatasetSpec, JobOrder, ModelSpec, Once, Policy
-from batchmill.wire.native import NewJob, Work
+from batchmill.types import (
+    Caller,
+    DatasetSpec,
+    JobOrder,
+    JobView,
+    LedgerReport,
+    ModelSpec,
+    Once,
+    Policy,
+    RemoteJob,
+    Wait,
+)
+from batchmill.wire.bundles import ModelVersion
+from batchmill.wire.native import FileInfo, NewJob, SealReport, Work
+
+FRONTEND = "native"
+
+
+class Shown:
+    """What is told to clients of a server whose files lie in `data_dir`."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.text = Places(data_dir).hide
+
+    def job(self, view: JobView, results: ResultIds = NO_RESULTS) -> JobView:
+        """`input`, `output` and `errors_output` are ids of files; of `origin` what is no frontend's own business."""
+        origin = view.origin or {}
+        return replace(
+            view,
+            input=[Path(path).name for path in view.input],
+            output=results.output,
+            errors_output=results.errors,
+            origin=_told(origin),
+            message=self.text(view.message),
+            notes=[self.text(note) for note in view.notes],
+            routing=[self.text(sentence) for sentence in view.routing],
+            problems=[
+                replace(each, path=Path(each.path).name, message=self.text(each.message)) for each in view.problems
+            ],
+            error_samples={code: self.text(sample) for code, sample in view.error_samples.items()},
+        )
+
+    def version(self, version: ModelVersion) -> ModelVersion:
+        """A traceback leads through files of this server."""
+        return version if version.error is None else replace(version, error=self.text(version.error))
+
+    def wait(self, wait: Wait) -> Wait:
+        return replace(wait, reasons=[self.text(reason) for reason in wait.reasons])
+
+    def remote(self, job: RemoteJob) -> RemoteJob:
+        return replace(job, message=self.text(job.message))
+
+    def ledger(self, report: LedgerReport) -> LedgerReport:
+        return replace(
+            report,
+            damaged=[self.text(each) for each in report.damaged],
+            broken=[self.text(each) for each in report.broken],
+        )
+
+    def report(self, report: SealReport) -> SealReport:
+        """What validation found. Paths are ids of files here too."""
+        seal = report.seal
+        return replace(
+            report,
+            seal=replace(
+                seal,
+                files=[replace(each, path=Path(each.path).name) for each in seal.files],
+                sources=[replace(each, path=Path(each.path).name) for each in seal.sources],
+            ),
+            problems=[
+                replace(each, path=Path(each.path).name, message=self.text(each.message)) for each in report.problems
+            ],
+        )
+
+
+def _told(origin: dict) -> dict:
+    """The frontend a job came through, and for one of this API's what its files were called."""
+    return {
+        name: origin[name] for name in ("frontend", "files") if name in origin and origin["frontend"] == FRONTEND
+    } or {"frontend": origin.get("frontend", "cli")}
+
+
+def file_info(record: FileRecord) -> FileInfo:
+    return FileInfo(
+        id=record.id, filename=record.filename, purpose=record.purpose, bytes=record.bytes, created=record.created,
+        expires=record.expires, job=record.job,
+    )  # fmt: skip
+
 
 READABLE = ("batch", "batch_output")  # purposes of files that may be run: results are rows too
 FORMATS = {".csv": "csv", ".parquet": "parquet"}
@@ -91,7 +177,7 @@ class Orders:
             on_engine_failure="fail",
         )
         origin = {
-            "door": DOOR,
+            "frontend": FRONTEND,
             "input_file_ids": [record.id for record in records],
             "files": {record.id: record.filename for record in records},
             "key": caller.key,

@@ -2,20 +2,261 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+from msgspec import Raw
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from batchmill.dialects.open_inference.inference import Generation, Inference
-from batchmill.dialects.open_inference.models import Metadata, Repository, StatisticsCalls
-from batchmill.dialects.open_inference.settings import Settings
-from batchmill.errors import BatchmillError
-from batchmill.server.operations import Operation
-from batchmill.server.replies import SCHEMA, text_reply
-from batchmill.services.places import Places
+from batchmill.dialects.open_inference.models import (
+    MODEL_PATHS,
+    MetadataHandlers,
+    Repository,
+    SettingsHandlers,
+    StatisticsCalls,
+)
+from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.server.bodies import InvalidField
+from batchmill.server.function_replies import (
+    CLIENT_LEFT,
+    JSON,
+    OCTETS,
+    FastCalls,
+    answer,
+    as_accepted,
+    body_of,
+    head_of,
+    stream,
+)
+from batchmill.server.operations import Call, Content, Operation
+from batchmill.server.replies import EVENTS, SCHEMA, Envelope, text_reply, unless_gone
+from batchmill.services.functions.calls import VersionTarget
+from batchmill.services.functions.names import locate
+from batchmill.services.path_redaction import Places
 from batchmill.services.services import Services
+from batchmill.types import Scope
+from batchmill.wire.json_bytes import encode, join_object, shallow, split_object
+
+FORM = "tensors"
+_PARAMETERS = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+_TENSOR: dict[str, Any] = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": {"type": "string"},
+        "parameters": _PARAMETERS,
+        "data": {"type": "array"},
+    },
+    "additionalProperties": True,
+}
+REQUEST: dict[str, Any] = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {
+        "id": {"type": "string"},
+        "parameters": _PARAMETERS,
+        "inputs": {"type": "array", "items": _TENSOR},
+        "outputs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": {"type": "string"}, "parameters": _PARAMETERS},
+                "additionalProperties": True,
+            },
+        },
+    },
+    "additionalProperties": True,
+}
+RESPONSE: dict[str, Any] = {
+    "type": "object",
+    "required": ["model_name", "outputs"],
+    "properties": {
+        "model_name": {"type": "string"},
+        "model_version": {"type": "string"},
+        "id": {"type": "string"},
+        "outputs": {"type": "array", "items": {"type": "object"}},
+    },
+}
+_BODY = Content("application/json", REQUEST)
+_REPLY = Content("application/json", RESPONSE)
+
+
+class InferHandlers:
+    def __init__(self, services: Services) -> None:
+        self._functions = services.functions
+        self._bytes_max = services.config.server.body_bytes_max
+        self._hide = Places(services.config.data_dir).hide
+
+    def operations(self) -> Sequence[Operation]:
+        fast_handler = FastCalls(self._functions, FORM, packs=True)
+        found = []
+        for suffix, path in MODEL_PATHS:
+            found += [
+                Operation(
+                    f"inferModel{suffix}", "POST", f"{path}/infer", "Call a function with tensors", Scope.SUBMIT,
+                    self.infer, body=_BODY, reply=(_REPLY, Content(OCTETS)), errors=(404, 504), is_raw=True,
+                    body_bytes_max=None, fast_handler=fast_handler,
+                ),
+                Operation(
+                    f"inferModelStream{suffix}", "POST", f"{path}/infer_stream", "Hear a function event by event",
+                    Scope.SUBMIT, self.infer_stream, body=_BODY, reply=Content(EVENTS, {"type": "string"}),
+                    errors=(404, 504), is_raw=True, body_bytes_max=None,
+                ),
+            ]  # fmt: skip
+        return found
+
+    async def infer(self, call: Call) -> Response:
+        """One answer, whatever the request's batch: see `wire.call_forms`."""
+        target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        if target.interface.streams:
+            raise InvalidInput(
+                f"the HTTP end point doesn't support models with decoupled transaction policy: {target.name} "
+                "answers in events; POST to its infer_stream or generate_stream",
+                code="streams_only",
+            )
+        sent = (await body_of(call, self._bytes_max), head_of(call))
+        return await as_accepted(call, await answer(call, self._functions, target, FORM, sent))
+
+    async def infer_stream(self, call: Call) -> Response:
+        """An event for each value that a function yields: the reply of `infer`, without a binary part."""
+        target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        require_stream(target.interface.streams, target.name)
+        sent = (await body_of(call, self._bytes_max), head_of(call))
+        return await stream(call, self._functions, target, FORM, sent, say=self.say)
+
+    def say(self, error: BatchmillError) -> bytes:
+        """The JSON of an error that comes as an event."""
+        return encode(Envelope(self._hide(error.message)))
+
+
+def require_stream(streams: bool, name: str) -> None:
+    """Raises: InvalidInput for a function that answers in one piece."""
+    if not streams:
+        raise InvalidInput(
+            f"{name} answers in one piece: leave `_stream` out, or write the function with `yield`",
+            code="streaming_not_supported",
+        )
+
+
+GENERATION_FORM = "arguments"
+TEXT_OUTPUT = "text_output"  # of a function that returns one value, and no dict
+OWN = ("id", "parameters")  # members that are no arguments, unless the function has them
+_DATA, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+_GENERATION_BODY = Content("application/json", {"type": "object", "additionalProperties": True})
+_GENERATION_REPLY = Content("application/json", {"type": "object", "required": ["model_name", "model_version"]})
+
+_id = msgspec.json.Decoder(str).decode
+
+
+class GenerateHandlers:
+    def __init__(self, services: Services) -> None:
+        self._functions = services.functions
+        self._bytes_max = services.config.server.body_bytes_max
+        self._hide = Places(services.config.data_dir).hide
+
+    def operations(self) -> Sequence[Operation]:
+        found = []
+        for suffix, path in MODEL_PATHS:
+            found += [
+                Operation(
+                    f"generate{suffix}", "POST", f"{path}/generate", "Call a function with arguments by name",
+                    Scope.SUBMIT, self.generate, body=_GENERATION_BODY, reply=_GENERATION_REPLY, errors=(404, 504),
+                    is_raw=True, body_bytes_max=None,
+                ),
+                Operation(
+                    f"generateStream{suffix}", "POST", f"{path}/generate_stream", "The same, event by event",
+                    Scope.SUBMIT, self.stream, body=_GENERATION_BODY, reply=Content(EVENTS, {"type": "string"}),
+                    errors=(404, 504), is_raw=True, body_bytes_max=None,
+                ),
+            ]  # fmt: skip
+        return found
+
+    async def generate(self, call: Call) -> Response:
+        target = self._target(call)
+        if target.interface.streams:
+            raise InvalidInput(
+                "generate expects model to produce exactly 1 response, use generate_stream for models that generate "
+                f"various number of responses: {target.name} is one",
+                code="streams_only",
+            )
+        own, body = await self._read(call, target)
+        answered = await unless_gone(call, self._functions.ask(call.caller, target, GENERATION_FORM, body))
+        if answered is None:
+            return Response(status_code=CLIENT_LEFT)
+        return await as_accepted(call, Response(_whole(own, answered.body), media_type=JSON))
+
+    async def stream(self, call: Call) -> Response:
+        target = self._target(call)
+        require_stream(target.interface.streams, target.name)
+        own, body = await self._read(call, target)
+        return await stream(
+            call, self._functions, target, GENERATION_FORM, (body, b""), say=self.say, told=partial(_events, own)
+        )
+
+    def say(self, error: BatchmillError) -> bytes:
+        """The JSON of an error that comes as an event."""
+        return encode(Envelope(self._hide(error.message)))
+
+    def _target(self, call: Call) -> VersionTarget:
+        return locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+
+    async def _read(self, call: Call, target: VersionTarget) -> tuple[dict[str, Any], bytes]:
+        """What each answer begins with, and the arguments as a JSON object.
+
+        Raises: Refusal for a body that is no object, or says something twice.
+        """
+        members = _members(await body_of(call, self._bytes_max), "the body")
+        taken = {each.name for each in target.interface.inputs}
+        rest = {name: members.pop(name) for name in OWN if name in members and name not in taken}
+        own: dict[str, Any] = {}
+        if "id" in rest:
+            try:
+                own["id"] = _id(rest["id"])
+            except msgspec.ValidationError:
+                raise InvalidField("`id` must be a string", code="invalid_value", param="id") from None
+        own |= {"model_name": target.name, "model_version": target.version}
+        for name, value in _members(bytes(rest.get("parameters", b"{}")), "`parameters`").items():
+            if name in members:
+                raise InvalidField(f"{name[:80]!r} stands in the body and in `parameters`", code="repeated_parameter")
+            members[name] = value
+        return own, join_object(members)
+
+
+def _members(data: bytes, what: str) -> dict[str, Raw]:
+    try:
+        return split_object(shallow(data))
+    except msgspec.ValidationError:
+        raise InvalidField(f"{what} must be a JSON object", code="invalid_value") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidField(f"{what} is not JSON: {error}", code="invalid_json") from None
+
+
+def _whole(own: dict[str, Any], value: bytes) -> bytes:
+    """An answer: a dict's members beside ours, any other value as `text_output`."""
+    is_dict = value.lstrip()[:1] == b"{"
+    members = split_object(value) if is_dict else {TEXT_OUTPUT: Raw(value)}
+    return join_object(own | {name: each for name, each in members.items() if name not in own})
+
+
+async def _events(own: dict[str, Any], pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Each event with what an answer begins with. What ends a stream in OpenAI's API is left out."""
+    waiting = b""
+    try:
+        async for piece in pieces:
+            *whole, waiting = (waiting + piece).split(_END)
+            for event in whole:
+                value = event.removeprefix(_DATA)
+                if value != _DONE:
+                    yield _DATA + _whole(own, value) + _END
+    finally:
+        await pieces.aclose()
+
 
 WORDS = {"unknown_url": "Not Found", "method_not_allowed": "Method Not Allowed"}  # all that Triton says
 
@@ -26,12 +267,12 @@ class OpenInferenceDialect:
     def __init__(self, services: Services) -> None:
         self._hide = Places(services.config.data_dir).hide
         self._groups = (
-            Inference(services),
-            Metadata(services),
+            InferHandlers(services),
+            MetadataHandlers(services),
             StatisticsCalls(services),
             Repository(services),
-            Generation(services),
-            Settings(services),
+            GenerateHandlers(services),
+            SettingsHandlers(services),
         )
 
     def operations(self) -> Sequence[Operation]:

@@ -18,12 +18,12 @@ from starlette.responses import Response
 from batchmill.dialects.openai.errors import UnknownParam
 from batchmill.dialects.openai.files import ExpiresAfter
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
-from batchmill.server.bodies import Refusal
+from batchmill.server.bodies import InvalidField
 from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
-from batchmill.services.job_desk import NO_RESULTS, ResultIds
-from batchmill.services.places import Places
+from batchmill.services.path_redaction import Places
+from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import EXPIRED, JobState
@@ -218,7 +218,7 @@ def _usage(view: JobView) -> BatchUsage:
     )
 
 
-DOOR = "openai"
+FRONTEND = "openai"
 ROUTE = "POST /v1/batches"
 WINDOW_HOURS_MAX = 8760  # a year
 SHOWN_CHARS = 80
@@ -249,10 +249,10 @@ class BatchPage(Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-class Batches:
+class BatchHandlers:
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._desk = services.jobs
+        self._project_jobs = services.jobs
         self._show = partial(batch_of, hide=Places(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
@@ -280,7 +280,7 @@ class Batches:
         job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the caller gets its id.
         try:
-            view, results = await self._desk.show_with_results(call.caller, job)
+            view, results = await self._project_jobs.show_with_results(call.caller, job)
         except BatchmillError:
             view, results = self._as_ordered(job, call), NO_RESULTS
         return json_reply(self._show(view, results))
@@ -293,8 +293,8 @@ class Batches:
         after = None
         if query.after is not None:
             after = (await self._own(call.caller, query.after))[0].id
-        wanted = JobQuery(origin=DOOR, after=after, limit=query.limit + 1)
-        found = await self._desk.list_with_results(call.caller, wanted)
+        wanted = JobQuery(origin=FRONTEND, after=after, limit=query.limit + 1)
+        found = await self._project_jobs.list_with_results(call.caller, wanted)
         shown = [self._show(await self._whole(call.caller, view), ids) for view, ids in found[: query.limit]]
         first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
         return json_reply(BatchPage(shown, len(found) > query.limit, first, last))
@@ -305,7 +305,7 @@ class Batches:
             return json_reply(self._show(view, results))
         has_asked = retry_count_of(call.request.headers.get("x-stainless-retry-count")) > 0
         try:
-            await self._desk.cancel(call.caller, view.id)
+            await self._project_jobs.cancel(call.caller, view.id)
         except InvalidTransition:
             is_done = view.state == JobState.CANCELLED and has_asked  # only the first reply was lost
             if JobState(view.state).is_at_rest and not is_done:
@@ -316,17 +316,17 @@ class Batches:
     async def _own(self, caller: Caller, shown_id: str) -> tuple[JobView, ResultIds]:
         """A batch of this caller's. Raises: UnknownName for every other id, in one sentence."""
         try:
-            view, results = await self._desk.show_with_results(caller, job_id(shown_id))
+            view, results = await self._project_jobs.show_with_results(caller, job_id(shown_id))
         except UnknownName:
             view = None
-        if view is None or (view.origin or {}).get("door") != DOOR:
+        if view is None or (view.origin or {}).get("frontend") != FRONTEND:
             raise UnknownName(f"No batch found with id '{shown_id[:SHOWN_CHARS]}'.", code="unknown_batch")
         return view, results
 
     async def _whole(self, caller: Caller, view: JobView) -> JobView:
         """A listed job comes without the lines that validation refused: they are what a failed one is about."""
         is_short = view.state == JobState.FAILED and view.problems_total > len(view.problems)
-        return await self._desk.show(caller, view.id) if is_short else view
+        return await self._project_jobs.show(caller, view.id) if is_short else view
 
     def _once(self, call: Call) -> Once:
         headers = call.request.headers
@@ -340,7 +340,7 @@ class Batches:
         hours = window_hours(asked.completion_window)
         self._check_endpoint(call.caller, asked.endpoint)
         async with self._input(call.caller, asked.input_file_id) as record:
-            submitted = await self._desk.submit(call.caller, self._order(call, record, once, hours))
+            submitted = await self._project_jobs.submit(call.caller, self._order(call, record, once, hours))
         return submitted.id
 
     def _order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
@@ -384,7 +384,7 @@ class Batches:
         directory = self._services.directory
         if endpoint in URLS or directory.serves(endpoint, caller):
             return
-        raise Refusal(
+        raise InvalidField(
             f"Invalid value: '{endpoint[:SHOWN_CHARS]}'. Supported values are: {', '.join(map(repr, URLS))}, and any "
             "other path that one of your models serves.",
             param="endpoint",
@@ -398,7 +398,7 @@ def _origin(call: Call) -> dict[str, Any]:
     expires = asked.output_expires_after
     kept = {} if expires is None else {"output_expires_s": expires.seconds}
     return {
-        "door": DOOR, "input_file_id": asked.input_file_id, "key": call.caller.key, "endpoint": asked.endpoint,
+        "frontend": FRONTEND, "input_file_id": asked.input_file_id, "key": call.caller.key, "endpoint": asked.endpoint,
         "completion_window": asked.completion_window, **kept,
     }  # fmt: skip
 
@@ -407,7 +407,7 @@ def window_hours(window: str) -> int:
     """The whole hours of a completion window. Raises: Refusal."""
     match = _WINDOW.fullmatch(window)
     if match is None or int(match[1]) > WINDOW_HOURS_MAX:
-        raise Refusal(
+        raise InvalidField(
             f"Invalid value: '{window[:SHOWN_CHARS]}'. completion_window is a number of whole hours, '1h' to "
             f"'{WINDOW_HOURS_MAX}h', such as '24h'",
             param="completion_window",
@@ -418,7 +418,7 @@ def window_hours(window: str) -> int:
 
 def _check_purpose(record: FileRecord) -> None:
     if record.purpose != "batch":
-        raise Refusal(
+        raise InvalidField(
             f"The file {record.id} has the purpose '{record.purpose}': upload it again with purpose 'batch'",
             param="input_file_id",
             code="wrong_purpose",

@@ -2,18 +2,212 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import base64
+import binascii
+import sys
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Literal
 
+import msgspec
+from msgspec import Raw, Struct
 from starlette.responses import Response
 
 from batchmill.dialects.openai import errors, files, webhook_endpoints
-from batchmill.dialects.openai.batches import Batches
-from batchmill.dialects.openai.inference import Inference, Models
-from batchmill.errors import BatchmillError
-from batchmill.server.operations import Operation
-from batchmill.services.places import Places
+from batchmill.dialects.openai.batches import BatchHandlers
+from batchmill.dialects.openai.errors import envelope, upstream_envelope
+from batchmill.errors import BatchmillError, UnknownName
+from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
+from batchmill.server.operations import Call, Content, Operation, json_reply
+from batchmill.server.replies import EVENTS, PieceReply, rewritten, unless_gone, whole_answer
+from batchmill.services.model_rows import ServedModel
+from batchmill.services.path_redaction import Places
 from batchmill.services.services import Services
+from batchmill.types import Caller, LiveHead, Scope
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
+from batchmill.wire.json_bytes import decode, encode, join_object, split_object
+
+ENCODINGS = ("float", "base64")
+
+
+class _Asked(Struct):
+    encoding_format: str | None = None
+
+
+def encoding_of(body: bytes) -> str | None:
+    """The encoding a request asks for; None where it is neither of the two: then the engine's own is handed on."""
+    try:
+        asked = decode(body, type=_Asked).encoding_format or "float"
+    except msgspec.MsgspecError:
+        return None
+    return asked if asked in ENCODINGS else None
+
+
+def with_encoding(reply: bytes, encoding: str) -> bytes:
+    """The reply with every vector so encoded; a reply of another shape as it is."""
+    try:
+        members = split_object(reply)
+        items = decode(members["data"], type=list[dict[str, Raw]])
+        changed = [_recoded(item, encoding) for item in items]
+    except (msgspec.MsgspecError, KeyError, ValueError, OverflowError, RecursionError):
+        return reply
+    return join_object({**members, "data": items}) if any(changed) else reply
+
+
+def recode(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """`with_encoding`, of an order that is the encoding, a line end and the reply."""
+    encoding, _, reply = order.partition(b"\n")
+    return with_encoding(reply, encoding.decode())
+
+
+def _recoded(item: dict[str, Raw], encoding: str) -> bool:
+    """Encode the vector of one item in place. False: it was so already."""
+    vector = item["embedding"]
+    is_text = bytes(vector).lstrip()[:1] == b'"'
+    if is_text == (encoding == "base64"):
+        return False
+    item["embedding"] = Raw(encode(_floats(vector) if is_text else _packed(vector)))
+    return True
+
+
+def _packed(vector: Raw) -> str:
+    return base64.b64encode(_little_endian(array("f", decode(vector, type=list[float]))).tobytes()).decode()
+
+
+def _floats(vector: Raw) -> list[float]:
+    numbers = array("f")
+    try:
+        numbers.frombytes(base64.b64decode(decode(vector, type=str), validate=True))
+    except binascii.Error as error:
+        raise ValueError("no base64") from error
+    return _little_endian(numbers).tolist()
+
+
+def _little_endian(numbers: array) -> array:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+class EventReply(PieceReply):
+    """Server-sent events, handed on as they come."""
+
+    def __init__(self, head: LiveHead, pieces: AsyncGenerator[bytes], hide: Callable[[str], str]) -> None:
+        self._hide = hide
+        super().__init__(pieces, media=head.content_type, status=head.status)
+
+    def late(self, error: BatchmillError) -> bytes:
+        """The openai package raises what such an event says."""
+        return b"data: " + encode(envelope(error, self._hide(error.message))) + b"\n\n"
+
+
+CLIENT_LEFT = 499  # nobody sees it but the log
+SHOWN_CHARS = 80  # of a path that is none, in a message
+RESERVED = ("batches", "files", "models", "uploads", "webhook_endpoints")  # first words of paths that no model has
+_BODY = Content(
+    "application/json",
+    {
+        "type": "object",
+        "required": ["model"],
+        "properties": {"model": {"type": "string"}, "stream": {"type": ["boolean", "null"]}},
+        "additionalProperties": True,
+    },
+)
+_REPLY = Content("application/json", {"type": "object"})
+_STREAMED = (_REPLY, Content(EVENTS, {"type": "string"}))
+# Operation, path, whether its answers may be streams.
+_PATHS = (
+    ("createChatCompletion", CHAT, "Answer a conversation", True),
+    ("createCompletion", COMPLETIONS, "Go on with a text", True),
+    ("createResponse", RESPONSES, "Answer an input", True),
+    ("createEmbedding", EMBEDDINGS, "Turn texts into vectors", False),
+    ("createRerank", RERANK, "Order documents by a query", False),
+    ("createScore", SCORE, "Score pairs of texts", False),
+    ("callModel", "/v1/{path:path}", "Any other path that a model serves", True),
+)
+
+
+class InferenceHandlers:
+    def __init__(self, services: Services) -> None:
+        self._live, self._hide = services.live, Places(services.config.data_dir).hide
+
+    def operations(self) -> Sequence[Operation]:
+        return [
+            Operation(
+                name, "POST", path, summary, Scope.SUBMIT, self.answer,
+                body=_BODY, body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
+                reply=_STREAMED if may_stream else _REPLY, errors=(404, 503), admits=self.admits,
+            )
+            for name, path, summary, may_stream in _PATHS
+        ]  # fmt: skip
+
+    @staticmethod
+    def admits(caller: Caller, path: dict[str, str]) -> None:
+        """Raises: UnknownName for a path that no model has."""
+        url = path.get("path", "")
+        if url.split("/")[0] in RESERVED:
+            raise UnknownName(f"Invalid URL (POST /v1/{url[:SHOWN_CHARS]})", code="unknown_url")
+
+    async def answer(self, call: Call) -> Response:
+        """The answer of a model. Its errors come as the model's engine words them, in this API's envelope."""
+        url = call.request.scope["path"]
+        self.admits(call.caller, {"path": url.removeprefix("/v1/")})  # also for what another operation passes on
+        answered = await unless_gone(call, self._begin(call, url, call.raw))
+        return Response(status_code=CLIENT_LEFT) if answered is None else answered
+
+    async def _begin(self, call: Call, url: str, body: bytes) -> Response:
+        head, pieces = await self._live.predict(call.caller, url, body)
+        if head.content_type.startswith(EVENTS):
+            return EventReply(head, pieces, self._hide)
+        return await self._whole(call, head, url, body, await whole_answer(pieces))
+
+    @staticmethod
+    async def _whole(call: Call, head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
+        if head.status >= 400:
+            return json_reply(upstream_envelope(head.status, answer), head.status)
+        if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
+            answer = await rewritten(call, recode, encoding.encode() + b"\n" + answer)
+        return Response(answer, head.status, {"content-type": head.content_type})
+
+
+class Model(Struct, frozen=True):
+    id: str
+    created: int
+    parent: str | None  # of an adapter: the model it belongs to
+    owned_by: str = "batchmill"
+    object: Literal["model"] = "model"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class ModelListHandlers:
+    def __init__(self, services: Services) -> None:
+        self._directory = services.directory
+        self._created = int(services.clock.now())  # the configuration was read with the server's start
+
+    def operations(self) -> Sequence[Operation]:
+        return (
+            Operation(
+                "listModels", "GET", "/v1/models", "Models and adapters", Scope.READ, self.list, reply=ModelList
+            ),
+            # A name may hold slashes: "org/model".
+            Operation(
+                "retrieveModel", "GET", "/v1/models/{model:path}", "One model or adapter", Scope.READ, self.retrieve,
+                reply=Model, errors=(404,),
+            ),
+        )  # fmt: skip
+
+    async def list(self, call: Call) -> Response:
+        return json_reply(ModelList([self._model(served) for served in self._directory.list(call.caller)]))
+
+    async def retrieve(self, call: Call) -> Response:
+        return json_reply(self._model(self._directory.find(call.caller, call.path["model"])))
+
+    def _model(self, served: ServedModel) -> Model:
+        return Model(served.name, self._created, served.model.name if served.adapter else None)
 
 
 class OpenAIDialect:
@@ -28,10 +222,10 @@ class OpenAIDialect:
         return [
             *files.operations(services),
             *files.upload_operations(services),
-            *Batches(services).operations(),
-            *Models(services).operations(),
+            *BatchHandlers(services).operations(),
+            *ModelListHandlers(services).operations(),
             *webhook_endpoints.operations(services),
-            *Inference(services).operations(),
+            *InferenceHandlers(services).operations(),
         ]
 
     def refusal(self, error: BatchmillError) -> Response:

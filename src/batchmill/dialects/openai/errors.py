@@ -8,10 +8,9 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from batchmill.errors import BatchmillError, UnknownName
-from batchmill.server.bodies import Refusal
+from batchmill.server.bodies import InvalidField
 from batchmill.server.replies import error_reply
-from batchmill.wire.error_statuses import status_of
-from batchmill.wire.upstream_errors import decode_error
+from batchmill.wire.error_statuses import decode_error, status_of
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "requests"
 # What OpenAI names the parameter that a code is about, where the error itself does not.
@@ -56,7 +55,7 @@ class Envelope(Struct, frozen=True):
 
 def envelope(error: BatchmillError, message: str) -> Envelope:
     """`message` may be shown to the caller."""
-    param = error.param if isinstance(error, Refusal | UnknownParam) else PARAMS.get(error.code)
+    param = error.param if isinstance(error, InvalidField | UnknownParam) else PARAMS.get(error.code)
     return Envelope(Detail(message, _type_of(status_of(error)), param, None if error.code in NAMELESS else error.code))
 
 

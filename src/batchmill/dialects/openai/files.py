@@ -8,14 +8,13 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.server.bodies import SHOWN_CHARS, Refusal
+from batchmill.server.bodies import SHOWN_CHARS, InvalidField
 from batchmill.server.multipart import FORM_BYTES, MISSING, read_form
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import FileReply
 from batchmill.services.files import FILENAME_CHARS_MAX, FileRecord, FileService
 from batchmill.services.services import Services
-from batchmill.services.upload_records import PART_BYTES_MAX, PARTS_MAX, UploadRecord
-from batchmill.services.uploads import MIME_CHARS_MAX, NewUpload, UploadService
+from batchmill.services.uploads import MIME_CHARS_MAX, PART_BYTES_MAX, PARTS_MAX, NewUpload, UploadRecord, UploadService
 from batchmill.types import Scope
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -86,9 +85,9 @@ class FileForm:
     def take(self, name: str, value: str) -> None:
         shown = name[:SHOWN_CHARS]
         if name in self._fields:
-            raise Refusal(f"the field {shown!r} stands there twice", code="repeated_parameter", param=shown)
+            raise InvalidField(f"the field {shown!r} stands there twice", code="repeated_parameter", param=shown)
         if name not in ("purpose", ANCHOR, SECONDS):
-            raise Refusal(
+            raise InvalidField(
                 f"Unknown field: {shown!r}; known are file, purpose, {ANCHOR}, {SECONDS}",
                 code="unknown_parameter",
                 param=shown,
@@ -106,7 +105,7 @@ class FileForm:
     @property
     def purpose(self) -> str:
         if "purpose" not in self._fields:
-            raise Refusal("Missing required parameter: 'purpose'", code=MISSING, param="purpose")
+            raise InvalidField("Missing required parameter: 'purpose'", code=MISSING, param="purpose")
         return self._fields["purpose"]
 
     @property
@@ -115,7 +114,7 @@ class FileForm:
         seconds = self._fields.get(SECONDS)
         for one, other in ((ANCHOR, SECONDS), (SECONDS, ANCHOR)):
             if one in self._fields and other not in self._fields:
-                raise Refusal(
+                raise InvalidField(
                     f"Missing required parameter: {other!r}: {one} alone says nothing", code=MISSING, param=other
                 )
         return None if seconds is None else int(seconds)
@@ -162,7 +161,7 @@ async def create(files: FileService, call: Call) -> Response:
             take_piece=writer.write,
         )
         if part.filename is None:
-            raise Refusal("the field 'file' must be a file: its part has no filename", code=MISSING, param="file")
+            raise InvalidField("the field 'file' must be a file: its part has no filename", code=MISSING, param="file")
         record = await writer.commit(purpose=form.purpose, filename=part.filename, expires_s=form.expires_s)
     finally:
         await writer.discard()
@@ -214,8 +213,8 @@ def shown_name(record: FileRecord) -> str:
     return f"batch_{record.filename.removeprefix('job_')}"
 
 
-def _invalid(name: str, value: str, wanted: str) -> Refusal:
-    return Refusal(
+def _invalid(name: str, value: str, wanted: str) -> InvalidField:
+    return InvalidField(
         f"Invalid value for {name!r}: {value[:SHOWN_CHARS]!r} is not {wanted}", code="invalid_value", param=name
     )
 
@@ -340,4 +339,4 @@ def upload_object(record: UploadRecord, file: FileRecord | None = None) -> Uploa
 
 def _refuse_field(name: str, value: str) -> None:
     shown = name[:SHOWN_CHARS]
-    raise Refusal(f"Unknown field: {shown!r}; known is data", code="unknown_parameter", param=shown)
+    raise InvalidField(f"Unknown field: {shown!r}; known is data", code="unknown_parameter", param=shown)

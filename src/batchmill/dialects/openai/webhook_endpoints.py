@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from batchmill.models.secrets import Secret
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.events import EVENT_TYPES
 from batchmill.services.services import Services
-from batchmill.services.webhooks import NAME_CHARS_MAX, Endpoint
+from batchmill.services.webhooks import EVENT_TYPES, NAME_CHARS_MAX, WebhookRecord
 from batchmill.types import Scope
 
 PATH = "/v1/webhook_endpoints"
@@ -183,14 +182,14 @@ def _named(call: Call) -> tuple[str, str]:
     return call.caller.project, call.path["webhook_endpoint_id"]
 
 
-def _shown(endpoint: Endpoint) -> WebhookEndpoint:
+def _shown(endpoint: WebhookRecord) -> WebhookEndpoint:
     return WebhookEndpoint(
         endpoint.id, int(endpoint.created), endpoint.events, endpoint.name, endpoint.url, int(endpoint.updated),
         endpoint.hint,
     )  # fmt: skip
 
 
-def _with_secret(endpoint: Endpoint, secret: Secret) -> WebhookEndpointWithSecret:
+def _with_secret(endpoint: WebhookRecord, secret: Secret) -> WebhookEndpointWithSecret:
     return WebhookEndpointWithSecret(
         endpoint.id, int(endpoint.created), endpoint.events, endpoint.name, endpoint.url, int(endpoint.updated),
         endpoint.hint, signing_secret=secret.reveal(),

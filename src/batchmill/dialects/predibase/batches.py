@@ -18,16 +18,16 @@ from batchmill.dialects.predibase.server_config import ServerConfig, of_server_c
 from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
 from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.datasets.records import OPENAI, DatasetRecord, DatasetState
 from batchmill.services.files import FileRecord
-from batchmill.services.job_desk import NO_RESULTS, ResultIds
-from batchmill.services.places import Places
+from batchmill.services.named_datasets import OPENAI, DatasetRecord, DatasetState
+from batchmill.services.path_redaction import Places
+from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import Caller, DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, Policy, Price, Scope
 
-DOOR = "predibase"
+FRONTEND = "predibase"
 
 Status = Literal["queued", "running", "completed", "failed", "cancelled"]
 _STATUS: dict[JobState, Status] = {
@@ -181,7 +181,7 @@ class ResultLink(Struct, frozen=True):
 class BatchInference:
     def __init__(self, services: Services, downloads: Downloads) -> None:
         self._services, self._downloads = services, downloads
-        self._desk, self._files = services.jobs, services.files
+        self._project_jobs, self._files = services.jobs, services.files
         self._show = partial(job_of, hide=Places(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
@@ -212,7 +212,7 @@ class BatchInference:
         job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
         # From here on the job is stored: whatever fails now, the client gets its id, and does not send the order again.
         try:
-            view, results = await self._desk.show_with_results(call.caller, job)
+            view, results = await self._project_jobs.show_with_results(call.caller, job)
         except BatchmillError:
             view, results = self._as_ordered(job, call), NO_RESULTS
         return json_reply(self._show(view, results), 201)
@@ -221,12 +221,12 @@ class BatchInference:
         view, results = await self._own(call.caller, call.path["job_id"])
         reasons = []
         if not JobState(view.state).is_at_rest:
-            reasons = (await self._desk.explain(call.caller, view.id)).reasons
+            reasons = (await self._project_jobs.explain(call.caller, view.id)).reasons
         return json_reply(self._show(view, results, reasons=reasons))
 
     async def list(self, call: Call) -> Response:
         query: ListJobs = call.query
-        found = await self._desk.list_with_results(call.caller, JobQuery(origin=DOOR, limit=query.limit))
+        found = await self._project_jobs.list_with_results(call.caller, JobQuery(origin=FRONTEND, limit=query.limit))
         return json_reply(JobPage(Jobs([self._show(view, results) for view, results in found])))
 
     async def cancel(self, call: Call) -> Response:
@@ -234,7 +234,7 @@ class BatchInference:
         view, _ = await self._own(call.caller, call.path["job_id"])
         if view.state not in TO_STOP:
             try:
-                await self._desk.cancel(call.caller, view.id)
+                await self._project_jobs.cancel(call.caller, view.id)
             except InvalidTransition:
                 view, results = await self._own(call.caller, view.id)
                 if view.state not in TO_STOP:
@@ -263,10 +263,10 @@ class BatchInference:
     async def _own(self, caller: Caller, job_id: str) -> tuple[JobView, ResultIds]:
         """A job of this caller's that came this way. Raises: UnknownName for every other id, in one sentence."""
         try:
-            view, results = await self._desk.show_with_results(caller, job_id)
+            view, results = await self._project_jobs.show_with_results(caller, job_id)
         except UnknownName:
             view = None
-        if view is None or (view.origin or {}).get("door") != DOOR:
+        if view is None or (view.origin or {}).get("frontend") != FRONTEND:
             raise UnknownName(f"there is no batch inference job {job_id[:SHOWN_CHARS]!r}", code="unknown_job")
         return view, results
 
@@ -280,7 +280,7 @@ class BatchInference:
         model = services.llms.spec(caller, await services.llms.keep_token(caller, settings))
         async with services.datasets.hold(record) as file:
             order = self._order(call, record, file, model, once)
-            return (await self._desk.submit(caller, order)).id
+            return (await self._project_jobs.submit(caller, order)).id
 
     def _order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
         config = self._services.config
@@ -304,7 +304,7 @@ class BatchInference:
 
 def _origin(call: Call) -> dict[str, Any]:
     """What is kept with the job for this API alone."""
-    return {"door": DOOR, "key": call.caller.key, "request": _without_token(call.raw)}
+    return {"frontend": FRONTEND, "key": call.caller.key, "request": _without_token(call.raw)}
 
 
 def _without_token(raw: bytes) -> dict[str, Any]:

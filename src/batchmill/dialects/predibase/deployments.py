@@ -14,14 +14,13 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from starlette.responses import Response
 
-from batchmill.dialects.predibase.server_config import DeploymentConfig, of_deployment_config, shown
+from batchmill.dialects.predibase.server_config import DeploymentConfig, context_window, of_deployment_config, shown
 from batchmill.errors import Conflict
-from batchmill.models.context_window import context_window
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.services import Services
 from batchmill.types import Caller, EngineState, EngineView, Price, Scope
-from batchmill.types.engines import DIED
+from batchmill.types.models import DIED
 
 STARTS_WITHIN_S = 30.0  # an engine that was asked for has begun to start; otherwise it waits for a first call
 ASKED = "asked_at"
@@ -290,7 +289,7 @@ class Deployments:
         return json_reply(OneDeployment(self._shown(call.caller, self._llms.get(call.caller, call.path["name"]))))
 
     async def update(self, call: Call) -> Response:
-        """What is not said stays. The engine that runs answers until the new one is ready."""
+        """Omitted settings are unchanged. The running engine answers until the new one is ready."""
         told: UpdateDeployment = call.body
         caller, name = call.caller, call.path["name"]
         if told.config is None:

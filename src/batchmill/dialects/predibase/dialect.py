@@ -12,11 +12,11 @@ from starlette.responses import Response
 from batchmill.dialects.predibase import errors
 from batchmill.dialects.predibase.batches import BatchInference
 from batchmill.dialects.predibase.deployments import Deployments
-from batchmill.dialects.predibase.files import Datasets, Downloads
+from batchmill.dialects.predibase.files import DatasetHandlers, Downloads
 from batchmill.dialects.predibase.serving import Serving
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.places import Places
+from batchmill.services.path_redaction import Places
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
@@ -75,7 +75,7 @@ class PredibaseDialect:
         downloads = Downloads(services)
         self._groups = (
             Users(services),
-            Datasets(services, downloads),
+            DatasetHandlers(services, downloads),
             BatchInference(services, downloads),
             downloads,
             Deployments(services),

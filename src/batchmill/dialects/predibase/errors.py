@@ -16,8 +16,7 @@ from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
 from batchmill.server.replies import error_reply, text_reply
-from batchmill.wire.error_statuses import status_of, with_own
-from batchmill.wire.upstream_errors import decode_error
+from batchmill.wire.error_statuses import decode_error, status_of, with_own
 
 STATUSES = with_own({"model_failed": 422, "timeout": 422, "paused": 409})
 VALIDATION, GENERATION, INCOMPLETE, OVERLOADED = "validation", "generation", "incomplete_generation", "overloaded"

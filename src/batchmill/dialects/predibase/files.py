@@ -16,10 +16,9 @@ from batchmill.errors import InvalidInput
 from batchmill.server.auth import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import FileReply
-from batchmill.services.datasets.names import CONNECTION, extension_of
-from batchmill.services.datasets.records import DatasetRecord, DatasetState
 from batchmill.services.files import FILENAME_CHARS_MAX
 from batchmill.services.links import SIGNATURE_CHARS_MAX
+from batchmill.services.named_datasets import CONNECTION, DatasetRecord, DatasetState, extension_of
 from batchmill.services.services import Services
 from batchmill.types import Problem, Scope
 
@@ -128,7 +127,7 @@ class DownloadLink(Struct, frozen=True, rename="camel"):
     file_extension: str
 
 
-class Datasets:
+class DatasetHandlers:
     def __init__(self, services: Services, downloads: Downloads) -> None:
         self._datasets, self._downloads = services.datasets, downloads
         self._bytes_max = services.config.server.file_bytes_max

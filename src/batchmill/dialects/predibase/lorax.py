@@ -5,12 +5,15 @@ Source: LoRAX's router (`validation.rs`, `infer.rs`) and predibase 2025.10.3, `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
-from batchmill.errors import InvalidInput
+from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.wire.json_bytes import encode
 
 BEST_OF_MAX = 16
 WHOLE_WINDOW = 2**31 - 1  # tokens: more than any engine has, so that it says how many there are
@@ -155,3 +158,305 @@ def response_format_of(told: Mapping[str, Any]) -> dict[str, Any]:
             "`response_format.schema` must be an object, of the type json_object", code="invalid_parameter"
         )
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+
+
+_MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # as special tokens are written
+
+
+class AlternativeToken(Struct, frozen=True):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class PrefillToken(Struct, frozen=True):
+    id: int
+    text: str
+    logprob: float | None  # None: of the first, which nothing stands before
+
+
+class Token(Struct, frozen=True, omit_defaults=True):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    alternative_tokens: list[AlternativeToken] | None = None
+
+
+class OtherSequence(Struct, frozen=True):
+    """One of several answers to a prompt."""
+
+    generated_text: str
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+
+
+class Details(Struct, frozen=True, omit_defaults=True):
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    seed: int | None = None
+    best_of_sequences: list[OtherSequence] | None = None
+
+
+class Generated(Struct, frozen=True, omit_defaults=True):
+    generated_text: str
+    details: Details | None = None
+
+
+class _Logprobs(Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+
+
+class Choice(Struct):
+    """One answer of vLLM's, or a piece of it."""
+
+    text: str = ""
+    index: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, _Prompted] | None] | None = None
+
+
+class _Prompted(Struct):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class Answer(Struct):
+    """A reply of vLLM's completions, or an event of one."""
+
+    choices: list[Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+read_answer = msgspec.json.Decoder(Answer).decode
+
+
+def alternatives_body(choice: Choice, count: int, window: int | None) -> dict[str, Any]:
+    """A completion whose prompt is prompt and answer together: it tells what else each token might have been."""
+    ids = [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
+    if window is not None:
+        ids = ids[: window - 1]  # the token that has to be asked for needs room
+    return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+
+
+def with_alternatives(choice: Choice, tokens: Sequence[Token], told: Choice, count: int) -> list[Token]:
+    """`tokens` with the likeliest `count` tokens in their places, as the answer to `alternatives_body` has them."""
+    places = (told.prompt_logprobs or [])[len(choice.prompt_token_ids or ()) :]
+    found = []
+    for number, token in enumerate(tokens):
+        place = (places[number] if number < len(places) else None) or {}
+        ranked = sorted(place.items(), key=lambda item: -item[1].logprob)[:count]
+        others = [AlternativeToken(int(id), each.decoded_token or "", each.logprob) for id, each in ranked]
+        found.append(msgspec.structs.replace(token, alternative_tokens=others or None))
+    return found
+
+
+def best_first(choices: Sequence[Choice]) -> list[Choice]:
+    """The answer that the model finds likeliest, by the mean of its tokens, before the others."""
+    return sorted(choices, key=lambda each: -_mean(each))
+
+
+def _mean(choice: Choice) -> float:
+    known = [] if choice.logprobs is None else [each for each in choice.logprobs.token_logprobs if each is not None]
+    return sum(known) / len(known) if known else float("-inf")
+
+
+def finish_of(choice: Choice) -> str:
+    """Why an answer ended. Raises: BatchmillError for one that the engine broke off."""
+    match choice.finish_reason, choice.stop_reason:
+        case "length", _:
+            return "length"
+        case "stop", str():
+            return "stop_sequence"
+        case "stop", _:
+            return "eos_token"
+    raise BatchmillError(f"the engine ended the answer early ({choice.finish_reason})", code="incomplete_generation")
+
+
+def tokens_of(choice: Choice) -> list[Token]:
+    """The tokens of an answer or of a piece of it: joined, the text of those that are not special is its text."""
+    ids = choice.token_ids or []
+    logprobs = choice.logprobs or _Logprobs()
+    said, known = logprobs.tokens[-len(ids) :] if ids else [], logprobs.token_logprobs[-len(ids) :] if ids else []
+    said = said if len(said) == len(ids) else [""] * len(ids)
+    known = known if len(known) == len(ids) else [None] * len(ids)
+    is_end = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+    last = len(ids) - 1
+    special = [_is_special(text, choice.text) or (is_end and number == last) for number, text in enumerate(said)]
+    texts = _fitted(choice.text, said, special)
+    return [Token(*each) for each in zip(ids, texts, known, special, strict=True)]
+
+
+def _is_special(text: str, whole: str) -> bool:
+    return _MARKER.fullmatch(text) is not None and text not in whole
+
+
+def _fitted(whole: str, said: list[str], special: list[bool]) -> list[str]:
+    """The tokens' texts; where a character spans several, all that cannot be told apart is the text of the last."""
+    plain = [number for number, is_special in enumerate(special) if not is_special]
+    if not plain or "".join(said[number] for number in plain) == whole:
+        return said
+    texts = [text if is_special else "" for text, is_special in zip(said, special, strict=True)]
+    at = 0
+    for number in plain[:-1]:
+        if whole.startswith(said[number], at):
+            texts[number] = said[number]
+            at += len(said[number])
+        else:
+            break
+    texts[plain[-1]] = whole[at:]
+    return texts
+
+
+def prefill_of(choice: Choice) -> list[PrefillToken]:
+    """The tokens of the prompt, of an answer that was asked to tell them."""
+    ids = choice.prompt_token_ids or []
+    if choice.logprobs is None or len(choice.logprobs.tokens) < len(ids) + len(choice.token_ids or []):
+        return []
+    told = zip(ids, choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=False)
+    return [PrefillToken(id, text, logprob) for id, text, logprob in told]
+
+
+class _Told(Struct, frozen=True):
+    asked: Generate
+    answer: bytes
+    looked: bytes = b""
+
+
+def pack(asked: Generate, answer: bytes, looked: bytes = b"") -> bytes:
+    """A call and what the engine answered: `looked`, to `alternatives_body`, is empty where that was not asked."""
+    return msgspec.msgpack.encode(_Told(asked, answer, looked))
+
+
+def write(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """The reply to a call, packed. Raises: as `generated`."""
+    given = msgspec.msgpack.decode(order, type=_Told)
+    asked, answer, tokens = given.asked, read_answer(given.answer), None
+    told = asked.parameters or Parameters()
+    if given.looked and told.return_k_alternatives is not None:
+        best, looked = best_first(answer.choices)[0], read_answer(given.looked)
+        tokens = with_alternatives(best, tokens_of(best), looked.choices[0], told.return_k_alternatives)
+    return msgspec.json.encode([generated(asked, told, answer, tokens)])
+
+
+def generated(asked: Generate, told: Parameters, answer: Answer, tokens: list[Token] | None = None) -> Generated:
+    """The answer as LoRAX says it; `tokens` of the best of several answers, where more is known of them."""
+    best, *others = best_first(answer.choices) if len(answer.choices) > 1 else answer.choices
+    head = asked.inputs if told.return_full_text else ""
+    if not told.tells:
+        finish_of(best)
+        return Generated(head + best.text)
+    details = Details(
+        finish_reason=finish_of(best),
+        prompt_tokens=len(best.prompt_token_ids or ()),
+        generated_tokens=len(best.token_ids or ()),
+        prefill=prefill_of(best) if told.decoder_input_details else [],
+        tokens=tokens_of(best) if tokens is None else tokens,
+        seed=told.seed,
+        best_of_sequences=[_other(each, head, told) for each in others] or None,
+    )
+    return Generated(head + best.text, details)
+
+
+def _other(choice: Choice, head: str, told: Parameters) -> OtherSequence:
+    prefill = prefill_of(choice) if told.decoder_input_details else []
+    count = len(choice.token_ids or ())
+    return OtherSequence(head + choice.text, finish_of(choice), count, told.seed, prefill, tokens_of(choice))
+
+
+INPUTS_MAX = 10_000
+T = TypeVar("T", bound=Struct)
+Progress = Callable[[float], None]
+
+
+class Classify(Struct, frozen=True, forbid_unknown_fields=True):
+    """The client sends all three, and an empty token."""
+
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)]
+    model: str | None = None
+    api_token: str = ""
+
+
+class Class(Struct, frozen=True):
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class Classified(Struct, frozen=True):
+    """Source: vLLM's /classify, whose answer the client takes as it is."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Class]
+
+
+class Embed(Struct, frozen=True, forbid_unknown_fields=True):
+    """As the client's generate, of which only the text means something here."""
+
+    inputs: Annotated[str, Meta(min_length=1)]
+    parameters: None = None
+    stream: bool = False
+
+
+class Embedded(Struct, frozen=True):
+    embeddings: list[float]
+
+
+class _Vector(Struct):
+    embedding: list[float]
+
+
+class _Vectors(Struct):
+    data: Annotated[list[_Vector], Meta(min_length=1)]
+
+
+def classify_body(asked: Classify) -> dict[str, object]:
+    """What the engine is asked. Raises: InvalidInput."""
+    if asked.api_token:
+        raise InvalidInput(f"`api_token` {NO_TOKEN}", code="invalid_parameter")
+    return {"input": asked.input}
+
+
+def classified(answer: bytes, progress: Progress) -> bytes:
+    """The reply to a call, of the engine's answer; `embedded` too."""
+    return encode(_read(answer, Classified))
+
+
+def embed_body(asked: Embed) -> dict[str, object]:
+    """What the engine is asked. Raises: InvalidInput."""
+    if asked.stream:
+        raise InvalidInput("`stream`: a vector comes in one piece; leave it out", code="invalid_parameter")
+    return {"input": asked.inputs}
+
+
+def embedded(answer: bytes, progress: Progress) -> bytes:
+    return encode(Embedded(_read(answer, _Vectors).data[0].embedding))
+
+
+def _read(answer: bytes, wanted: type[T]) -> T:
+    try:
+        return msgspec.json.decode(answer, type=wanted)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BatchmillError(f"the engine's answer cannot be read: {error}", code="internal_error") from None

@@ -10,15 +10,56 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from batchmill.errors import InvalidInput
-from batchmill.server.bodies import Refusal
+from batchmill.server.bodies import InvalidField
 from batchmill.services.llms.arguments import ALLOWED, checked
-from batchmill.types import LlmSettings, Scaling
+from batchmill.types import LlmSettings, ModelSpec, Scaling
+
+FLAG = "max-model-len"
+CONFIG_BYTES_MAX = 4 * 1024 * 1024
+
+
+class _Text(Struct):
+    max_position_embeddings: int | None = None
+
+
+class _Config(Struct):
+    """Of a model's config.json, what says its length; of one that sees images, the part for text says it."""
+
+    max_position_embeddings: int | None = None
+    n_positions: int | None = None
+    text_config: _Text | None = None
+
+
+def context_window(model: ModelSpec) -> int | None:
+    """What its engine was told, or what its folder says; None where neither does."""
+    for name, value in model.engine_args.items():
+        if name.lstrip("-").replace("_", "-") == FLAG and type(value) is int and value > 0:
+            return value
+    return _of_folder(model.source)
+
+
+@lru_cache(maxsize=256)
+def _of_folder(source: str) -> int | None:
+    """Of a hub's id nothing is known: its files are the engine's."""
+    path = Path(source) / "config.json"
+    try:
+        if not Path(source).is_absolute() or path.stat().st_size > CONFIG_BYTES_MAX:
+            return None
+        told = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return None
+    text = None if told.text_config is None else told.text_config.max_position_embeddings
+    return told.max_position_embeddings or told.n_positions or text
+
 
 Value = str | int | float | bool
 
@@ -73,7 +114,7 @@ NONE_SUCH: dict[str, str] = {
     "predibase-api-key": "nothing is fetched from Predibase",
     "speculative-tokens": "deployments do not speculate",
     "speculation-max-batch-size": "deployments do not speculate",
-    "trust-remote-code": "it runs code of the model; whoever runs the server configures such a model",
+    "trust-remote-code": "it runs code of the model; only the operator of the server configures such a model",
     "disable-custom-kernels": "vLLM has none of LoRAX's kernels",
     "watermark-gamma": "answers are not watermarked",
     "watermark-delta": "answers are not watermarked",
@@ -381,14 +422,16 @@ def _refuse(config: ServerConfig | DeploymentConfig) -> None:
             raise _not_taken(name, value, "deployments do not speculate; leave it out, or say 'disabled'")
 
 
-def _not_taken(name: str, value: Any, why: str) -> Refusal:
+def _not_taken(name: str, value: Any, why: str) -> InvalidField:
     told = f"{name} is {str(value)[:SHOWN_CHARS]!r}: {why}"
-    return Refusal(told, code="parameter_not_allowed", param=name)
+    return InvalidField(told, code="parameter_not_allowed", param=name)
 
 
 def _base_model(name: str | None) -> str:
     if not name:
-        raise Refusal("Missing required parameter: 'baseModel'", code="missing_required_parameter", param="baseModel")
+        raise InvalidField(
+            "Missing required parameter: 'baseModel'", code="missing_required_parameter", param="baseModel"
+        )
     return name
 
 
@@ -410,7 +453,7 @@ def _quantization(field: str, name: str) -> str | None:
     if name in QUANTIZATIONS:
         return QUANTIZATIONS[name]
     why = NO_COUNTERPART.get(name, f"known are {', '.join(QUANTIZATIONS)}")
-    raise Refusal(
+    raise InvalidField(
         f"{field} is {name[:SHOWN_CHARS]!r}: {why}", code="parameter_not_allowed", param=field.partition(":")[0]
     )
 
@@ -420,7 +463,7 @@ def _token(token: str | None) -> str | None:
     if not token:
         return None
     if len(token) > TOKEN_CHARS_MAX or not token.isascii() or not token.isprintable() or " " in token:
-        raise Refusal(
+        raise InvalidField(
             "hfToken is no token: it has up to 1,024 printable characters", code="invalid_value", param="hfToken"
         )
     return token
@@ -428,14 +471,14 @@ def _token(token: str | None) -> str | None:
 
 def _count(name: str, value: int | None) -> int | None:
     if value is not None and not 1 <= value < 2**31:
-        raise Refusal(f"Invalid value for {name!r}: {value} is not at least 1", code="invalid_value", param=name)
+        raise InvalidField(f"Invalid value for {name!r}: {value} is not at least 1", code="invalid_value", param=name)
     return value
 
 
 def _bounded(name: str, values: list[str] | None, most: int) -> list[str]:
     found = list(values or [])
     if len(found) > most:
-        raise Refusal(f"{name} has {len(found):,} items, more than {most:,}", code="invalid_value", param=name)
+        raise InvalidField(f"{name} has {len(found):,} items, more than {most:,}", code="invalid_value", param=name)
     return found
 
 
@@ -446,7 +489,7 @@ def _scaling(config: DeploymentConfig, had: Scaling) -> Scaling:
         told = (
             f"Invalid value for 'minReplicas': {least} to {most} replicas are no range; 0 <= minReplicas <= maxReplicas"
         )
-        raise Refusal(told, code="invalid_value", param="minReplicas")
+        raise InvalidField(told, code="invalid_value", param="minReplicas")
     cooldown = _count("cooldownTime", config.cooldown_time)
     above = _count("scaleUpRequestThreshold", config.scale_up_request_threshold)
     return Scaling(

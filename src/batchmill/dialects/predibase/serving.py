@@ -16,21 +16,23 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.predibase import errors, lorax, lorax_answers
-from batchmill.dialects.predibase.lorax import Generate, Parameters
-from batchmill.dialects.predibase.lorax_answers import (
+from batchmill.dialects.predibase import errors, lorax
+from batchmill.dialects.predibase import lorax as lorax_answers
+from batchmill.dialects.predibase.lorax import (
     Choice,
     Classified,
     Classify,
     Embed,
     Embedded,
+    Generate,
+    Parameters,
     Token,
     finish_of,
     read_answer,
     tokens_of,
 )
+from batchmill.dialects.predibase.server_config import context_window
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
-from batchmill.models.context_window import context_window
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.replies import EVENTS, PieceReply, rewritten, unless_gone, whole_answer
@@ -38,10 +40,10 @@ from batchmill.services.adapters.records import READY
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.model_rows import ServedModel
-from batchmill.services.places import Places
+from batchmill.services.path_redaction import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope
-from batchmill.wire import lorax_fields
+from batchmill.wire import fields
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow, split_object
 
@@ -157,7 +159,7 @@ def read_body(raw: bytes) -> Asked:
     try:
         head, members = _head(shallow(raw)), split_object(raw)
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"the body is no request: {error}", code="invalid_field") from None
+        raise InvalidInput(f"the body is not a valid request: {error}", code="invalid_field") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the body is not JSON: {error}", code="invalid_json") from None
     if head.adapter_id and head.model and head.adapter_id != head.model:
@@ -165,7 +167,7 @@ def read_body(raw: bytes) -> Asked:
         raise InvalidInput(told, code="invalid_field")
     rest = {name: value for name, value in members.items() if name not in ("model", "adapter_id", "adapter_source")}
     adapter = head.adapter_id or head.model or None
-    return Asked(lorax_fields.translated(rest), adapter, head.adapter_source, bool(head.stream))
+    return Asked(fields.translated(rest), adapter, head.adapter_source, bool(head.stream))
 
 
 PLACE = "/{tenant}/deployments/v2/llms/{name}"

@@ -12,15 +12,22 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.engines.function.live import EXACT
-from batchmill.engines.function.process import Process
-from batchmill.engines.function.work import HUNG, OWN_IDS, Blame, Counts, Origin, Stages, Work, results_of
+from batchmill.engines.function.process import (
+    HUNG,
+    OWN_IDS,
+    Blame,
+    Counts,
+    Origin,
+    Process,
+    ProcessWork,
+    Stages,
+    results_of,
+)
 from batchmill.errors import BatchmillError
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Feed, Sink
 from batchmill.types import FunctionSpec, Interface, ModelSpec, Outcome, Row, RowError
-from batchmill.wire.call_errors import FUNCTION_ERROR
-from batchmill.wire.call_forms import ARGUMENTS, CALL_FORMS, form_of_body
-from batchmill.wire.calls import NAMED, Asked, CallError
+from batchmill.wire.calls import ARGUMENTS, CALL_FORMS, FUNCTION_ERROR, NAMED, CallError, ParsedCalls, form_of_body
 from batchmill.wire.forms import OpenAIForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, is_too_deep, join_object, split_object
 from batchmill.wire.text_cells import CellReader
@@ -156,15 +163,15 @@ TOGETHER = 64  # rows of a function that may take many at once
 DEATHS_MAX = 3  # of processes that a row may cause
 
 
-class Train(Work):
+class RowBatch(ProcessWork):
     """Plain rows that go in one frame. `deaths`: of processes that were called with its rows."""
 
-    __slots__ = ("_came", "_items", "_left", "_rows", "_trains", "deaths", "sent_at")
+    __slots__ = ("_came", "_items", "_left", "_rows", "_batcher", "deaths", "sent_at")
     is_train = True
 
-    def __init__(self, trains: Trains, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
-        super().__init__(trains.next_id(), Asked(len(rows), NAMED, joined(items)))
-        self._trains, self._rows, self._items, self.deaths = trains, rows, items, deaths
+    def __init__(self, batcher: RowBatcher, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
+        super().__init__(batcher.next_id(), ParsedCalls(len(rows), NAMED, joined(items)))
+        self._batcher, self._rows, self._items, self.deaths = batcher, rows, items, deaths
         self.origin = _origin(rows)
         self._left = len(rows)
         self._came: list[tuple[int, int]] = []  # first row, rows
@@ -176,9 +183,9 @@ class Train(Work):
         self._left -= count
         self._came.append((first, count))
         errors = {row - first: error for row, error in results.errors.items()}
-        self._trains.put(outcomes_of(self._rows[first : first + count], results.values, errors), self.sent_at, errors)
+        self._batcher.put(outcomes_of(self._rows[first : first + count], results.values, errors), self.sent_at, errors)
         if self._left <= 0:
-            self._trains.measure(len(self._rows), self.sent_at)
+            self._batcher.measure(len(self._rows), self.sent_at)
         return self._left <= 0
 
     def _open(self) -> list[int]:
@@ -186,16 +193,16 @@ class Train(Work):
         came = {place for first, count in self._came for place in range(first, first + count)}
         return [place for place in range(len(self._rows)) if place not in came]
 
-    def _of(self, places: Sequence[int], deaths: int) -> Train:
-        return Train(self._trains, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
+    def _of(self, places: Sequence[int], deaths: int) -> RowBatch:
+        return RowBatch(self._batcher, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
 
-    def again(self) -> Work | None:
+    def again(self) -> ProcessWork | None:
         if not self._came:
             return self
         places = self._open()
         return self._of(places, self.deaths) if places else None
 
-    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         blamed = set(blame.rows)
         still = self._open()
         at_fault = [place for place in still if place in blamed]
@@ -211,22 +218,22 @@ class Train(Work):
             return again, [self._of(at_fault[:middle], deaths), self._of(at_fault[middle:], deaths)]
         if deaths < DEATHS_MAX and blame.fault.code != HUNG:
             return again, [self._of(at_fault, deaths)]
-        self._trains.give_up(self._rows[at_fault[0]], blame, deaths)
+        self._batcher.give_up(self._rows[at_fault[0]], blame, deaths)
         return again, []
 
     def fail(self, error: BatchmillError) -> None:
         """Its rows stay undone: `run` ends."""
 
 
-class FormRow(Work):
+class FormRow(ProcessWork):
     """A row whose body is in one of the forms of live calls: as many calls as that says."""
 
-    __slots__ = ("_deaths", "_form", "_row", "_stages", "_trains", "sent_at")
+    __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
     is_train = True
 
-    def __init__(self, trains: Trains, row: Row, form: str, asked: Asked) -> None:
-        super().__init__(trains.next_id(), asked, is_exact=form in EXACT)
-        self._trains, self._row, self._form = trains, row, form
+    def __init__(self, batcher: RowBatcher, row: Row, form: str, asked: ParsedCalls) -> None:
+        super().__init__(batcher.next_id(), asked, is_exact=form in EXACT)
+        self._batcher, self._row, self._form = batcher, row, form
         self.origin = _origin([row])
         self._stages = Stages(asked.rows)
         self._deaths = 0
@@ -240,11 +247,11 @@ class FormRow(Work):
         try:
             whole = self._stages.whole()
             errors = whole.errors
-            body, _ = CALL_FORMS[self._form].write(self.asked, whole, *self._trains.named)
+            body, _ = CALL_FORMS[self._form].write(self.asked, whole, *self._batcher.named)
             outcome = outcome_of(self._row, body)
         except BatchmillError as error:
             outcome = Outcome(self._row, error=self._error(error, errors), status=0)
-        self._trains.put([outcome], self.sent_at, results.errors)
+        self._batcher.put([outcome], self.sent_at, results.errors)
         return True
 
     def _error(self, error: BatchmillError, errors: dict[int, CallError]) -> RowError:
@@ -255,23 +262,23 @@ class FormRow(Work):
         place = f"in row {first + 1} of {self.asked.rows}: " if self.asked.rows > 1 else ""
         return RowError(errors[first].code, f"{place}{errors[first].message}")
 
-    def again(self) -> Work | None:
+    def again(self) -> ProcessWork | None:
         self._stages = Stages(self.asked.rows)
         return self
 
-    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         self._deaths += 1
         if blame.is_alone and (self._deaths >= DEATHS_MAX or blame.fault.code == HUNG):
-            self._trains.give_up(self._row, blame, self._deaths)
+            self._batcher.give_up(self._row, blame, self._deaths)
             return None, []
         self.again()
         return None, [self]
 
     def fail(self, error: BatchmillError) -> None:
-        """As `Train.fail`."""
+        """As `RowBatch.fail`."""
 
 
-class Trains:
+class RowBatcher:
     """Runs a feed through the process. Concurrency: one event loop; one `run` at a time."""
 
     def __init__(self, model: ModelSpec, function: FunctionSpec, process: Process, counts: Counts) -> None:
@@ -355,7 +362,7 @@ class Trains:
             else:
                 refused += self._send_form(row, read)
         if plain:
-            self._process.begin(Train(self, plain, items))
+            self._process.begin(RowBatch(self, plain, items))
         if refused:
             self.put(refused, time.monotonic(), {})
 

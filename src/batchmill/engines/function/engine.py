@@ -10,17 +10,16 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from batchmill.engines.function import live
-from batchmill.engines.function.batching import Trains
-from batchmill.engines.function.live import LiveCalls
-from batchmill.engines.function.process import Process
-from batchmill.engines.function.work import Counts, hung, stuffed
+from batchmill.engines.function.batching import RowBatcher
+from batchmill.engines.function.live import FunctionLive
+from batchmill.engines.function.process import Counts, Process, hung, stuffed
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import Call
 from batchmill.ports import Answering, Feed, Sink
-from batchmill.types import Ask, CallStats, EngineStats, LiveHead, LiveRequest, ModelSpec
-from batchmill.wire.call_forms import CALL_FORMS
-from batchmill.wire.messages import Answer
-from batchmill.wire.raised import Raised
+from batchmill.types import CallStats, EngineStats, FunctionRequest, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.calls import CALL_FORMS
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import FunctionReply
 
 log = logging.getLogger("batchmill.functions")
 
@@ -126,8 +125,8 @@ class FunctionProcessEngine:
         self._source = model.source
         self._counts = Counts()
         self._process = Process(model, home, self._counts.called)
-        self._live = LiveCalls(model, model.function, self._process, self._counts)
-        self._trains = Trains(model, model.function, self._process, self._counts)
+        self._live = FunctionLive(model, model.function, self._process, self._counts)
+        self._batcher = RowBatcher(model, model.function, self._process, self._counts)
         self._model = model
         self._streams = 0
         self._watching: asyncio.Task[None] | None = None
@@ -135,14 +134,14 @@ class FunctionProcessEngine:
 
     async def start(self) -> None:
         self._interface = await self._process.start()
-        self._live.interface = self._trains.interface = self._interface
+        self._live.interface = self._batcher.interface = self._interface
         watch = Watch(self._model, self._process, is_async=self._interface.is_async)
         self._watching = asyncio.create_task(watch.run())
 
     async def run(self, feed: Feed, sink: Sink) -> None:
-        await self._trains.run(feed, sink)
+        await self._batcher.run(feed, sink)
 
-    def ask(self, ask: Ask, answering: Answering) -> None:
+    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
         self._live.ask(ask, answering)
 
     def abandon(self, ask_id: int) -> None:
@@ -172,12 +171,12 @@ class FunctionProcessEngine:
         finally:
             self._streams -= 1
 
-    def _ask(self, request: LiveRequest) -> Ask:
-        return Ask(
-            self._trains.next_id(), request.form, request.body, request.head, None, request.project, request.request
+    def _ask(self, request: LiveRequest) -> FunctionRequest:
+        return FunctionRequest(
+            self._batcher.next_id(), request.form, request.body, request.head, None, request.project, request.request
         )
 
-    async def _answer(self, request: LiveRequest) -> Answer:
+    async def _answer(self, request: LiveRequest) -> FunctionReply:
         """The answer to a request in one piece. Raises: what the call raised."""
         waiting = _Waiting()
         ask = self._ask(request)
@@ -202,8 +201,8 @@ class FunctionProcessEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            in_flight=self._trains.held,
-            in_flight_limit=self._trains.most,
+            in_flight=self._batcher.held,
+            in_flight_limit=self._batcher.most,
             note=self._process.note,
             live=self._live.in_flight + self._streams,
         )
@@ -213,8 +212,8 @@ class _Waiting:
     """`ports.Answering` for one answer."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[FunctionReply] = asyncio.get_running_loop().create_future()
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: FunctionReply) -> None:
         if not self.answer.done():
             self.answer.set_result(answer)

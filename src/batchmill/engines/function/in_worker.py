@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from batchmill.engines.function.in_worker_calls import Calls, UserLog, UserThread, cut
+from batchmill.engines.function.in_worker_calls import FunctionCaller, UserLog, UserThread, cut
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.models import functions
 from batchmill.ports import Feed, Sink
@@ -33,10 +33,10 @@ class _Ended(Struct, frozen=True):
     """What a generator gives when it has no more."""
 
 
-class LiveCalls:
+class InWorkerLive:
     """Answers live requests with the function that rows are run through."""
 
-    def __init__(self, calls: Calls, thread: UserThread, timeout_s: float) -> None:
+    def __init__(self, calls: FunctionCaller, thread: UserThread, timeout_s: float) -> None:
         self._calls = calls
         self._thread = thread
         self._timeout_s = timeout_s
@@ -169,8 +169,8 @@ class FunctionEngine:
         self._home = home
         self._log: UserLog | None = None
         self._thread: UserThread | None = None
-        self._calls: Calls | None = None
-        self._live: LiveCalls | None = None
+        self._calls: FunctionCaller | None = None
+        self._live: InWorkerLive | None = None
         self._in_flight = 0
         self._room = asyncio.Event()  # rows of an async function have ended, or a live request has
         self._note = ""
@@ -187,8 +187,8 @@ class FunctionEngine:
             )
         if loaded.setup is not None:
             await self._set_up(loaded)
-        self._calls = Calls(loaded, self._log, self._thread.ahead)
-        self._live = LiveCalls(self._calls, self._thread, self._model.limits.attempt_timeout_s)
+        self._calls = FunctionCaller(loaded, self._log, self._thread.ahead)
+        self._live = InWorkerLive(self._calls, self._thread, self._model.limits.attempt_timeout_s)
         self._note = ""
 
     async def _set_up(self, loaded: functions.Loaded) -> None:
@@ -221,7 +221,7 @@ class FunctionEngine:
             await pieces.aclose()
             self._room.set()
 
-    async def _run_in_thread(self, calls: Calls, feed: Feed, sink: Sink) -> None:
+    async def _run_in_thread(self, calls: FunctionCaller, feed: Feed, sink: Sink) -> None:
         assert self._log is not None
         clock = asyncio.get_running_loop().time
         least, most = calls.loaded.list_rows or 1, self.stats().in_flight_limit
@@ -233,7 +233,7 @@ class FunctionEngine:
             fitting = len(rows) * TAKE_S / max(clock() - began, 1e-6)
             size = max(least, min(int(fitting), len(rows) * GROWTH_MAX, ROWS_MAX))
 
-    async def _answer_in_thread(self, calls: Calls, rows: list[Row], sink: Sink) -> None:
+    async def _answer_in_thread(self, calls: FunctionCaller, rows: list[Row], sink: Sink) -> None:
         """Put each row's outcome soon after it is there, while the thread is at the next ones."""
         assert self._thread is not None
         self._in_flight = len(rows)
@@ -253,7 +253,7 @@ class FunctionEngine:
         finally:
             halt.append(True)
 
-    async def _run_on_loop(self, calls: Calls, feed: Feed, sink: Sink) -> None:
+    async def _run_on_loop(self, calls: FunctionCaller, feed: Feed, sink: Sink) -> None:
         assert self._log is not None and self._live is not None
         unit = calls.loaded.list_rows or 1
         limit = max(self.stats().in_flight_limit, unit)

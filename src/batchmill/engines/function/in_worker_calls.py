@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from batchmill.errors import BatchmillError
-from batchmill.function_side.marks import ROWS_PARAMETER
+from batchmill.function_runtime.marks import ROWS_PARAMETER
 from batchmill.models import functions
 from batchmill.models.functions import user_traceback
 from batchmill.types import Outcome, Row, RowError
@@ -135,7 +135,7 @@ STAGE_ROWS = 32  # rows read ahead of their calls: more of them no longer fit in
 READ_ERRORS = (BatchmillError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Calls:
+class FunctionCaller:
     """Turns rows into outcomes by calling user code. Whatever that code does, each row gets exactly one."""
 
     def __init__(self, loaded: functions.Loaded, log: UserLog, ahead: deque[Callable[[], object]]) -> None:

@@ -10,19 +10,36 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
-from batchmill.engines.function.process import Process
-from batchmill.engines.function.work import CRASHED, HUNG, Blame, Counts, Work, hung, results_of, unheard
+from batchmill.engines.function.process import (
+    CRASHED,
+    HUNG,
+    Blame,
+    Counts,
+    Process,
+    ProcessWork,
+    hung,
+    results_of,
+    unheard,
+)
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
-from batchmill.function_side.frames import pack
+from batchmill.function_runtime.frames import pack
 from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import Answering
-from batchmill.types import Ask, FunctionSpec, Interface, LiveHead, ModelSpec
-from batchmill.wire.call_errors import failure
-from batchmill.wire.call_forms import ARGUMENTS, CALL_FORMS, INFERLESS_TENSORS, TENSORS, CallForm
-from batchmill.wire.calls import Asked, CallError, Results
-from batchmill.wire.messages import Answer
-from batchmill.wire.raised import Raised
+from batchmill.types import FunctionRequest, FunctionSpec, Interface, LiveHead, ModelSpec
+from batchmill.wire.calls import (
+    ARGUMENTS,
+    CALL_FORMS,
+    INFERLESS_TENSORS,
+    TENSORS,
+    CallError,
+    CallForm,
+    FunctionResults,
+    ParsedCalls,
+    failure,
+)
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import FunctionReply
 
 LARGE_BYTES = 1024 * 1024  # of a body, or of results: from here on a thread does it
 EXACT = frozenset([TENSORS, INFERLESS_TENSORS])  # forms that want arrays and numbers as they are
@@ -30,12 +47,14 @@ EXACT = frozenset([TENSORS, INFERLESS_TENSORS])  # forms that want arrays and nu
 T = TypeVar("T")
 
 
-class LiveCall(Work):
+class FunctionLiveCall(ProcessWork):
     """An Ask between its arrival and its answer."""
 
     __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
 
-    def __init__(self, ask: Ask, asked: Asked, calls: LiveCalls, answering: Answering, arrived: float) -> None:
+    def __init__(
+        self, ask: FunctionRequest, asked: ParsedCalls, calls: FunctionLive, answering: Answering, arrived: float
+    ) -> None:
         super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
         self.form, self.answering, self.arrived = ask.form, answering, arrived
         self._calls, self._is_second = calls, False
@@ -53,7 +72,7 @@ class LiveCall(Work):
         self._calls.write(self, results, sum(map(len, buffers)))
         return True
 
-    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         if self._calls.is_idempotent and not self._is_second and blame.fault.code != HUNG:
             self._is_second = True
             return None, [self]
@@ -64,10 +83,10 @@ class LiveCall(Work):
         self.fail((hung if was_called else unheard)(self.limit_s).error())
 
     def fail(self, error: BatchmillError) -> None:
-        self._calls.end(self, Answer(self.id, raised=Raised.of(error)))
+        self._calls.end(self, FunctionReply(self.id, raised=Raised.of(error)))
 
 
-class LiveCalls:
+class FunctionLive:
     """Takes Asks. Concurrency: one event loop.
 
     Args:
@@ -85,7 +104,7 @@ class LiveCalls:
         self._forms: dict[str, CallForm] = {}  # those that were used
         self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
 
-    def ask(self, ask: Ask, answering: Answering) -> None:
+    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
         """See `ports.CallEngine`."""
         self.in_flight += 1
         arrived = time.monotonic()
@@ -98,13 +117,13 @@ class LiveCalls:
         """See `ports.CallEngine`."""
         if ask_id in self._in_threads:
             self._in_threads.discard(ask_id)
-        elif isinstance(work := self._process.works.get(ask_id), LiveCall):
+        elif isinstance(work := self._process.works.get(ask_id), FunctionLiveCall):
             self._process.drop(work)
         else:
             return
         self.in_flight -= 1
 
-    def read(self, ask: Ask) -> Asked | Raised:
+    def read(self, ask: FunctionRequest) -> ParsedCalls | Raised:
         """The body as calls, or what is wrong with it."""
         try:
             form = self._forms.get(ask.form) or self._load(ask.form)
@@ -120,33 +139,33 @@ class LiveCalls:
         form = self._forms[name] = CALL_FORMS[name]
         return form
 
-    def _begin(self, ask: Ask, answering: Answering, arrived: float, asked: Asked | Raised) -> None:
+    def _begin(self, ask: FunctionRequest, answering: Answering, arrived: float, asked: ParsedCalls | Raised) -> None:
         if isinstance(asked, Raised):
-            self._put(answering, Answer(ask.id, raised=asked), arrived)
+            self._put(answering, FunctionReply(ask.id, raised=asked), arrived)
         else:
-            self._process.begin(LiveCall(ask, asked, self, answering, arrived))
+            self._process.begin(FunctionLiveCall(ask, asked, self, answering, arrived))
 
-    def write(self, call: LiveCall, results: Results, size: int) -> None:
+    def write(self, call: FunctionLiveCall, results: FunctionResults, size: int) -> None:
         """Answer a call with its results."""
         if size < LARGE_BYTES:
             self.end(call, self._written(call, results))
         else:
             self._in_thread(call.id, lambda: self._written(call, results), lambda answer: self.end(call, answer))
 
-    def _written(self, call: LiveCall, results: Results) -> Answer:
+    def _written(self, call: FunctionLiveCall, results: FunctionResults) -> FunctionReply:
         try:
             body, head = self._forms[call.form].write(call.asked, results, self._name, self._version)
-            return Answer(call.id, body, head)
+            return FunctionReply(call.id, body, head)
         except BatchmillError as error:
-            return Answer(call.id, raised=Raised.of(error))
+            return FunctionReply(call.id, raised=Raised.of(error))
         except Exception as error:  # as in `read`
-            return Answer(call.id, raised=_bug(error))
+            return FunctionReply(call.id, raised=_bug(error))
 
-    def end(self, call: LiveCall, answer: Answer) -> None:
+    def end(self, call: FunctionLiveCall, answer: FunctionReply) -> None:
         """Put the answer of a call."""
         self._put(call.answering, answer, call.arrived)
 
-    def _put(self, answering: Answering, answer: Answer, arrived: float) -> None:
+    def _put(self, answering: Answering, answer: FunctionReply, arrived: float) -> None:
         self.in_flight -= 1
         self._counts.answered(answer.raised is None, int((time.monotonic() - arrived) * 1e9))
         answering.put(answer)
@@ -175,13 +194,13 @@ AHEAD = 4  # events asked for that nobody has taken yet
 Piece = tuple[bytes, list[Buffer]] | BatchmillError | None  # None: there are no more
 
 
-class Stream(Work):
+class Stream(ProcessWork):
     """One stream: its pieces as they come."""
 
     __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
     holds_up = False
 
-    def __init__(self, ask: Ask, asked: Asked, process: Process) -> None:
+    def __init__(self, ask: FunctionRequest, asked: ParsedCalls, process: Process) -> None:
         super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
         self.origin = ask.project, ask.request
         self._process = process
@@ -218,13 +237,13 @@ class Stream(Work):
             self.pieces.put_nowait(None)
         return bool(meta["ended"])
 
-    def again(self) -> Work | None:
+    def again(self) -> ProcessWork | None:
         if not self._has_begun:
             return self
         self.fail(ModelFailed("the function's process was replaced in the midst of this stream", code=CRASHED))
         return None
 
-    def blame(self, blame: Blame) -> tuple[Work | None, list[Work]]:
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         self.fail(blame.fault.error())
         return None, []
 
@@ -232,7 +251,9 @@ class Stream(Work):
         self.pieces.put_nowait(error)
 
 
-async def events(process: Process, ask: Ask, asked: Asked, form: CallForm) -> AsyncGenerator[LiveHead | bytes]:
+async def events(
+    process: Process, ask: FunctionRequest, asked: ParsedCalls, form: CallForm
+) -> AsyncGenerator[LiveHead | bytes]:
     """The head and the events of a stream. Raises: ModelFailed, InvalidInput where the function does."""
     stream = Stream(ask, asked, process)
     process.begin(stream)

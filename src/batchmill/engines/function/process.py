@@ -8,18 +8,257 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batchmill.engines.function.work import CRASHED, Blame, Fault, Work
+import msgspec
+from msgspec import Raw, Struct
+
 from batchmill.errors import ModelFailed
-from batchmill.models import provisions
+from batchmill.function_runtime.frames import pack_text
+from batchmill.models import secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.function_child import MEMORY, Call, FunctionChild
-from batchmill.models.function_socket import Frame
-from batchmill.types import Interface, ModelSpec
+from batchmill.models.function_socket import Buffer, Frame
+from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
+from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
+
+CRASHED, HUNG, STUFFED = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
+OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
+
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b,"of":%b}'
+WORDS = {True: b"true", False: b"false"}
+
+
+Origin = tuple[str, str] | tuple[str, str, int] | tuple[()]  # project, request or job, number of the first row
+_json = msgspec.json.encode
+
+
+class ProcessFault(Struct, frozen=True):
+    """Why a process ended."""
+
+    code: str  # CRASHED, HUNG, STUFFED
+    message: str
+
+    def error(self) -> ModelFailed:
+        return ModelFailed(self.message, code=self.code)
+
+
+def hung(seconds: float) -> ProcessFault:
+    return ProcessFault(HUNG, f"the function took longer than {seconds:g} s")
+
+
+def unheard(seconds: float) -> ProcessFault:
+    return ProcessFault(HUNG, f"there was no answer in {seconds:g} s: the function was busy, or being started")
+
+
+def stuffed(limit: int, held: int) -> ProcessFault:
+    text = f"the function's process held {held / 2**20:.0f} MiB, more than its limit of {limit / 2**20:.0f} MiB"
+    return ProcessFault(STUFFED, text)
+
+
+class Blame(Struct, frozen=True):
+    """The part of one Work in a process' end."""
+
+    fault: ProcessFault
+    rows: list[int]  # whose call had begun
+    is_alone: bool  # nothing else was called with it
+
+
+class ProcessWork:
+    """Base of LiveCall, Train, FormRow and Stream."""
+
+    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
+    limit_s = math.inf  # what its deadline was made of
+    is_train = False
+    holds_up = True  # counts as running while the process has it
+
+    def __init__(self, id_: int, asked: ParsedCalls, *, is_exact: bool = False) -> None:
+        self.id, self.asked, self.is_exact = id_, asked, is_exact
+        self.origin: Origin = ()  # whose it is; (): nobody knows
+        self.deadline = math.inf  # monotonic: somebody waits so long
+        self.is_sent = False
+        self.strikes = 0  # processes that died with it and nobody knows why
+
+    def frame(self) -> list[Buffer]:
+        asked = self.asked
+        row_batch, exact, of = WORDS[self.is_train], WORDS[self.is_exact], _json(self.origin)
+        text = ASK % (self.id, asked.rows, asked.layout.encode(), row_batch, exact, of)
+        return pack_text(text, [asked.calls, *asked.buffers] if asked.buffers else (asked.calls,))
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        """A `results` or `piece` frame of it. True: it was the last."""
+        raise AssertionError("said by what it is")
+
+    def again(self) -> ProcessWork | None:
+        """What to ask the next process after one that died by no fault of this; None: nothing is left to ask."""
+        return self
+
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
+        """(what to ask again, what to ask again with nothing beside it)."""
+        raise AssertionError("said by what it is")
+
+    def note(self, calls: CallLog, text: str, row: int | None = None) -> None:
+        """Write down what became of it, or of one of its rows."""
+        match self.origin:
+            case (project, request):
+                calls.write(text, project, request)
+            case (project, job, first):
+                calls.write(text, project, job if row is None else f"{job} row {first + row}")
+
+    def expire(self, *, was_called: bool) -> None:
+        """Its deadline has passed: who waits is told. `was_called`: the function was at it."""
+
+    def fail(self, error: ModelFailed) -> None:
+        """No process will answer it."""
+        raise AssertionError("said by what it is")
+
+
+def results_of(meta: dict[str, Any], buffers: list[Buffer]) -> FunctionResults:
+    """A `results` frame as the forms read it."""
+    errors = {int(row): CallError(*error) for row, error in meta["errors"].items()} if meta.get("errors") else {}
+    if meta["layout"] == "columns":
+        return FunctionResults(columns=bytes(buffers[0]), buffers=buffers[1:], errors=errors)
+    return FunctionResults(bytes(buffers[0]), b"", buffers[1:], errors)
+
+
+_items = msgspec.json.Decoder(list[Raw])
+
+
+class _Array(Struct, rename={"place": "$array"}):
+    place: tuple[int, str, list[int]]  # number of the buffer, datatype, shape
+
+
+_columns = msgspec.json.Decoder(dict[str, _Array])
+
+
+class Stages:
+    """Gathers the results of `rows` rows; they may come in any order."""
+
+    def __init__(self, rows: int) -> None:
+        self._left = rows
+        self._parts: list[tuple[int, FunctionResults]] = []
+
+    def add(self, first: int, rows: int, results: FunctionResults) -> bool:
+        """True: these were the last."""
+        self._parts.append((first, results))
+        self._left -= rows
+        return self._left <= 0
+
+    def whole(self) -> FunctionResults:
+        """All of them as one. Raises: ModelFailed where their outputs do not go together."""
+        parts = [results for _, results in sorted(self._parts, key=lambda part: part[0])]
+        if len(parts) == 1:
+            return parts[0]
+        errors = {row: error for results in parts for row, error in results.errors.items()}
+        if all(results.columns for results in parts):
+            columns, buffers = _joined_columns(parts)
+            return FunctionResults(columns=columns, buffers=buffers, errors=errors)
+        if any(results.columns for results in parts):
+            raise ModelFailed("the function returned arrays for some rows of the body only", code="bad_return")
+        values, buffers = _joined_values(parts)
+        return FunctionResults(values, b"", buffers, errors)
+
+
+def _joined_values(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
+    items: list[Any] = []
+    buffers: list[Buffer] = []
+    for results in parts:
+        if results.buffers:
+            items += _moved(msgspec.json.decode(results.values), len(buffers))
+            buffers += results.buffers
+        else:
+            items += _items.decode(results.values)
+    return msgspec.json.encode(items), buffers
+
+
+def _moved(value: Any, by: int) -> Any:
+    """The value with the numbers of its buffers raised."""
+    if isinstance(value, list):
+        return [_moved(each, by) for each in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$array": [int(number), datatype, shape]} if len(value) == 1:
+            return {"$array": [number + by, datatype, shape]}
+        case {"$object": dict(inner)} if len(value) == 1:
+            return {"$object": {name: _moved(each, by) for name, each in inner.items()}}
+    return {name: _moved(each, by) for name, each in value.items()}
+
+
+def _joined_columns(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
+    decoded = [_columns.decode(results.columns) for results in parts]
+    names = list(decoded[0])
+    if any(set(columns) != set(names) for columns in decoded):
+        raise ModelFailed("the function returned other outputs for some rows of the body", code="bad_return")
+    joined: dict[str, _Array] = {}
+    buffers: list[Buffer] = []
+    for name in names:
+        arrays = [columns[name].place for columns in decoded]
+        kinds = {(datatype, tuple(shape[1:])) for _, datatype, shape in arrays}
+        if len(kinds) > 1:
+            raise ModelFailed(f"the output {name!r} has not the same shape in every row", code="bad_return")
+        data = [results.buffers[number] for (number, _, _), results in zip(arrays, parts, strict=True)]
+        shape = [sum(shape[0] for _, _, shape in arrays), *arrays[0][2][1:]]
+        joined[name] = _Array((len(buffers), arrays[0][1], shape))
+        buffers.append(b"".join(data))
+    return msgspec.json.encode(joined), buffers
+
+
+class Counts:
+    """Sums of one engine. Durations are in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.succeeded = self.succeeded_ns = self.failed = self.failed_ns = 0
+        self._rows = self._executions = self._queue_ns = 0
+        self._sizes: dict[int, list[int]] = {}  # batch size -> executions and what they took
+        self._is_new = False
+
+    def called(self, meta: dict[str, Any]) -> None:
+        """A `results` frame: what the process has called since its last one."""
+        self._is_new = True
+        self._queue_ns += meta["queue_ns"]
+        for size, executions, input_ns, infer_ns, output_ns in meta["ran"]:
+            self._rows += size * executions
+            self._executions += executions
+            had = self._sizes.get(size)
+            if had is None:
+                self._sizes[size] = [executions, input_ns, infer_ns, output_ns]
+            else:
+                had[0] += executions
+                had[1] += input_ns
+                had[2] += infer_ns
+                had[3] += output_ns
+
+    def answered(self, is_ok: bool, took_ns: int, requests: int = 1) -> None:
+        """So many requests, or rows of jobs, have been answered; `took_ns` for each."""
+        self._is_new = True
+        if is_ok:
+            self.succeeded += requests
+            self.succeeded_ns += took_ns * requests
+        else:
+            self.failed += requests
+            self.failed_ns += took_ns * requests
+
+    def take(self) -> CallStats | None:
+        """The sums since this was last called; None: there is nothing new."""
+        if not self._is_new:
+            return None
+        batches = [BatchTimes(size, *self._sizes[size]) for size in sorted(self._sizes)]
+        taken = CallStats(
+            rows=self._rows, executions=self._executions, succeeded=self.succeeded, succeeded_ns=self.succeeded_ns,
+            failed=self.failed, failed_ns=self.failed_ns, queue_ns=self._queue_ns, batches=batches, last_at=time.time(),
+        )  # fmt: skip
+        self._clear()
+        return taken
+
 
 STARTS_MAX = 4  # in a row that fail, then the model is given up
 IDLE_DEATHS_MAX = 5  # in a row while nothing was called, and nothing was answered between
@@ -40,17 +279,17 @@ class Process:
         assert model.function is not None, "a deployed function has a FunctionSpec"
         self._model, self._home, self._counted = model, home, counted
         self.calls = CallLog(Path(model.function.folder).parent)
-        self.works: dict[int, Work] = {}
+        self.works: dict[int, ProcessWork] = {}
         self.child: FunctionChild | None = None
         self.note = ""
         self.failure: ModelFailed | None = None
         self.broken = asyncio.Event()  # `failure` says why
-        self._waiting: deque[Work] = deque()  # until there is a process, or suspects have been
-        self._suspects: deque[Work] = deque()
+        self._waiting: deque[ProcessWork] = deque()  # until there is a process, or suspects have been
+        self._suspects: deque[ProcessWork] = deque()
         self._running = 0  # works that the process has and that hold suspects up
         self._is_open = False  # a process is there, and works may go to it at once
         self.is_up = False
-        self._fault: Fault | None = None  # why we killed it
+        self._fault: ProcessFault | None = None  # why we killed it
         self._hung: frozenset[Call] | None = None
         self._idle_deaths = self._blamed_deaths = 0
         self._replacing: asyncio.Task[None] | None = None
@@ -65,7 +304,7 @@ class Process:
         return interface
 
     def _child(self) -> FunctionChild:
-        return FunctionChild(self._model, self._home, isolation=provisions.isolation(), calls=self.calls)
+        return FunctionChild(self._model, self._home, isolation=secrets.isolation(), calls=self.calls)
 
     def _up(self, child: FunctionChild) -> None:
         child.heard, child.ended = self._hear, self._ended
@@ -87,7 +326,7 @@ class Process:
 
     # -- works --------------------------------------------------------------------------------------------------------
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: ProcessWork) -> None:
         """Ask it, at once or when that is possible again."""
         if self.failure is not None:
             work.fail(self.failure)
@@ -98,7 +337,7 @@ class Process:
         else:
             self._waiting.append(work)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: ProcessWork) -> None:
         """Nobody wants it answered any more."""
         if self.works.pop(work.id, None) is None:
             return
@@ -111,13 +350,13 @@ class Process:
                 with contextlib.suppress(ValueError):
                     queue.remove(work)
 
-    def _send(self, work: Work) -> None:
+    def _send(self, work: ProcessWork) -> None:
         assert self.child is not None
         work.is_sent = True
         self._running += work.holds_up
         self.child.write(work.frame())
 
-    def _left(self, work: Work) -> None:
+    def _left(self, work: ProcessWork) -> None:
         work.is_sent = False
         self._running -= work.holds_up
         if not self._is_open:
@@ -151,7 +390,7 @@ class Process:
                 works.pop(work.id, None)
                 self._left(work)
 
-    def replace(self, fault: Fault, hung: frozenset[Call] | None = None) -> None:
+    def replace(self, fault: ProcessFault, hung: frozenset[Call] | None = None) -> None:
         """Kill the process. `hung`: the calls that are to blame; None: all that were running."""
         if self.is_up and self.child is not None and self._fault is None:
             self._fault, self._hung = fault, hung
@@ -164,7 +403,7 @@ class Process:
             return
         assert self.child is not None
         self._is_open = self.is_up = False
-        fault = self._fault or Fault(CRASHED, f"the function's process died: {self.child.ending()}")
+        fault = self._fault or ProcessFault(CRASHED, f"the function's process died: {self.child.ending()}")
         blamed = [each for each in self.child.blamed() if self._hung is None or each in self._hung]
         had = [work for work in self.works.values() if work.is_sent]
         is_ours = self._fault is not None or self.child.exit_code == MEMORY
@@ -185,7 +424,7 @@ class Process:
         self._replacing = asyncio.create_task(self._replace(self.child))
         self._replacing.add_done_callback(self._replaced)
 
-    def _unexplained(self, called: list[Work]) -> tuple[list[Call], bool]:
+    def _unexplained(self, called: list[ProcessWork]) -> tuple[list[Call], bool]:
         """(who is to blame for a death while nothing was called, whether all are to be asked alone)."""
         assert self.child is not None
         last = self.works.get(self.child.last_called())
@@ -197,7 +436,7 @@ class Process:
             return [], False
         return [(work.id, 0, work.asked.rows) for work in called if len(called) == 1], True
 
-    def _settle(self, had: list[Work], fault: Fault, blamed: list[Call], *, are_suspects: bool) -> None:
+    def _settle(self, had: list[ProcessWork], fault: ProcessFault, blamed: list[Call], *, are_suspects: bool) -> None:
         """Say of every work that the process had what becomes of it. `are_suspects`: also of those not blamed."""
         rows: dict[int, list[int]] = {}
         for id_, first, count in blamed:
@@ -206,8 +445,8 @@ class Process:
         if any(self.works[id_].is_train for id_ in rows):
             self._blamed_deaths += 1
         is_alone = len({id_ for id_, _, _ in blamed}) == 1
-        again: list[Work] = []
-        suspects: list[Work] = []
+        again: list[ProcessWork] = []
+        suspects: list[ProcessWork] = []
         for work in had:
             work.is_sent = False
             del self.works[work.id]

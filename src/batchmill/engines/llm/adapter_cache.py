@@ -42,7 +42,7 @@ class Host(Protocol):
         """Return once the server lives, or raise Unavailable."""
 
 
-class Place(Struct, eq=False):
+class AdapterSlot(Struct, eq=False):
     """One adapter in the engine, and who uses it."""
 
     adapter: Adapter
@@ -57,7 +57,7 @@ class Place(Struct, eq=False):
         return not (self.is_loading or self.rows or self.live)
 
 
-class Shelf:
+class AdapterCache:
     """The adapters of one engine. `room`: how many it holds at most. Concurrency: one event loop."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Shelf:
         self.counts = counts
         self._clock = clock
         self._timeout_s = timeout_s  # of one load
-        self._places: dict[Adapter, Place] = {}
+        self._places: dict[Adapter, AdapterSlot] = {}
         self._wanted: dict[Adapter, int] = {}  # by rows that wait, in their order
         self._live: deque[Adapter] = deque()  # that live requests wait for
         self._failed: dict[Adapter, tuple[float, str]] = {}  # until when, why
@@ -93,14 +93,14 @@ class Shelf:
         until, why = self._failed.get(adapter, (0.0, ""))
         return why if self._clock.monotonic() < until else ""
 
-    def use(self, adapter: Adapter) -> Place:
+    def use(self, adapter: Adapter) -> AdapterSlot:
         """A row is sent to an adapter that `may_go`; `let_go` of what this returns when it is back."""
         place = self._places[adapter]
         place.rows += 1
         self._touch(place)
         return place
 
-    def let_go(self, place: Place) -> None:
+    def let_go(self, place: AdapterSlot) -> None:
         place.rows -= 1
         if place.is_idle:
             self._move()
@@ -111,7 +111,7 @@ class Shelf:
         self._wanted = {adapter: rank for rank, adapter in enumerate(adapters)}
         self._move()
 
-    def make_way(self, adapter: Adapter) -> Place | None:
+    def make_way(self, adapter: Adapter) -> AdapterSlot | None:
         """Have rows leave some place, so that this adapter gets it. None: it has one already, or no rows can."""
         if adapter in self._places:
             return None
@@ -173,7 +173,7 @@ class Shelf:
 
     # -- who waits -----------------------------------------------------------------------------------------------------
 
-    async def _reach(self, adapter: Adapter) -> Place:
+    async def _reach(self, adapter: Adapter) -> AdapterSlot:
         until = self._clock.monotonic() + LIVE_WAIT_S
         patience_until = self._clock.monotonic() + LIVE_PATIENCE_S
         while True:
@@ -204,7 +204,7 @@ class Shelf:
         changed.set()
         self._host.wake_rows()
 
-    def _touch(self, place: Place) -> None:
+    def _touch(self, place: AdapterSlot) -> None:
         self._uses += 1
         place.used = self._uses
 
@@ -226,7 +226,7 @@ class Shelf:
                 if victim is None:
                     return
                 del self._places[victim.adapter]
-            self._places[adapter] = Place(adapter)
+            self._places[adapter] = AdapterSlot(adapter)
             self._moving = asyncio.create_task(self._exchange(victim, adapter))
             self._moving.add_done_callback(self._moved)
             return
@@ -236,14 +236,14 @@ class Shelf:
         if leaving:
             self._host.wake_rows()
 
-    def _victim(self, adapter: Adapter) -> Place | None:
+    def _victim(self, adapter: Adapter) -> AdapterSlot | None:
         """The place that an adapter may have: nobody uses it, and no row waits for it that goes before."""
         rank = -1 if adapter in self._live else self._rank(adapter)
         idle = [place for place in self._places.values() if place.is_idle and place.adapter not in self._live]
         idle = [place for place in idle if place.is_leaving or self._rank(place.adapter) > rank]
         return max(idle, key=lambda place: (place.is_leaving, self._rank(place.adapter), -place.used), default=None)
 
-    async def _exchange(self, victim: Place | None, adapter: Adapter) -> None:
+    async def _exchange(self, victim: AdapterSlot | None, adapter: Adapter) -> None:
         server, place = self._host.server, self._places[adapter]
         try:
             if victim is not None:
@@ -268,7 +268,7 @@ class Shelf:
         if self.bug is None:
             asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
 
-    def _settle(self, place: Place, why: str) -> None:
+    def _settle(self, place: AdapterSlot, why: str) -> None:
         adapter = place.adapter
         self._losses.pop(adapter, None)
         if why:

@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from batchmill.engines.llm.adapters import Adapter, AdapterNames
 from batchmill.engines.llm.quarantine import Tracked
-from batchmill.engines.llm.request_bounds import Bounds
+from batchmill.engines.llm.request_bounds import RequestLimits
 from batchmill.errors import InvalidInput, InvalidRow, UnknownName
 from batchmill.models.paths import paths_of
 from batchmill.types import AdapterSet, LiveRequest, ModelSpec, Row, RowError
-from batchmill.wire import lorax_fields
+from batchmill.wire import fields
 from batchmill.wire.fields import KNOWN_FIELDS, refusal, unknown_fields
 from batchmill.wire.forms import CLASSIFY, with_model
 from batchmill.wire.json_bytes import join_object, split_object
@@ -25,7 +25,7 @@ NAMES_SHOWN = 20
 SHOWN_CHARS = 100  # of a path, in a message
 
 
-class Call:
+class LlmRow:
     """One row on its way through the engine, over all of its attempts."""
 
     __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "is_prime", "row", "tracked", "turn", "url")
@@ -57,7 +57,7 @@ class _Head(Struct, gc=False):
 _head = msgspec.json.Decoder(_Head)
 
 
-class Calls:
+class LlmCalls:
     """Makes the calls of one model. `known` are the fields that its server understands, by URL."""
 
     def __init__(self, model: ModelSpec, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> None:
@@ -68,7 +68,7 @@ class Calls:
         self._paths = paths_of(model) or frozenset()
         self._live_paths = self._paths | {CLASSIFY}
         self.limits = model.limits
-        self._bounds = Bounds(model.limits)
+        self._bounds = RequestLimits(model.limits)
         self._has_priority = has_priority(model.engine_args)
         self.names = AdapterNames()
         self.known = known
@@ -81,7 +81,7 @@ class Calls:
             raise UnknownName(f"no engine answers {url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
         try:
             request.body.decode()  # the parts that are not looked into must be text too
-            members = lorax_fields.translated(split_object(request.body))
+            members = fields.translated(split_object(request.body))
             model = _head.decode(request.body).model or self._model
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
@@ -124,7 +124,7 @@ class Calls:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         return ", ".join(names[:NAMES_SHOWN]) + more
 
-    def read(self, row: Row) -> Call | RowError:
+    def read(self, row: Row) -> LlmRow | RowError:
         """The call that a row asks for, or why it cannot be made."""
         try:
             return self._read(row)
@@ -133,12 +133,12 @@ class Calls:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return RowError("invalid_row", f"the row cannot be read as a request: {error}")
 
-    def _read(self, row: Row) -> Call | RowError:
+    def _read(self, row: Row) -> LlmRow | RowError:
         request = row.form.request(row)
         if request.url not in self._paths:
             known = ", ".join(sorted(self._paths))
             raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
-        asked = lorax_fields.in_engine_words(request.body)
+        asked = fields.in_engine_words(request.body)
         members = split_object(asked)
         if unknown := unknown_fields(request.url, members, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")
@@ -158,8 +158,8 @@ class Calls:
         body = asked if name == head.model else with_model(asked, name)
         return self._call(row, request.url, body, found)
 
-    def _call(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> Call:
-        return Call(row, url, body, adapter, self.tracked(getattr(row.lease, "project", ""), url, body, adapter))
+    def _call(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> LlmRow:
+        return LlmRow(row, url, body, adapter, self.tracked(getattr(row.lease, "project", ""), url, body, adapter))
 
     def tracked(self, project: str, url: str, body: bytes, adapter: Adapter | None) -> Tracked:
         return Tracked(project, self._source, url, body, adapter)

@@ -12,14 +12,14 @@ from msgspec import Struct
 
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.llm import guard
-from batchmill.engines.llm.adapter_cache import Shelf
+from batchmill.engines.llm.adapter_cache import AdapterCache
 from batchmill.engines.llm.adapters import Adapter, AdapterCounts
-from batchmill.engines.llm.calls import Calls
+from batchmill.engines.llm.calls import LlmCalls
 from batchmill.engines.llm.flow import Flow
-from batchmill.engines.llm.launch import Machine, adapter_room, find_python, secret_variables
-from batchmill.engines.llm.live import LiveWay
-from batchmill.engines.llm.quarantine import Deaths, Isolation
-from batchmill.engines.llm.row_limits import Flight, Yielding
+from batchmill.engines.llm.launch import Hardware, adapter_room, find_python, secret_variables
+from batchmill.engines.llm.live import LlmLive
+from batchmill.engines.llm.quarantine import Deaths, SuspectIsolation
+from batchmill.engines.llm.row_queue import Flight, Yielding
 from batchmill.engines.llm.server import VllmServer
 from batchmill.errors import BatchmillError, JobPaused, ModelFailed, Unavailable
 from batchmill.models.redaction import mask
@@ -53,22 +53,22 @@ class LlmEngine:
         self._env = dict(os.environ if env is None else env)
         self._flight = Flight(limit_max=model.limits.in_flight_max)
         self._yielding = Yielding()
-        self._calls = Calls(model)
-        self._shelf = Shelf(
+        self._calls = LlmCalls(model)
+        self._adapter_cache = AdapterCache(
             self,
-            room=adapter_room(model, Machine.here(self._env)),
+            room=adapter_room(model, Hardware.here(self._env)),
             names=self._calls.names,
             counts=AdapterCounts(),
             clock=self._clock,
             timeout_s=model.limits.attempt_timeout_s,
         )
         self._deaths = Deaths(self._clock)
-        self._isolation = Isolation(self, self._deaths, self._clock)
+        self._isolation = SuspectIsolation(self, self._deaths, self._clock)
         self.learn = self._deaths.learn
-        self._live = LiveWay(
+        self._live = LlmLive(
             self,
             calls=self._calls,
-            shelf=self._shelf,
+            adapter_cache=self._adapter_cache,
             yielding=self._yielding,
             isolation=self._isolation,
             clock=self._clock,
@@ -105,7 +105,7 @@ class LlmEngine:
             feed,
             sink,
             calls=self._calls,
-            shelf=self._shelf,
+            adapter_cache=self._adapter_cache,
             flight=self._flight,
             yielding=self._yielding,
             isolation=self._isolation,
@@ -170,7 +170,7 @@ class LlmEngine:
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)
-        await self._shelf.stop()
+        await self._adapter_cache.stop()
         if self._server is not None:
             await self._server.stop()
 
@@ -180,12 +180,13 @@ class LlmEngine:
         return EngineStats(
             in_flight=in_flight,
             in_flight_limit=self._yielding.limit(self._flight.limit, in_flight, now),
-            note=self._note or self._shelf.note(self._flow.waiting_for_adapters if self._flow is not None else 0),
+            note=self._note
+            or self._adapter_cache.note(self._flow.waiting_for_adapters if self._flow is not None else 0),
             live=self._yielding.live,
             kv_usage=gauges.kv_usage,
             cached_share=gauges.cached_share,
-            adapters=self._shelf.counts.stats(now),
-            adapters_loaded=self._shelf.loaded,
+            adapters=self._adapter_cache.counts.stats(now),
+            adapters_loaded=self._adapter_cache.loaded,
         )
 
     async def relaunch(self) -> None:
@@ -224,7 +225,7 @@ class LlmEngine:
         self._server = await VllmServer.launch(
             self._model, self._python, home=self._home, env=env, clock=self._clock, note=self._set_note
         )
-        self._shelf.restarted()
+        self._adapter_cache.restarted()
         self._tell_waiting()
 
     def _next_delay(self, why: str) -> float:

@@ -8,18 +8,16 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.engines.llm.adapter_cache import Place, Shelf
+from batchmill.engines.llm.adapter_cache import AdapterCache, AdapterSlot
 from batchmill.engines.llm.adapters import Adapter
-from batchmill.engines.llm.calls import Call, Calls, stable_code
-from batchmill.engines.llm.quarantine import Isolation
-from batchmill.engines.llm.row_limits import Flight, Yielding
-from batchmill.engines.llm.row_queue import AdapterQueue, Trials
+from batchmill.engines.llm.calls import LlmCalls, LlmRow, stable_code
+from batchmill.engines.llm.quarantine import SuspectIsolation
+from batchmill.engines.llm.row_queue import AdapterQueue, Flight, QuarantineQueue, Yielding
 from batchmill.engines.llm.server import CallLost, ReplyTooLarge, VllmServer
-from batchmill.engines.replies import Reply, read_reply
-from batchmill.engines.retry import is_result
+from batchmill.engines.retry import Reply, is_result, read_reply
 from batchmill.ports import Feed, ProjectFeed, Sink
 from batchmill.types import Outcome, Row, RowError
-from batchmill.types.poison import ALONE_DEATHS_MAX
+from batchmill.types.models import ALONE_DEATHS_MAX
 
 TUNE_S = 0.5
 RETRY_S = 0.5  # doubled with each attempt of a row
@@ -28,8 +26,8 @@ LAST_ROWS = 16  # of those, so many are taken at once
 TAKE_SHARE = 16  # rows are taken when one in so many of the limit is free
 QUARANTINED = "quarantined"
 REFUSAL = (
-    "the engine died twice with this request alone in flight: it is refused for a while; whoever runs the server may "
-    "let it go with `batchmill quarantine clear`"
+    "the engine died twice with this request alone in flight: it is refused for a while; the operator of the "
+    "server can release it with `batchmill quarantine clear`"
 )
 AHEAD_MIN = 64  # rows beyond the limit that are looked at, so that their adapters come before their turn
 
@@ -52,16 +50,16 @@ class Host(Protocol):
 class _Flying(Struct, eq=False):
     """A call that is on its way, and the place of its adapter."""
 
-    call: Call
+    call: LlmRow
     server: VllmServer
-    place: Place | None = None
+    place: AdapterSlot | None = None
     is_recalled: bool = False
 
 
 class _Lost(Struct):
     """A call that came to nothing: no reply, or one that says the server failed."""
 
-    call: Call
+    call: LlmRow
     server: VllmServer
     cause: RowError
     outcome: Outcome | None = None
@@ -76,26 +74,26 @@ class Flow:
         feed: Feed,
         sink: Sink,
         *,
-        calls: Calls,
-        shelf: Shelf,
+        calls: LlmCalls,
+        adapter_cache: AdapterCache,
         flight: Flight,
         yielding: Yielding,
-        isolation: Isolation,
+        isolation: SuspectIsolation,
     ) -> None:
         self._deaths, self._isolation, clock = isolation.deaths, isolation, isolation.clock
         self._host = host
         self._feed = feed
         self._sink = sink
         self._calls = calls
-        self._shelf = shelf
-        self._counts = shelf.counts
+        self._adapter_cache = adapter_cache
+        self._counts = adapter_cache.counts
         self._flight = flight
         self._yielding = yielding
         self._limits = calls.limits
         self._clock = clock
         self._queue = AdapterQueue()
-        self._suspects = Trials()  # rows that wait to be tried with nothing beside them
-        self._trial: set[Call] = set()  # those that are tried now
+        self._suspects = QuarantineQueue()  # rows that wait to be tried with nothing beside them
+        self._trial: set[LlmRow] = set()  # those that are tried now
         self._holds_back = False  # rows of projects beyond their budget wait in the feed
         self._others_at: dict[str, float] = {}  # project -> when it last had a row that ran, or waited to
         self._in_flight: dict[asyncio.Task[None], _Flying] = {}
@@ -152,13 +150,13 @@ class Flow:
         finally:
             await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
             self._isolation.release(self)
-            self._shelf.want([])
+            self._adapter_cache.want([])
 
     def _is_done(self) -> bool:
         return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost)
 
     def _raise_bug(self) -> None:
-        if (bug := self._bug or self._shelf.bug) is not None:
+        if (bug := self._bug or self._adapter_cache.bug) is not None:
             raise bug
 
     @staticmethod
@@ -188,7 +186,7 @@ class Flow:
 
     def _ahead(self) -> int:
         """Rows that are taken before there is room for them."""
-        return max(AHEAD_MIN, self._flight.limit // 2) if self._shelf.room else 0
+        return max(AHEAD_MIN, self._flight.limit // 2) if self._adapter_cache.room else 0
 
     def _taken(self, task: asyncio.Task[list[Row]]) -> None:
         self._taking = None
@@ -223,16 +221,16 @@ class Flow:
             return
         limit = self._limit()
         behind = self._first_held_up()
-        while len(self._in_flight) < limit and (call := self._queue.pop(self._shelf.may_go)) is not None:
+        while len(self._in_flight) < limit and (call := self._queue.pop(self._adapter_cache.may_go)) is not None:
             self._start(call)
             if behind is not None and call.turn > behind[1]:
                 self._overtaken = behind[0], self._overtaken[1] + 1
         if behind is not None and self._overtaken[1] > limit:
-            self._shelf.make_way(behind[0])
+            self._adapter_cache.make_way(behind[0])
 
     # -- suspects ------------------------------------------------------------------------------------------------------
 
-    def _suspect(self, call: Call) -> None:
+    def _suspect(self, call: LlmRow) -> None:
         self._queue.number(call)
         self._suspects.add(call)
 
@@ -252,9 +250,9 @@ class Flow:
             self._start(call)
         return True
 
-    def _may_try(self, call: Call) -> bool:
+    def _may_try(self, call: LlmRow) -> bool:
         """Its adapter is there, and its project's turn has come."""
-        if call.adapter is not None and not self._shelf.may_go(call.adapter):
+        if call.adapter is not None and not self._adapter_cache.may_go(call.adapter):
             return False
         return not self._deaths.is_over_budget(call.project) or self._is_turn_of(call.project)
 
@@ -284,23 +282,23 @@ class Flow:
 
     def _first_held_up(self) -> tuple[Adapter, int] | None:
         """The first adapter whose rows cannot go, and the turn of the first of them."""
-        adapter = next((each for each in self._queue.adapters() if not self._shelf.may_go(each)), None)
+        adapter = next((each for each in self._queue.adapters() if not self._adapter_cache.may_go(each)), None)
         if self._overtaken[0] != adapter:
             self._overtaken = adapter, 0
         return None if adapter is None else (adapter, self._queue.first_turn(adapter))
 
     def _shelve(self) -> None:
         """Have adapters loaded for the rows that wait, in the rows' order; refuse those whose adapter cannot be."""
-        if not self._shelf.room:
+        if not self._adapter_cache.room:
             return
         waiting = list(dict.fromkeys([*self._suspects.adapters(), *self._queue.adapters()]))
         for adapter in waiting:
-            if why := self._shelf.failure(adapter):
+            if why := self._adapter_cache.failure(adapter):
                 self._refuse(adapter, why)
-        self._shelf.want([adapter for adapter in waiting if not self._shelf.failure(adapter)])
+        self._adapter_cache.want([adapter for adapter in waiting if not self._adapter_cache.failure(adapter)])
         room = max(0, self._limit() - len(self._in_flight))
         self._late = self._queue.mark_late(
-            (a for a in waiting if self._queue.waiting(a) and not self._shelf.may_go(a)), room
+            (a for a in waiting if self._queue.waiting(a) and not self._adapter_cache.may_go(a)), room
         )
 
     def _refuse(self, adapter: Adapter, why: str) -> None:
@@ -308,12 +306,12 @@ class Flow:
         refused = [*self._suspects.take(adapter), *self._queue.take_all(adapter)]
         self._sink.put([Outcome(call.row, error=error, status=0) for call in refused])
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: LlmRow) -> None:
         if not self._in_flight:
             self._moved_at = self._clock.monotonic()
         place = None
         if call.adapter is not None:
-            place = self._shelf.use(call.adapter)
+            place = self._adapter_cache.use(call.adapter)
             self._counts.began(call.adapter.name, self._clock.monotonic())
         server = self._host.server
         self._deaths.began(server, call.tracked)
@@ -326,7 +324,7 @@ class Flow:
         self._task_ended(task)
         if flying.place is not None:
             self._counts.ended(flying.place.adapter.name, self._clock.monotonic())
-            self._shelf.let_go(flying.place)
+            self._adapter_cache.let_go(flying.place)
         call = flying.call
         if flying.is_recalled and task.cancelled():
             self._deaths.gone(flying.server, call.tracked)
@@ -339,7 +337,7 @@ class Flow:
             if not self._trial:
                 self._isolation.release(self)
 
-    async def _call(self, call: Call, server: VllmServer) -> None:
+    async def _call(self, call: LlmRow, server: VllmServer) -> None:
         if call.attempts:
             await self._clock.sleep(RETRY_S * 2 ** (call.attempts - 1))
         try:
@@ -367,7 +365,7 @@ class Flow:
         else:
             self._finish(call, _refused(call, reply))
 
-    def _finish(self, call: Call, outcome: Outcome) -> None:
+    def _finish(self, call: LlmRow, outcome: Outcome) -> None:
         self._sink.put([outcome])
         if call.adapter is not None:
             self._counts.answered(call.adapter.name, outcome.usage, found=call.found_it)
@@ -458,7 +456,7 @@ class Flow:
                 await server.stop()
 
 
-def _refused(call: Call, reply: Reply) -> Outcome:
+def _refused(call: LlmRow, reply: Reply) -> Outcome:
     """The error outcome of a reply, under a code that does not change with the place in vLLM it came from."""
     outcome = reply.refused(call.row)
     assert outcome.error is not None

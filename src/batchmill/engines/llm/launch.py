@@ -139,7 +139,7 @@ class Launch(Struct, frozen=True):
     env: dict[str, str]
 
 
-class Machine(Struct, frozen=True):
+class Hardware(Struct, frozen=True):
     """What decides between a CPU's and a GPU's settings."""
 
     gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
@@ -147,7 +147,7 @@ class Machine(Struct, frozen=True):
     cores: int
 
     @classmethod
-    def here(cls, env: Mapping[str, str]) -> Machine:
+    def here(cls, env: Mapping[str, str]) -> Hardware:
         found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
         visible = env.get("CUDA_VISIBLE_DEVICES")
         names = [str(number) for number in found]
@@ -165,7 +165,7 @@ class Machine(Struct, frozen=True):
         )
 
 
-def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Machine) -> Launch:
+def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Hardware) -> Launch:
     """The command and environment for a server on `socket`.
 
     Raises: ModelFailed for flags that are not the caller's to set, and for a model that cannot be started like this.
@@ -200,7 +200,7 @@ def secret_variables(model: ModelSpec) -> dict[str, str]:
     return {name: secrets.resolve(reference).reveal() for name, reference in model.secrets.items()}
 
 
-def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine) -> bool:
+def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Hardware) -> bool:
     """Whether the worker runs inside the engine's process, with a thread on every core.
 
     In a process of its own it computes on all cores but one, and on that one the engine spins until it is done: on two
@@ -245,7 +245,7 @@ def _served_names(model: ModelSpec) -> list[str]:
     return list(dict.fromkeys(filter(None, (model.name, model.source, model.alias))))
 
 
-def adapter_room(model: ModelSpec, machine: Machine) -> int:
+def adapter_room(model: ModelSpec, machine: Hardware) -> int:
     """How many adapters an engine of this model holds at once; 0: it takes none.
 
     Raises: ModelFailed for a number that is none.
@@ -263,7 +263,7 @@ def adapter_room(model: ModelSpec, machine: Machine) -> int:
 
 
 def _lora_flags(
-    model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Machine
+    model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Hardware
 ) -> dict[str, Flag]:
     kept = adapter_room(model, machine)
     if not kept:
@@ -305,7 +305,7 @@ def adapter_place(place: str) -> str:
     return str(Path(place).absolute()) if Path(place).is_dir() else place
 
 
-def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Machine) -> dict[str, str]:
+def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Hardware) -> dict[str, str]:
     chosen = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
     # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
     chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}

@@ -11,20 +11,20 @@ from typing import Protocol
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.engines.llm.adapter_cache import Shelf
+from batchmill.engines.llm.adapter_cache import AdapterCache
 from batchmill.engines.llm.adapters import Adapter
-from batchmill.engines.llm.calls import Calls
+from batchmill.engines.llm.calls import LlmCalls
 from batchmill.engines.llm.flow import QUARANTINED, REFUSAL
-from batchmill.engines.llm.quarantine import Isolation, Tracked, busy
-from batchmill.engines.llm.row_limits import Yielding
+from batchmill.engines.llm.quarantine import SuspectIsolation, Tracked, busy
+from batchmill.engines.llm.row_queue import Yielding
 from batchmill.engines.llm.server import CallLost, VllmServer
-from batchmill.engines.replies import read_reply
+from batchmill.engines.retry import read_reply
 from batchmill.errors import InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, LiveRequest, Usage
+from batchmill.wire.error_statuses import decode_error
 from batchmill.wire.forms import RESPONSES
 from batchmill.wire.json_bytes import join_object, split_object
-from batchmill.wire.upstream_errors import decode_error
 
 COMPLETED = b"response.completed"
 ENDS = {"incomplete": b"response.incomplete", "failed": b"response.failed"}  # by the status of the response
@@ -124,24 +124,24 @@ class _Asked(Struct, eq=False):
     usage: Usage | None = None  # as far as its answer tells: of a stream the pieces of it
 
 
-class LiveWay:
+class LlmLive:
     """Hands live requests to the server, and tells `yielding` how long they take."""
 
     def __init__(
         self,
         host: Host,
         *,
-        calls: Calls,
-        shelf: Shelf,
+        calls: LlmCalls,
+        adapter_cache: AdapterCache,
         yielding: Yielding,
-        isolation: Isolation,
+        isolation: SuspectIsolation,
         clock: Clock,
     ) -> None:
         self._deaths, self._isolation = isolation.deaths, isolation
         self._host = host
         self._calls = calls
-        self._shelf = shelf
-        self._counts = shelf.counts
+        self._adapter_cache = adapter_cache
+        self._counts = adapter_cache.counts
         self._yielding = yielding
         self._limits = calls.limits
         self._clock = clock
@@ -215,7 +215,7 @@ class LiveWay:
 
     async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
         """The reply, with the adapter loaded for as long as it takes, and called by its own name."""
-        async with self._shelf.held(adapter) as was_there:
+        async with self._adapter_cache.held(adapter) as was_there:
             asked.server = self._host.server
             restorer = self._calls.names.restorer(adapter)
             self._counts.began(adapter.name, self._clock.monotonic())

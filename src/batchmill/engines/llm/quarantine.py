@@ -16,7 +16,7 @@ from msgspec import Struct
 from batchmill.engines.llm.adapters import Adapter
 from batchmill.errors import Unavailable
 from batchmill.ports import Clock
-from batchmill.types.poison import ALONE_DEATHS_MAX, BUDGET_WINDOW_S, Charge, Poison, Suspect
+from batchmill.types.models import ALONE_DEATHS_MAX, BUDGET_WINDOW_S, Charge, Poison, Suspect
 from batchmill.wire.fields import NO_EFFECT
 from batchmill.wire.messages import Charged, EngineDied, Suspected
 
@@ -233,7 +233,7 @@ class Rows(Protocol):
         """Rows of other projects run, or wait to."""
 
 
-class Isolation:
+class SuspectIsolation:
     def __init__(self, rows: Rows, deaths: Deaths, clock: Clock) -> None:
         self._rows, self.clock = rows, clock
         self.deaths = deaths

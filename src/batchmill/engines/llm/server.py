@@ -19,9 +19,9 @@ import aiohttp
 import msgspec
 
 from batchmill.engines.llm import guard
-from batchmill.engines.llm.launch import Machine, adapter_place, plan_launch
-from batchmill.engines.llm.row_limits import Gauges, read_gauges
-from batchmill.engines.replies import REPLY_BYTES_MAX, read_reply
+from batchmill.engines.llm.launch import Hardware, adapter_place, plan_launch
+from batchmill.engines.llm.row_queue import Gauges, read_gauges
+from batchmill.engines.retry import REPLY_BYTES_MAX, read_reply
 from batchmill.errors import ModelFailed
 from batchmill.ports import Clock
 from batchmill.types import LiveHead, ModelSpec
@@ -268,7 +268,7 @@ class VllmServer:
         process = await asyncio.to_thread(ServerProcess.claim, home)
         server = None
         try:
-            launch = plan_launch(model, python, process.socket, env=env, machine=Machine.here(env))
+            launch = plan_launch(model, python, process.socket, env=env, machine=Hardware.here(env))
             await process.start(launch.command, launch.env)
             server = cls(process, clock)
             await server._wait_healthy(note)

@@ -20,26 +20,30 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from batchmill.engines.connections import Connections, FilePart
+from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.anthropic_chat import MAX_TOKENS, to_completion, to_messages, usage_of
-from batchmill.engines.provider_batch.calls import Calls, Closed, Out, Refusal, row_error
 from batchmill.engines.provider_batch.provider import (
+    Closed,
     JobGone,
     JobRefused,
-    Line,
+    Out,
+    ProviderClient,
+    ProviderRefusal,
+    ProviderRow,
     RowReply,
     Upload,
     addressed,
     fields_of,
+    row_error,
     row_id,
     row_number,
 )
 from batchmill.engines.provider_batch.settings import Access, count, read_limits, text
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.types import ModelSpec, RemoteJob, Request
+from batchmill.wire.error_statuses import decode_error
 from batchmill.wire.forms import CHAT, MESSAGES
 from batchmill.wire.json_bytes import encode, shallow
-from batchmill.wire.upstream_errors import decode_error
 
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"
@@ -125,13 +129,13 @@ class AnthropicBatches:
         self._headers = {"anthropic-version": text(model, "version", VERSION), "content-type": "application/json"}
         self._max_tokens = count(model, "max_tokens", MAX_TOKENS, least=1)
         self._url = _batches_url(self._access.base_url)
-        self._calls = Calls(connections, self._close, renew=self._access.renew)
+        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
 
     async def _close(self, out: Out) -> Closed:
         headers = {**self._headers, **self._access.headers(), **out.headers}
         return Closed(replace(out, headers=headers), self._access.secrets)
 
-    def encode(self, number: int, request: Request) -> Line:
+    def encode(self, number: int, request: Request) -> ProviderRow:
         name = row_id(number)
         if request.url == MESSAGES:
             params = addressed(request.body, self._model)
@@ -141,7 +145,7 @@ class AnthropicBatches:
         else:
             way_out = f"rows of Anthropic's batches go to {MESSAGES} or {CHAT}"
             raise InvalidRow(f"`url` is {request.url[:100]!r}: {way_out}", code="invalid_url")
-        return Line(ROW + f"{NO_MARK}-{name}".encode() + b'","params":' + params + b"}")
+        return ProviderRow(ROW + f"{NO_MARK}-{name}".encode() + b'","params":' + params + b"}")
 
     async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
         return job
@@ -150,8 +154,8 @@ class AnthropicBatches:
         marked = upload.path.with_name(upload.path.name + ".marked")
         try:
             size = await asyncio.to_thread(_write_marked, upload.path, marked, mark_of(job.tag))
-            answer = await self._calls.send(Out("POST", self._url, parts=[FilePart(marked, size)]))
-        except Refusal as refusal:
+            answer = await self._calls.send(Out("POST", self._url, parts=[FileRange(marked, size)]))
+        except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
         finally:
             marked.unlink(missing_ok=True)
@@ -181,7 +185,7 @@ class AnthropicBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             return await self._ask(job, "POST", "/cancel")
-        except Refusal:  # one that has ended cannot be cancelled: say how it stands
+        except ProviderRefusal:  # one that has ended cannot be cancelled: say how it stands
             return await self.look(job)
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
@@ -189,7 +193,7 @@ class AnthropicBatches:
         try:
             async for lines in self._calls.lines(f"{self._url}/{job.id}/results"):
                 yield [_read(line, mark, int(job.submitted or job.created)) for line in lines]
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             raise _gone(refusal, job) from None
 
     async def clean_up(self, job: RemoteJob) -> None:
@@ -198,7 +202,7 @@ class AnthropicBatches:
     async def _ask(self, job: RemoteJob, method: str, path: str) -> RemoteJob:
         try:
             answer = await self._calls.call(method, f"{self._url}/{job.id}{path}")
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status == 404:
                 raise _gone(refusal, job) from None
             raise
@@ -313,5 +317,5 @@ def _errored(error: bytes) -> RowReply:
     return RowReply(status, error, row_error(code, text), None, found.request_id, is_undone=is_undone)
 
 
-def _gone(refusal: Refusal, job: RemoteJob) -> JobGone:
+def _gone(refusal: ProviderRefusal, job: RemoteJob) -> JobGone:
     return JobGone(f"Anthropic knows no batch {job.id}, or no longer its results: {refusal.message}")

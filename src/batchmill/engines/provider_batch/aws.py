@@ -1,17 +1,16 @@
-"""Calls of AWS: where a service lies, whose keys sign, and what its errors mean.
-
-Keys come from the connector or from engine arguments, by reference; a model of the operator's own may leave them to
-the places where AWS's own tools look.
-"""
+"""Calls of AWS: where a service lies, whose keys sign them, and files in S3."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
 import msgspec
@@ -20,19 +19,17 @@ from botocore.session import Session
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.calls import Calls, Closed, Out, Refusal
-from batchmill.engines.provider_batch.provider import JobRefused, TryAgain
+from batchmill.engines.connections import Connections, FileRange
+from batchmill.engines.provider_batch.provider import Closed, JobRefused, Out, ProviderClient, ProviderRefusal, TryAgain
 from batchmill.engines.provider_batch.settings import argument
-from batchmill.engines.replies import redact
-from batchmill.engines.retry import rest_asked
+from batchmill.engines.retry import redact, rest_asked
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, RouteFailed
 from batchmill.models import redaction, secrets
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.signing import sign
 from batchmill.types import ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT
-from batchmill.wire.upstream_errors import decode_error
+from batchmill.wire.error_statuses import decode_error
 
 KEY_NAMES = ("access_key", "secret_key", "session_token")
 ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
@@ -79,7 +76,7 @@ _PASSING = frozenset({"RequestTimeout", "RequestTimeoutException", "InternalErro
 QUEUE_FULL = frozenset({"ServiceQuotaExceededException", "ResourceLimitExceeded", "LimitExceededException"})
 
 
-class Keys(Struct, frozen=True):
+class AwsCredentials(Struct, frozen=True):
     """What a call is signed with."""
 
     access: str
@@ -116,12 +113,12 @@ class Account:
             raise ModelFailed(f"{provider} needs {what}: give the engine argument {names[0]}", code="missing_argument")
         return value
 
-    async def keys(self) -> Keys:
+    async def keys(self) -> AwsCredentials:
         """The keys of a call made now. Raises: ModelFailed where there are none."""
         references = self._references()
         if references:
             told = {name: secrets.resolve(reference).reveal() for name, reference in references.items()}
-            return Keys(told["access_key"], told["secret_key"], told.get("session_token"))
+            return AwsCredentials(told["access_key"], told["secret_key"], told.get("session_token"))
         return await asyncio.to_thread(self._look)
 
     def _references(self) -> dict[str, str]:
@@ -137,7 +134,7 @@ class Account:
             )
         return references
 
-    def _look(self) -> Keys:
+    def _look(self) -> AwsCredentials:
         """Where AWS's own tools look: variables, profiles, the machine's role. It may call and wait."""
         try:
             if self._session is None:
@@ -155,7 +152,7 @@ class Account:
         for each in (frozen.secret_key, frozen.token):
             if each:
                 redaction.learn(each)
-        return Keys(frozen.access_key, frozen.secret_key, frozen.token)
+        return AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
 
     def _region(self) -> str:
         region = self.argument("region")
@@ -168,7 +165,7 @@ class Account:
             raise ModelFailed(f"AWS needs a region, not {region!r}: give the engine argument region", code="no_region")
         return region
 
-    def refused(self, refusal: Refusal) -> JobRefused:
+    def refused(self, refusal: ProviderRefusal) -> JobRefused:
         """What it means for a job that it was not taken."""
         is_full = refusal.reason in QUEUE_FULL
         return JobRefused(refusal.message, rest_s=self.queue_rest_s if is_full else None)
@@ -195,7 +192,7 @@ class Signed:
     def __init__(self, account: Account, service: str, connections: Connections) -> None:
         self._account = account
         self._service = service
-        self.calls = Calls(connections, self._close, sort=sort)
+        self.calls = ProviderClient(connections, self._close, sort=sort)
 
     async def _close(self, out: Out) -> Closed:
         keys = await self._account.keys()
@@ -225,7 +222,7 @@ class JsonService:
         self._prefix = prefix
 
     async def call(self, action: str, order: Mapping[str, Any]) -> bytes:
-        """The reply's bytes. Raises as `Calls.call`."""
+        """The reply's bytes. Raises as `ProviderClient.call`."""
         told = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": f"{self._prefix}.{action}"}
         answer = await self._signed.calls.call("POST", self._url, msgspec.json.encode(order), headers=told)
         return answer.data
@@ -246,7 +243,7 @@ def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError
         return AuthRefused(text)
     if status >= 500 or code in _PASSING:
         return TryAgain(text)
-    return Refusal(status, code, text)
+    return ProviderRefusal(status, code, text)
 
 
 def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
@@ -266,3 +263,121 @@ def is_host(url: str) -> bool:
     """Whether a text is an address to call."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+PUT_BYTES_MAX = 5 * 1024**3  # that S3 takes in one piece
+PAGES_MAX = 100  # of a listing, a thousand names each
+
+_URI = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9!_*'().=/-]*))?")
+_NAMESPACE = re.compile(r"\{[^}]*\}")
+
+
+class S3Object(Struct, frozen=True):
+    """A bucket and a name in it."""
+
+    bucket: str
+    key: str
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+    def below(self, name: str) -> S3Object:
+        return S3Object(self.bucket, f"{self.key}/{name}".lstrip("/"))
+
+
+def read_uri(uri: str) -> S3Object:
+    """Raises: ModelFailed for what is no s3://BUCKET/PREFIX of plain characters."""
+    found = _URI.fullmatch(uri)
+    if found is None:
+        raise ModelFailed(f"{uri[:200]!r} is no place in S3: write s3://BUCKET/PREFIX", code="invalid_argument")
+    return S3Object(found[1], (found[2] or "").strip("/"))
+
+
+class S3:
+    """The files of one account. Every method raises what `Calls.call` raises."""
+
+    def __init__(self, account: Account, connections: Connections) -> None:
+        """The engine argument `s3_endpoint` is another server that speaks S3. Raises: ModelFailed."""
+        self._region, self._domain = account.region, account.domain
+        self._endpoint = (account.argument("s3_endpoint") or "").rstrip("/")
+        if self._endpoint and not is_host(self._endpoint):
+            raise ModelFailed(f"s3_endpoint {self._endpoint!r} is no address", code="invalid_argument")
+        self._calls = Signed(account, "s3", connections).calls
+
+    async def put(self, place: S3Object, file: Path, size: int) -> None:
+        """Bring a file there; what is there already is replaced. Raises: JobRefused where it is not taken."""
+        if size > PUT_BYTES_MAX:
+            raise JobRefused(f"S3 takes no {size:,} bytes in one piece: set bytes_max to {PUT_BYTES_MAX} at most")
+        digest = await asyncio.to_thread(_digest, file)
+        told = {"Content-Type": "application/jsonl"}
+        out = Out("PUT", self._url(place), headers=told, parts=[FileRange(file, size)], sha256=digest)
+        try:
+            await self._calls.send(out)
+        except ProviderRefusal as refusal:
+            raise JobRefused(f"{place.uri} cannot be written: {refusal.message}") from None
+
+    async def has(self, place: S3Object) -> bool:
+        """Whether a file is there. Asked by a listing: the answer to a HEAD would not say why it was refused."""
+        return place.key in [each.key async for each in self.list(place)]
+
+    async def list(self, place: S3Object) -> AsyncIterator[S3Object]:
+        """The files whose names begin as `place` does."""
+        query = {"list-type": "2", "prefix": place.key}
+        for _ in range(PAGES_MAX):
+            answer = await self._calls.call("GET", self._url(S3Object(place.bucket, ""), query))
+            keys, token = _listing(answer.data)
+            for key in keys:
+                yield S3Object(place.bucket, key)
+            if not token:
+                return
+            query["continuation-token"] = token
+        raise JobRefused(f"there are more than {PAGES_MAX},000 files below {place.uri}")
+
+    def lines(self, place: S3Object) -> AsyncIterator[list[bytes]]:
+        """The lines of a file, some hundreds at a time; empty ones are left out."""
+        return self._calls.lines(self._url(place))
+
+    async def delete(self, place: S3Object) -> None:
+        """Delete a file; one that is not there is no error."""
+        try:
+            await self._calls.call("DELETE", self._url(place))
+        except ProviderRefusal as refusal:
+            if refusal.status != 404:
+                raise
+
+    async def delete_below(self, place: S3Object) -> None:
+        """Delete every file of a folder."""
+        for each in [each async for each in self.list(S3Object(place.bucket, f"{place.key}/"))]:
+            await self.delete(each)
+
+    def _url(self, place: S3Object, query: dict[str, str] | None = None) -> str:
+        path = quote(place.key, safe="/~-._")
+        if self._endpoint:
+            base = f"{self._endpoint}/{place.bucket}"
+        elif "." in place.bucket:  # the certificate of the bucket's own host does not hold for such a name
+            base = f"https://s3.{self._region}.{self._domain}/{place.bucket}"
+        else:
+            base = f"https://{place.bucket}.s3.{self._region}.{self._domain}"
+        return f"{base}/{path}" + (f"?{urlencode(query, quote_via=quote)}" if query else "")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as read:
+        return hashlib.file_digest(read, "sha256").hexdigest()
+
+
+def _listing(data: bytes) -> tuple[list[str], str]:
+    """The names in a reply to ListObjectsV2, and what asks for the next of them."""
+    try:
+        root = ElementTree.fromstring(data)
+    except ElementTree.ParseError:
+        raise TryAgain(f"the listing of a bucket is no XML: it begins {data[:100]!r}") from None
+    keys, token = [], ""
+    for each in root.iter():
+        match _NAMESPACE.sub("", each.tag):
+            case "Key":
+                keys.append(each.text or "")
+            case "NextContinuationToken":
+                token = each.text or ""
+    return keys, token

@@ -17,10 +17,18 @@ from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import anthropic_chat
-from batchmill.engines.provider_batch.aws import ARGUMENTS, Account, Signed
-from batchmill.engines.provider_batch.calls import Answer, Refusal, row_error
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, Upload, fields_of
-from batchmill.engines.provider_batch.s3 import S3, Place, read_uri
+from batchmill.engines.provider_batch.aws import ARGUMENTS, S3, Account, S3Object, Signed, read_uri
+from batchmill.engines.provider_batch.provider import (
+    JobGone,
+    JobRefused,
+    ProviderRefusal,
+    ProviderReply,
+    ProviderRow,
+    RowReply,
+    Upload,
+    fields_of,
+    row_error,
+)
 from batchmill.engines.provider_batch.sagemaker import name_of, short_name
 from batchmill.engines.provider_batch.settings import count, read_limits
 from batchmill.errors import InvalidRow
@@ -95,7 +103,7 @@ class BedrockBatches:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, number: int, request: Request) -> Line:
+    def encode(self, number: int, request: Request) -> ProviderRow:
         fields = fields_of(request.body, self._model)
         model = str(fields.pop("model"))
         is_anthropic = ANTHROPIC in model
@@ -107,7 +115,7 @@ class BedrockBatches:
         if is_anthropic:
             fields = {"anthropic_version": ANTHROPIC_VERSION} | fields
         name = f"{letter}{number:010d}".encode()
-        return Line(b'{"recordId":"' + name + b'","modelInput":' + encode(fields) + b"}", model)
+        return ProviderRow(b'{"recordId":"' + name + b'","modelInput":' + encode(fields) + b"}", model)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +154,7 @@ class BedrockBatches:
         told = {"Content-Type": "application/json"}
         try:
             answer = await self._calls.call("POST", self._url + JOB, encode(order), headers=told)
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             raise self._account.refused(refusal) from None
         id = answer.read(_Job).jobArn
         return replace(job, id=id, state="submitted", remote_state="Submitted", submitted=time.time())
@@ -157,7 +165,7 @@ class BedrockBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", f"{self._url}{JOB}/{_short(job)}/stop", b"")
-        except Refusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
+        except ProviderRefusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
             return await self.look(job)
         now = await self.look(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
@@ -166,7 +174,7 @@ class BedrockBatches:
         found = (await self._ask(job)).read(_Job)
         created = int(job.submitted or job.created)
         folder = self._output(job).below(_short(job))
-        async for place in self._s3.list(Place(folder.bucket, f"{folder.key}/")):
+        async for place in self._s3.list(S3Object(folder.bucket, f"{folder.key}/")):
             if place.key.endswith(".jsonl.out"):
                 async for lines in self._s3.lines(place):
                     yield [_read(line, created) for line in lines]
@@ -182,16 +190,16 @@ class BedrockBatches:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _input(self, job: RemoteJob) -> Place:
+    def _input(self, job: RemoteJob) -> S3Object:
         return self._folder.below(job.tag).below(INPUT)
 
-    def _output(self, job: RemoteJob) -> Place:
+    def _output(self, job: RemoteJob) -> S3Object:
         return self._folder.below(job.tag).below(OUTPUT)
 
-    async def _ask(self, job: RemoteJob) -> Answer:
+    async def _ask(self, job: RemoteJob) -> ProviderReply:
         try:
             return await self._calls.call("GET", f"{self._url}{JOB}/{_short(job)}")
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status == 404 or refusal.reason == "ResourceNotFoundException":
                 raise JobGone(f"Bedrock knows no invocation job {job.id!r}: {refusal.message}") from None
             raise

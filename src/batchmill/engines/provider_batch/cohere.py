@@ -18,16 +18,21 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.engines.connections import Connections, FilePart
-from batchmill.engines.provider_batch.calls import Answer, Calls, Closed, Out, Refusal, row_error
+from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.provider import (
+    Closed,
     JobGone,
     JobRefused,
-    Line,
+    Out,
+    ProviderClient,
+    ProviderRefusal,
+    ProviderReply,
+    ProviderRow,
     RowReply,
     TryAgain,
     Upload,
     fields_of,
+    row_error,
     row_id,
     row_number,
 )
@@ -154,8 +159,8 @@ class CohereBatches:
         for end in ("/embed-jobs", "/v1", "/v2"):
             base = base.removesuffix(end)
         self._base = f"{base}/v1"
-        self._calls = Calls(connections, self._close, renew=self._access.renew)
-        self._open = Calls(connections, _as_it_is)  # for files, whose addresses carry their own permission
+        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
+        self._open = ProviderClient(connections, _as_it_is)  # for files, whose addresses carry their own permission
 
     async def _close(self, out: Out) -> Closed:
         headers = {**self._access.headers(), "Accept": "application/json", **out.headers}
@@ -163,7 +168,7 @@ class CohereBatches:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, number: int, request: Request) -> Line:
+    def encode(self, number: int, request: Request) -> ProviderRow:
         if request.url != EMBEDDINGS:
             raise InvalidRow(
                 f"`url` is {request.url[:100]!r}: rows of Cohere's embed jobs go to {EMBEDDINGS}", code="invalid_url"
@@ -179,7 +184,7 @@ class CohereBatches:
         kind = _one_of(fields.get("input_type") or self._input_type, INPUT_TYPES, "input_type")
         truncate = _one_of(fields.get("truncate") or self._truncate, TRUNCATE, "truncate")
         data = b'{"id":"' + row_id(number).encode() + b'","text":' + encode(_text_of(fields.get("input"))) + b"}"
-        return Line(data, f"{fields['model']} {kind} {truncate}")
+        return ProviderRow(data, f"{fields['model']} {kind} {truncate}")
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -201,12 +206,12 @@ class CohereBatches:
             f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="data"; filename="{job.tag}.jsonl"\r\n'
             "Content-Type: application/jsonl\r\n\r\n"
         ).encode()
-        parts = [head, FilePart(upload.path, upload.size_bytes), f"\r\n--{BOUNDARY}--\r\n".encode()]
+        parts = [head, FileRange(upload.path, upload.size_bytes), f"\r\n--{BOUNDARY}--\r\n".encode()]
         told = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
         out = Out("POST", f"{self._base}/datasets?{query}", headers=told, parts=parts)
         try:
             answer = await self._calls.send(out)
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
         return replace(job, input=answer.read(_Dataset).id)
 
@@ -224,7 +229,7 @@ class CohereBatches:
         told = {"Content-Type": "application/json"}
         try:
             answer = await self._calls.call("POST", f"{self._base}/embed-jobs", encode(order), headers=told)
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
         id = answer.read(_Job).job_id
         return replace(job, id=id, state="submitted", remote_state="processing", submitted=time.time())
@@ -235,7 +240,7 @@ class CohereBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", self._job_url(job, "/cancel"), b"")
-        except Refusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+        except ProviderRefusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
             return await self.look(job)
         now = await self.look(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
@@ -270,19 +275,19 @@ class CohereBatches:
     async def _ask(self, job: RemoteJob) -> _Job:
         try:
             return (await self._calls.call("GET", self._job_url(job))).read(_Job)
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status == 404:
                 raise JobGone(f"Cohere knows no embed job {job.id}: {refusal.message}") from None
             raise
 
     async def _dataset(self, id: str) -> _Dataset:
-        answer: Answer = await self._calls.call("GET", f"{self._base}/datasets/{quote(id, safe='')}")
+        answer: ProviderReply = await self._calls.call("GET", f"{self._base}/datasets/{quote(id, safe='')}")
         return answer.read(_Held).dataset
 
     async def _delete(self, dataset: str) -> None:
         try:
             await self._calls.call("DELETE", f"{self._base}/datasets/{quote(dataset, safe='')}")
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status != 404:  # it has gone already
                 raise
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import batchmill
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import Connections
+from batchmill.engines.provider_batch import load_provider
 from batchmill.engines.provider_batch.provider import ProviderApi
-from batchmill.engines.provider_batch.providers import load_provider
 from batchmill.engines.provider_batch.settings import argument, read_settings
-from batchmill.engines.provider_batch.shard import WINDOW, Shard, Tools
+from batchmill.engines.provider_batch.shard import WINDOW, ProviderShard, Tools
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models import addresses, provisions
+from batchmill.models import addresses, secrets
 from batchmill.ports import Clock, Feed, LeaseFeed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
 
@@ -48,7 +48,7 @@ class ProviderBatchEngine:
         self._api: ProviderApi = load_provider(model, self._connections)
         self._settings = read_settings(model, self._api.arguments)
         self._folder: Path | None = None
-        self._shards: dict[asyncio.Task[None], Shard] = {}
+        self._shards: dict[asyncio.Task[None], ProviderShard] = {}
         self._moved = asyncio.Event()  # a shard has begun, ended or failed
 
     async def start(self) -> None:
@@ -138,7 +138,7 @@ class ProviderBatchEngine:
         lease = rows[0].lease
         shard = next((each for each in self._shards.values() if each.lease is lease), None)
         if shard is None:
-            shard = Shard(lease, tools)
+            shard = ProviderShard(lease, tools)
             task = asyncio.create_task(shard.run())
             self._shards[task] = shard
             task.add_done_callback(lambda _: self._moved.set())
@@ -172,7 +172,7 @@ def _connect(model: ModelSpec) -> Connections:
     is_tls_checked = True
     private = None
     if model.connector is not None:
-        private = addresses.EVERYWHERE if model.connector.is_trusted else provisions.private()
+        private = addresses.EVERYWHERE if model.connector.is_trusted else secrets.private()
         config = model.connector.client_config
         is_tls_checked = config is None or not config.skip_ssl_verification
     return Connections(

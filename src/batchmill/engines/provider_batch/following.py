@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.engines.provider_batch.provider import CleansResults, JobGone, ProviderApi, TryAgain, Upload
-from batchmill.engines.provider_batch.settings import Settings
+from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.errors import AuthRefused, BatchmillError, QuotaExhausted, RouteFailed, SubmitUnknown
 from batchmill.ports import Clock, LeaseHandle
 from batchmill.types import RemoteJob
@@ -22,14 +22,16 @@ ANSWER_S = 60.0  # a provider that does not answer is left alone after so long, 
 T = TypeVar("T")
 
 
-class Left(Exception):
+class LeaseAbandoned(Exception):
     """The work stops here: the lease ends, or other work for it has failed. What is noted says how it goes on."""
 
 
 class Course:
     """Of one lease. `ending` is empty, "pause": leave everything as it is, or "over": end what runs, collect it."""
 
-    def __init__(self, lease: LeaseHandle, settings: Settings, clock: Clock, jitter: Callable[[], float]) -> None:
+    def __init__(
+        self, lease: LeaseHandle, settings: ProviderSettings, clock: Clock, jitter: Callable[[], float]
+    ) -> None:
         self.ending = lease.ending
         self.failure: BatchmillError | None = None  # why the lease's rows cannot go on
         self.trouble = ""  # why the provider's last call brought nothing
@@ -54,7 +56,7 @@ class Course:
     def check(self) -> None:
         """Raises: Left when no step may be begun any more."""
         if self.ending:
-            raise Left
+            raise LeaseAbandoned
 
     async def sleep(self, seconds: float) -> None:
         """Wait so long, or until `ending` changes."""
@@ -120,10 +122,10 @@ class Patience:
         if waited > course.limit_s(self._over_s):
             raise RouteFailed(f"the provider has not answered for {waited:,.0f} s: {error.message}") from None
         if course.ending == PAUSE:
-            raise Left
+            raise LeaseAbandoned
         await course.sleep(max(course.pause_s(self._tries), error.rest_s or 0.0))
         if course.ending == PAUSE:
-            raise Left
+            raise LeaseAbandoned
 
 
 def is_fatal(error: BatchmillError) -> bool:
@@ -139,11 +141,18 @@ class Stuck(RouteFailed):
     """A job that says nothing new for too long."""
 
 
-class Following:
+class ProviderJob:
     """`job` is what is known of it; whatever changes it is noted with the lease."""
 
     def __init__(
-        self, job: RemoteJob, api: ProviderApi, course: Course, *, lease: LeaseHandle, settings: Settings, clock: Clock
+        self,
+        job: RemoteJob,
+        api: ProviderApi,
+        course: Course,
+        *,
+        lease: LeaseHandle,
+        settings: ProviderSettings,
+        clock: Clock,
     ) -> None:
         self.job = job
         self._api, self._course, self._lease = api, course, lease
@@ -271,7 +280,7 @@ class Following:
         while self.job.state not in ("ended", "collected") and self._clock.monotonic() < until:
             await self._course.sleep(self._settings.poll_s)
             if self._course.ending == PAUSE:
-                raise Left
+                raise LeaseAbandoned
             await self._look()
 
     async def settle(self) -> str:

@@ -14,13 +14,17 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from batchmill.engines.connections import Connections, FilePart
+from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch import settings
-from batchmill.engines.provider_batch.calls import Answer, Calls, Closed, Out, Refusal
 from batchmill.engines.provider_batch.provider import (
+    Closed,
     JobGone,
     JobRefused,
-    Line,
+    Out,
+    ProviderClient,
+    ProviderRefusal,
+    ProviderReply,
+    ProviderRow,
     RowReply,
     TryAgain,
     Upload,
@@ -29,14 +33,13 @@ from batchmill.engines.provider_batch.provider import (
     row_number,
 )
 from batchmill.engines.provider_batch.settings import Access
-from batchmill.engines.replies import Reply, read_reply, redact
-from batchmill.engines.retry import is_result
+from batchmill.engines.retry import Reply, is_result, read_reply, redact
 from batchmill.errors import InvalidRow, SubmitUnknown
 from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, RemoteJob, Request, RowError
+from batchmill.wire.error_statuses import error_in
 from batchmill.wire.forms import EMBEDDINGS, with_model
 from batchmill.wire.json_bytes import encode, shallow
-from batchmill.wire.upstream_errors import error_in
 
 UNDONE = frozenset({"batch_expired", "batch_cancelled", "batch_canceled"})
 
@@ -156,7 +159,7 @@ class OpenAIBatches:
         self._queue_rest_s = settings.argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
         self._access = self._open(model)
         self._base = self._access.base_url
-        self._calls = Calls(connections, self._close, renew=self._access.renew)
+        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
 
     @staticmethod
     def _open(model: ModelSpec) -> Access:
@@ -164,7 +167,7 @@ class OpenAIBatches:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, number: int, request: Request) -> Line:
+    def encode(self, number: int, request: Request) -> ProviderRow:
         url, body = request.url, request.body
         head = _head.decode(body)
         if head.stream:
@@ -174,7 +177,7 @@ class OpenAIBatches:
             body = _addressed(body, model)
         frame = self._frames.get((url, model)) or self._make_frame(url, model)
         inputs = _count_inputs(head.input) if url == EMBEDDINGS else 0
-        return Line(frame.line % (number, body), frame.group, inputs)
+        return ProviderRow(frame.line % (number, body), frame.group, inputs)
 
     def _make_frame(self, url: str, model: str) -> _Frame:
         """What the rows of one URL and model have around them. Raises: InvalidRow."""
@@ -213,7 +216,7 @@ class OpenAIBatches:
             f'Content-Disposition: form-data; name="file"; filename="{_file_name(job)}"\r\n'
             "Content-Type: application/jsonl\r\n\r\n"
         ).encode()
-        parts = [head, FilePart(upload.path, upload.size_bytes), f"\r\n--{boundary}--\r\n".encode()]
+        parts = [head, FileRange(upload.path, upload.size_bytes), f"\r\n--{boundary}--\r\n".encode()]
         told = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         answer = await self._ask(self._calls.send(Out("POST", self._url("/files"), headers=told, parts=parts)))
         return replace(job, input=_text(answer.json(), "id"))
@@ -239,7 +242,7 @@ class OpenAIBatches:
         url = self._url(f"/batches/{quote(job.id, safe='')}/cancel")
         try:
             answer = await self._calls.call("POST", url, b"", headers=JSON)
-        except Refusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+        except ProviderRefusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
             return await self.look(job)
         except TryAgain:  # that is said with status 409 too, which elsewhere means that one may try again
             seen = await self.look(job)
@@ -278,7 +281,7 @@ class OpenAIBatches:
     async def _delete(self, file: str) -> None:
         try:
             await self._calls.call("DELETE", self._url(f"/files/{quote(file, safe='')}"))
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status != 404:  # it has gone already
                 raise
 
@@ -293,18 +296,18 @@ class OpenAIBatches:
         return Closed(replace(out, headers=headers), self._access.secrets)
 
     @staticmethod
-    async def _ask(call: Awaitable[Answer]) -> Answer:
+    async def _ask(call: Awaitable[ProviderReply]) -> ProviderReply:
         """The answer to a call that hands something over."""
         try:
             return await call
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
 
     async def _lines(self, file: str) -> AsyncIterator[list[bytes]]:
         try:
             async for lines in self._calls.lines(self._url(f"/files/{quote(file, safe='')}/content")):
                 yield lines
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status == 404:
                 raise JobGone(f"the provider has the results {file} no more: {refusal.message}") from None
             raise
@@ -315,7 +318,7 @@ class OpenAIBatches:
     async def _batch(self, job: RemoteJob) -> dict[str, Any]:
         try:
             return await self._get(self._url(f"/batches/{quote(job.id, safe='')}"))
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.status == 404:
                 raise JobGone(f"the provider knows no batch {job.id}: {refusal.message}") from None
             raise
@@ -444,3 +447,42 @@ def _told(errors: list[dict[str, Any]]) -> str:
     """The provider's own words, as far as one can read them."""
     words = [error.message or error.name for error in map(error_in, errors[:3])]
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""
+
+
+FILE_REST_S = 2.0  # between two looks at a file that is still being read there
+_READING = frozenset({"pending", "running", "uploading", "notRunning"})
+_BROKEN = frozenset({"error", "failed", "deleted", "canceled"})
+
+
+class AzureBatches(OpenAIBatches):
+    """`https://NAME.openai.azure.com/openai/v1`, or `https://NAME.openai.azure.com/openai` with `api_version`.
+
+    A row's `model` is the name of a batch deployment.
+    """
+
+    arguments = OpenAIBatches.arguments | {"api_version"}
+
+    def __init__(self, model: ModelSpec, connections: Connections) -> None:
+        super().__init__(model, connections)
+        self._version = settings.text(model, "api_version", self._access.query.get("api-version", ""))
+        if self._version and not self._base.endswith("/openai"):
+            self._base += "/openai"
+        if self._version:
+            self._access.query["api-version"] = self._version
+
+    @staticmethod
+    def _open(model: ModelSpec) -> Access:
+        return Access(model, header="api-key", prefix="")
+
+    def _endpoint(self, url: str) -> str:
+        return url.removeprefix("/v1") if self._version else url
+
+    async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
+        """As OpenAI's, once the file has been read there: a batch of one that has not is refused."""
+        file = await self._get(self._url(f"/files/{quote(job.input, safe='')}"))
+        status = file.get("status")
+        if status in _READING:
+            raise TryAgain("the uploaded file is still being read there", rest_s=FILE_REST_S, is_unseen=True)
+        if status in _BROKEN:
+            raise JobRefused(f"the uploaded file is refused: {file.get('status_details') or status}")
+        return await super().create(job, upload)

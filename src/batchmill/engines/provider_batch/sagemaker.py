@@ -20,10 +20,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.aws import ARGUMENTS, Account, JsonService, Signed
-from batchmill.engines.provider_batch.calls import LINES_MAX, Refusal
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, Line, RowReply, TryAgain, Upload
-from batchmill.engines.provider_batch.s3 import S3, Place, read_uri
+from batchmill.engines.provider_batch.aws import ARGUMENTS, S3, Account, JsonService, S3Object, Signed, read_uri
+from batchmill.engines.provider_batch.provider import (
+    LINES_MAX,
+    JobGone,
+    JobRefused,
+    ProviderRefusal,
+    ProviderRow,
+    RowReply,
+    TryAgain,
+    Upload,
+)
 from batchmill.engines.provider_batch.settings import read_limits
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.types import ModelSpec, RemoteJob, Request
@@ -73,11 +80,11 @@ class SageMakerBatches:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, number: int, request: Request) -> Line:
+    def encode(self, number: int, request: Request) -> ProviderRow:
         body = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
         if body.get("stream") == msgspec.Raw(b"true"):
             raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
-        return Line(request.body)
+        return ProviderRow(request.body)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -105,7 +112,7 @@ class SageMakerBatches:
         }
         try:
             reply = await self._service.call("CreateTransformJob", order)
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.reason == "ResourceInUse":  # the name is ours alone: it was created, and the reply lost
                 return await self._describe(replace(job, id=name))
             raise self._account.refused(refusal) from None
@@ -118,7 +125,7 @@ class SageMakerBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._service.call("StopTransformJob", {"TransformJobName": short_name(job.id)})
-        except Refusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
+        except ProviderRefusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
             return await self.look(job)
         return replace(await self.look(job), state="cancelling") if job.state != "ended" else job
 
@@ -135,7 +142,7 @@ class SageMakerBatches:
                 await asyncio.to_thread(spool.write, b"\n".join(lines) + b"\n")
             if count != job.rows:
                 raise JobRefused(
-                    f"{output.uri} holds {count:,} lines for {job.rows:,} rows, so nobody can tell whose they are: "
+                    f"{output.uri} holds {count:,} lines for {job.rows:,} rows, so they cannot be assigned: "
                     "the model must answer each line with one line"
                 )
             spool.seek(0)
@@ -151,7 +158,7 @@ class SageMakerBatches:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _input(self, job: RemoteJob) -> Place:
+    def _input(self, job: RemoteJob) -> S3Object:
         return self._folder.below(job.tag).below(INPUT)
 
     async def _describe(self, job: RemoteJob) -> RemoteJob:
@@ -170,7 +177,7 @@ class SageMakerBatches:
         name = short_name(job.id)
         try:
             reply = await self._service.call("DescribeTransformJob", {"TransformJobName": name})
-        except Refusal as refusal:
+        except ProviderRefusal as refusal:
             if refusal.reason.startswith("ResourceNotFound") or "could not find" in refusal.message.lower():
                 raise JobGone(f"SageMaker knows no transform job {name!r}: {refusal.message}") from None
             raise

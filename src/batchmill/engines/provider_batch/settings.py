@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from batchmill.engines.connections import check_header
 from batchmill.engines.provider_batch.provider import BatchLimits
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models import provisions, redaction, secrets
+from batchmill.models import redaction, secrets
+from batchmill.models import secrets as provisions
 from batchmill.models.connectors.rendering import Renderer
 from batchmill.models.providers import PROVIDERS, Provider, key_meant
 from batchmill.types import Limits, ModelSpec
@@ -21,7 +22,7 @@ from batchmill.types.connectors import BATCH_PREDICT, Connector
 GRACE_S = 3600.0  # a provider has so long after its window before its job counts as stuck
 
 
-class Settings(Struct, frozen=True):
+class ProviderSettings(Struct, frozen=True):
     """When the engine does what. Every number can be set as an engine argument of the same name."""
 
     poll_s: float = 5.0  # between two looks at a job, at first
@@ -34,10 +35,10 @@ class Settings(Struct, frozen=True):
     keep_files: bool = False  # what was uploaded stays at the provider
 
 
-SHARED = frozenset(Settings.__struct_fields__) | {"rows_max", "bytes_max", "window_s", "idle_timeout_s"}
+SHARED = frozenset(ProviderSettings.__struct_fields__) | {"rows_max", "bytes_max", "window_s", "idle_timeout_s"}
 
 
-def read_settings(model: ModelSpec, further: frozenset[str]) -> Settings:
+def read_settings(model: ModelSpec, further: frozenset[str]) -> ProviderSettings:
     """The settings of a model; `further` names what its provider reads itself.
 
     Raises: ModelFailed for an argument nobody knows, or a value that is none.
@@ -47,13 +48,17 @@ def read_settings(model: ModelSpec, further: frozenset[str]) -> Settings:
             known = ", ".join(sorted(SHARED | further))
             text = f"the provider_batch engine has no argument {name!r} here: it has header.NAME, {known}"
             raise ModelFailed(text, code="unknown_argument")
-    tries = model.limits.attempts_max if model.limits.attempts_max != Limits().attempts_max else Settings().tries_max
-    defaults = Settings(stuck_after_s=provider_of(model).window_s + GRACE_S, tries_max=tries)
+    tries = (
+        model.limits.attempts_max
+        if model.limits.attempts_max != Limits().attempts_max
+        else ProviderSettings().tries_max
+    )
+    defaults = ProviderSettings(stuck_after_s=provider_of(model).window_s + GRACE_S, tries_max=tries)
     numbers: dict[str, float] = {
         name: argument(model, name, getattr(defaults, name), least=least) for name, least in _LEAST.items()
     }
     counts = {name: count(model, name, getattr(defaults, name), least=1) for name in ("jobs_max", "tries_max")}
-    settings = Settings(**numbers, **counts, keep_files=flag(model, "keep_files"))
+    settings = ProviderSettings(**numbers, **counts, keep_files=flag(model, "keep_files"))
     if settings.poll_max_s < settings.poll_s:
         raise ModelFailed("poll_max_s is less than poll_s", code="invalid_argument")
     return settings

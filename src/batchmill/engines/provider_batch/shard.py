@@ -19,15 +19,15 @@ from batchmill.engines.provider_batch.following import (
     OVER,
     PAUSE,
     Course,
-    Following,
-    Left,
+    LeaseAbandoned,
     Patience,
+    ProviderJob,
     Stuck,
     doubt,
     is_fatal,
 )
 from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, RowReply, TryAgain
-from batchmill.engines.provider_batch.settings import Settings
+from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.engines.provider_batch.spool import Draft, Drafts, Spool
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused, ModelFailed, RouteFailed, SubmitUnknown
 from batchmill.ports import Clock, LeaseHandle, Sink
@@ -106,7 +106,7 @@ class Collector:
                 for number in garbled.keys() & found.keys():
                     del garbled[number]
                 if self._course.ending == PAUSE:
-                    raise Left
+                    raise LeaseAbandoned
         except JobRefused as error:
             gathered.refused = error
 
@@ -158,7 +158,7 @@ class Tools(Struct, frozen=True):
 
     api: ProviderApi
     provider: str
-    settings: Settings
+    settings: ProviderSettings
     sink: Sink
     clock: Clock
     jitter: Callable[[], float]
@@ -167,14 +167,14 @@ class Tools(Struct, frozen=True):
     moved: asyncio.Event  # set when there is room for further rows, or none any more
 
 
-class Shard:
+class ProviderShard:
     """Made with the first rows of a lease; `run` once."""
 
     def __init__(self, lease: LeaseHandle, tools: Tools) -> None:
         self.lease = lease
         self.rows = 0  # taken in
         self.waits = False  # for others to end at the provider
-        self.followings: list[Following] = []
+        self.followings: list[ProviderJob] = []
         self._tools = tools
         self._folder = Path(tempfile.mkdtemp(dir=tools.folder))
         self._spool = Spool(self._folder)
@@ -248,7 +248,7 @@ class Shard:
         """Work for some of the rows; where it fails the rest is brought to its end too."""
         try:
             await work
-        except Left:
+        except LeaseAbandoned:
             return
         except JobPaused as error:
             self.course.fail(error)
@@ -277,13 +277,13 @@ class Shard:
                 works.append(self._end(self._follow(job)))
         return works
 
-    async def _end(self, following: Following) -> None:
+    async def _end(self, following: ProviderJob) -> None:
         """A job of which every row has its outcome."""
         await following.wind_up()
         if following.job.state == "ended":
             await following.collected(await following.settle())
 
-    async def _go_on(self, following: Following, mine: set[int]) -> None:
+    async def _go_on(self, following: ProviderJob, mine: set[int]) -> None:
         """With a job that an earlier worker noted."""
         is_sure = following.job.state not in ("intent", "unknown")
         if is_sure or self.course.ending == OVER or await following.find_again():
@@ -365,14 +365,14 @@ class Shard:
         await following.note()
         await self._carry(following, _numbers(draft.runs), draft)
 
-    async def _carry(self, following: Following, mine: set[int], draft: Draft | None = None) -> None:
+    async def _carry(self, following: ProviderJob, mine: set[int], draft: Draft | None = None) -> None:
         """One job to its end, and what it leaves over into another."""
         try:
             if draft is not None:
                 await following.hand_over(draft.upload)
                 draft.upload.path.unlink(missing_ok=True)
             await following.until_ended()
-        except Left:
+        except LeaseAbandoned:
             if self.course.ending != OVER:
                 raise
         except Stuck as error:
@@ -397,7 +397,7 @@ class Shard:
         if mine and not self.course.ending:
             await self._again(following, mine, gathered)
 
-    async def _again(self, following: Following, mine: set[int], gathered: Gathered) -> None:
+    async def _again(self, following: ProviderJob, mine: set[int], gathered: Gathered) -> None:
         """What a job has left over."""
         refused, tries = gathered.refused, _tries(following.job)
         if refused is not None and refused.rest_s is not None:
@@ -414,7 +414,7 @@ class Shard:
             text = f"{self._tools.provider} has not answered this row, in {tries} jobs"
             self._collector.give_up(mine, gathered, RowError("provider_lost_row", text))
 
-    async def _refused(self, following: Following, mine: set[int], refused: JobRefused) -> None:
+    async def _refused(self, following: ProviderJob, mine: set[int], refused: JobRefused) -> None:
         """The provider does not take these rows, now or at all."""
         now = self._tools.clock.monotonic()
         since = self._refused_since = now if self._refused_since is None else self._refused_since
@@ -423,9 +423,11 @@ class Shard:
         await self.course.sleep(refused.rest_s)
         await self._begin(sorted(mine), _tries(following.job))
 
-    def _follow(self, job: RemoteJob) -> Following:
+    def _follow(self, job: RemoteJob) -> ProviderJob:
         tools = self._tools
-        following = Following(job, tools.api, self.course, lease=self.lease, settings=tools.settings, clock=tools.clock)
+        following = ProviderJob(
+            job, tools.api, self.course, lease=self.lease, settings=tools.settings, clock=tools.clock
+        )
         self.followings.append(following)
         return following
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from batchmill.engines.provider_batch.provider import BatchLimits, Line, Upload
+from batchmill.engines.provider_batch.provider import BatchLimits, ProviderRow, Upload
 from batchmill.errors import InvalidRow
 from batchmill.types import Row
 
@@ -118,7 +118,7 @@ class Drafts:
         self._open: dict[str, _Open] = {}
         self._done: list[_Open] = []
 
-    def add(self, number: int, line: Line) -> None:
+    def add(self, number: int, line: ProviderRow) -> None:
         """Numbers come ascending. Raises: InvalidRow for a line that no job has room for."""
         limits, size = self._limits, len(line.data) + len(self._limits.between)
         draft = self._open.get(line.group)

@@ -24,21 +24,20 @@ from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files
 from batchmill.engines.remote.connector_calls import (
     BAD_FILTER,
-    Answer,
-    Caller,
+    ActionCaller,
     ConnectorCall,
+    ConnectorReply,
+    ConnectorRows,
     Credentials,
-    Rows,
     settle,
 )
 from batchmill.engines.remote.dispatch import Dispatch
 from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, WAIT_MAX_S, Ahead, Pacer
-from batchmill.engines.replies import REPLY_BYTES_MAX
-from batchmill.engines.retry import Fault, Kind, Retries
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Retries
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, TooComplex, Unavailable
-from batchmill.models import provisions
+from batchmill.models import secrets
 from batchmill.models.addresses import EVERYWHERE
-from batchmill.models.connectors.derived import find_action
+from batchmill.models.connectors.urls import find_action
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import ClientConfig, Connector, EngineStats, Limits, LiveHead, LiveRequest, ModelSpec
 from batchmill.types.connectors import PREDICT
@@ -49,7 +48,7 @@ CALLS_AT_ONCE = 16  # of one request with many documents
 BAD_GATEWAY = 502
 CALLERS = ("url_not_allowed", "invalid_url")  # what a call's own parameters may have brought about
 _EVENTS = "text/event-stream"
-_AGAIN = (Kind.THROTTLED, Kind.TRANSIENT, Kind.UNREACHABLE)
+_AGAIN = (FaultKind.THROTTLED, FaultKind.TRANSIENT, FaultKind.UNREACHABLE)
 
 
 class _Failed(Exception):
@@ -64,7 +63,14 @@ class ConnectorLive:
     """Every call that goes out is told to the pacer once, however it ends."""
 
     def __init__(
-        self, caller: Caller, rows: Rows, connections: Connections, *, pacer: Pacer, ahead: Ahead, clock: Clock
+        self,
+        caller: ActionCaller,
+        rows: ConnectorRows,
+        connections: Connections,
+        *,
+        pacer: Pacer,
+        ahead: Ahead,
+        clock: Clock,
     ) -> None:
         self._caller = caller
         self._rows = rows
@@ -136,12 +142,12 @@ class ConnectorLive:
             raise failed.exceptions[0] from None
         return encode({"inference_results": [task.result() for task in tasks]})
 
-    async def _call(self, call: ConnectorCall) -> Answer:
+    async def _call(self, call: ConnectorCall) -> ConnectorReply:
         """Raises: _Failed once no further call is to be made."""
         began, number = self._clock.monotonic(), 0
         while True:
             result = await self._once(call)
-            if isinstance(result, Answer):
+            if isinstance(result, ConnectorReply):
                 return result
             number += 1
             delay_s = self._again_in(result, number, self._clock.monotonic() - began)
@@ -153,16 +159,16 @@ class ConnectorLive:
         """Seconds until the call is made again; None: it is not."""
         told = self.retries.delay_s
         if told is None:
-            return 0.0 if failed == 1 and fault.kind is Kind.UNREACHABLE else None
+            return 0.0 if failed == 1 and fault.kind is FaultKind.UNREACHABLE else None
         if fault.kind not in _AGAIN or failed >= self.retries.attempts_max:
             return None
         delay_s = told(failed)
         return delay_s if lasted_s + delay_s < self.retries.lasts_s else None
 
-    async def _once(self, call: ConnectorCall) -> Answer | Fault:
+    async def _once(self, call: ConnectorCall) -> ConnectorReply | Fault:
         call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
-        result: Answer | Fault | None = None
+        result: ConnectorReply | Fault | None = None
         try:
             result = await self._caller.send(call)
             return result
@@ -170,19 +176,19 @@ class ConnectorLive:
             self._tell(call, result)
             self._ahead.ended()
 
-    def _tell(self, call: ConnectorCall, result: Answer | Fault | None) -> None:
+    def _tell(self, call: ConnectorCall, result: ConnectorReply | Fault | None) -> None:
         """Tell the pacer how a call ended; None: it was given up."""
         now, pacer = self._clock.monotonic(), self._pacer
         if result is None:
             pacer.window.failed()
-        elif isinstance(result, Answer):
+        elif isinstance(result, ConnectorReply):
             pacer.answered(now)
             usage = result.reply.usage
             if usage is not None:
                 pacer.correct(len(call.body), call.charged, (usage.input_tokens, usage.output_tokens))
-        elif result.kind is Kind.THROTTLED:
+        elif result.kind is FaultKind.THROTTLED:
             pacer.throttled(result, call.sent_at, now)
-        elif result.kind in (Kind.TRANSIENT, Kind.UNREACHABLE):
+        elif result.kind in (FaultKind.TRANSIENT, FaultKind.UNREACHABLE):
             pacer.failed(result, call.sent_at, now)
         else:
             pacer.answered(now)
@@ -220,11 +226,11 @@ class ConnectorLive:
                 response.close()
             self._ahead.ended()
 
-    async def _whole(self, call: ConnectorCall, result: Answer | Fault, who: str) -> tuple[int, bytes]:
+    async def _whole(self, call: ConnectorCall, result: ConnectorReply | Fault, who: str) -> tuple[int, bytes]:
         """Status and body of what came in one piece."""
         return _handed_on(result) if isinstance(result, Fault) else (200, await self._body(call, result, who))
 
-    async def _body(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
+    async def _body(self, call: ConnectorCall, answer: ConnectorReply, who: str) -> bytes:
         try:
             return await self._caller.result(call, answer, who)
         except InvalidInput as wrong:
@@ -249,7 +255,7 @@ def _unread(wrong: InvalidInput) -> BatchmillError:
 
 def _handed_on(fault: Fault) -> tuple[int, bytes]:
     """An error of the service for whoever waits: its own words where it has any."""
-    if fault.kind is Kind.AUTH:
+    if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply = fault.reply
     if reply is None or reply.status < 400:
@@ -276,7 +282,7 @@ def _worded(fault: Fault) -> tuple[int, bytes]:
 def _unanswered(fault: Fault) -> BatchmillError:
     """What is raised where there is nothing to hand on."""
     error = fault.error
-    if fault.kind in (Kind.TRANSIENT, Kind.UNREACHABLE):
+    if fault.kind in (FaultKind.TRANSIENT, FaultKind.UNREACHABLE):
         return Unavailable(error.message, code=error.code)
     if error.code in CALLERS:
         return InvalidInput(error.message, code=error.code)
@@ -317,10 +323,10 @@ class ConnectorEngine:
         self._programs = Programs(self._clock)
         try:
             action = find_action(connector, PREDICT)
-            caller = Caller(connector, action, self._connections, self._credentials, self._clock, self._programs)
+            caller = ActionCaller(connector, action, self._connections, self._credentials, self._clock, self._programs)
         except InvalidInput as wrong:
             raise ModelFailed(f"connector {connector.name!r}: {wrong.message}", code=wrong.code) from None
-        self._rows = Rows(model, caller)
+        self._rows = ConnectorRows(model, caller)
         self._live = ConnectorLive(
             caller, self._rows, self._connections, pacer=self._pacer, ahead=self._ahead, clock=self._clock
         )
@@ -391,7 +397,7 @@ def _connections(model: ModelSpec, connector: Connector, limits: Limits) -> Conn
     return Connections(
         limits,
         headers={"User-Agent": f"batchmill/{batchmill.__version__}"},
-        private=EVERYWHERE if connector.is_trusted else provisions.private(),
+        private=EVERYWHERE if connector.is_trusted else secrets.private(),
         verify_tls=config is None or not config.skip_ssl_verification,
         idle_timeout_s=float(model.engine_args.get("idle_timeout_s") or IDLE_TIMEOUT_S),
         read_timeout_s=None if config is None else float(config.read_timeout),

@@ -15,18 +15,17 @@ from msgspec.structs import replace
 from batchmill.children.programs import PATIENCE_S, Programs
 from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.remote.outgoing import Attempts
-from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
-from batchmill.engines.retry import Fault, Kind, judge
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, judge, read_reply
 from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
-from batchmill.models import provisions, secrets
+from batchmill.models import secrets
+from batchmill.models import secrets as provisions
 from batchmill.models.connectors.bounded import Processing
-from batchmill.models.connectors.preprocessing import prepare
+from batchmill.models.connectors.processing import prepare
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.ports import Clock
 from batchmill.types import Action, Connector, ModelSpec, Outcome, Row, RowError, Usage
 from batchmill.wire.forms import EMBEDDINGS, OpenAIForm, counted
-from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep
-from batchmill.wire.json_oddities import oddity
+from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep, oddity
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)
 _PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # most often a proxy's
@@ -36,7 +35,7 @@ _SHOWN_CHARS = 100
 EMPTY = "Remote service returned empty response body"
 
 
-class Answer(Struct, frozen=True, gc=False):
+class ConnectorReply(Struct, frozen=True, gc=False):
     """A call that was answered. `reply.body` is JSON on one line; `data` is the body as it came."""
 
     reply: Reply
@@ -46,7 +45,7 @@ class Answer(Struct, frozen=True, gc=False):
 
 def settle(
     status: int, headers: Mapping[str, str], data: bytes | None, now: float, *, is_predict: bool = False
-) -> Answer | Fault:
+) -> ConnectorReply | Fault:
     """Sort a reply that was received in full; `data` None: it was larger than may be.
 
     Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date;
@@ -55,18 +54,18 @@ def settle(
     request_id = headers.get("x-request-id") or headers.get("x-amzn-requestid")
     if data is None:
         text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
-        return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
+        return Fault(FaultKind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
     if not 200 <= status < 300:
         return _refusal(read_reply(status, data), headers, now, request_id)
     reply = _read_result(status, headers, data, is_predict)
     if isinstance(reply, RowError):
-        return Fault(Kind.TRANSIENT, reply, None, None, request_id)
+        return Fault(FaultKind.TRANSIENT, reply, None, None, request_id)
     if reply.error is not None or reply.body is None:
         return judge(reply, headers, now, request_id=request_id)
     if reply.usage is None:
         usage = _usage_told(headers)
         reply = reply if usage is None else replace(reply, usage=usage)
-    return Answer(reply, data, request_id)
+    return ConnectorReply(reply, data, request_id)
 
 
 def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: str | None) -> Fault:
@@ -248,7 +247,7 @@ class ConnectorCall(Attempts):
         self.body = b""  # whose length is what the call is reckoned at
 
 
-class Caller:
+class ActionCaller:
     """Makes the calls of one action."""
 
     def __init__(
@@ -276,10 +275,10 @@ class Caller:
         call.generation = credentials.generation
         call.body = call.rendered.body or b""
 
-    async def send(self, call: ConnectorCall) -> Answer | Fault:
+    async def send(self, call: ConnectorCall) -> ConnectorReply | Fault:
         """One attempt: signed now, with the secrets of now; again at once where a refused secret has been replaced."""
         result = await self._attempt(call)
-        refused = isinstance(result, Fault) and result.kind is Kind.AUTH
+        refused = isinstance(result, Fault) and result.kind is FaultKind.AUTH
         if refused and self._credentials.has_better(call.generation):
             return await self._attempt(call)
         return result
@@ -291,7 +290,7 @@ class Caller:
             raise NoReply(ready)
         return await self._connections.begin(ready.method, ready.url, ready.body, ready.headers)
 
-    async def _attempt(self, call: ConnectorCall) -> Answer | Fault:
+    async def _attempt(self, call: ConnectorCall) -> ConnectorReply | Fault:
         ready = self._ready(call)
         if isinstance(ready, Fault):
             return ready
@@ -311,13 +310,15 @@ class Caller:
             at = datetime.fromtimestamp(self._clock.now(), UTC)
             return self._renderers[call.is_typed].sign(call.rendered, self._credentials.values, at)
         except ModelFailed as missing:
-            return Fault(Kind.AUTH, RowError(missing.code, missing.message))
+            return Fault(FaultKind.AUTH, RowError(missing.code, missing.message))
         except InvalidInput as wrong:
-            return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message))
+            return Fault(FaultKind.PERMANENT, RowError(wrong.code, wrong.message))
 
     # what a reply comes to
 
-    async def result(self, call: ConnectorCall, answer: Answer, who: str, patience_s: float = PATIENCE_S) -> bytes:
+    async def result(
+        self, call: ConnectorCall, answer: ConnectorReply, who: str, patience_s: float = PATIENCE_S
+    ) -> bytes:
         """The body of a result: the reply itself, or what post-processing made of it.
 
         Raises: InvalidInput for a reply that is not what the post-processing takes, TooComplex for one that it takes
@@ -333,7 +334,7 @@ class Caller:
             return embeddings_of(result, answer.reply, self._model)
         return result
 
-    async def output(self, call: ConnectorCall, answer: Answer, who: str) -> bytes:
+    async def output(self, call: ConnectorCall, answer: ConnectorReply, who: str) -> bytes:
         """The `output` of ML Commons, as JSON. Raises: as `result`."""
         return await self._processing.output_json(self._action, answer.data, call.parameters, who=who)
 
@@ -342,10 +343,10 @@ class Caller:
         return prepare(self._connector, self._action, body)
 
 
-class Rows:
+class ConnectorRows:
     """Rows as calls, and answers as their outcomes."""
 
-    def __init__(self, model: ModelSpec, caller: Caller) -> None:
+    def __init__(self, model: ModelSpec, caller: ActionCaller) -> None:
         self._names = frozenset(model.targets())
         self._caller = caller
 
@@ -390,12 +391,12 @@ class Rows:
         try:
             body = await self._caller.result(call, answer, _who(call.row), ROW_PATIENCE_S)
         except (TooComplex, RateLimited) as stopped:
-            return Fault(Kind.PERMANENT, RowError(stopped.code, stopped.message), reply, None, answer.request_id)
+            return Fault(FaultKind.PERMANENT, RowError(stopped.code, stopped.message), reply, None, answer.request_id)
         except InvalidInput as wrong:
             if wrong.code == BAD_FILTER:
-                return Fault(Kind.PERMANENT, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+                return Fault(FaultKind.PERMANENT, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
             # the service may do better when it is asked again
-            return Fault(Kind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
+            return Fault(FaultKind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
         return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
 
 

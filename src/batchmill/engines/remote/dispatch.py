@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 import msgspec
 from msgspec.structs import replace
 
-from batchmill.engines.remote.outgoing import Call
+from batchmill.engines.remote.outgoing import RemoteRow
 from batchmill.engines.remote.pacing import Ahead, Pacer, nothing
-from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, Kind, Retries, RetryBudget
+from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, FaultKind, Retries, RetryBudget
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
@@ -27,8 +27,8 @@ DRAIN_S = 30.0  # what calls in flight get when the job pauses
 LAST_WAIT_S = 10.0  # a last attempt waits so long where no other row was answered since the first one failed
 HELD_MAX = 2048  # rows that are held while a row is looked for that is answered
 
-Send = Callable[[Call], Awaitable[Outcome | Fault]]
-Prepare = Callable[[Row], Call]
+Send = Callable[[RemoteRow], Awaitable[Outcome | Fault]]
+Prepare = Callable[[Row], RemoteRow]
 
 
 class Dispatch:
@@ -48,12 +48,12 @@ class Dispatch:
         self._retries = retries
         self._clock = clock
         self._budget = RetryBudget()
-        self._queue: deque[Call] = deque()
+        self._queue: deque[RemoteRow] = deque()
         self._done: list[Outcome] = []
         self._held = 0  # rows taken and not put
         self._held_of: Counter[str] = Counter()  # the same for each job
-        self._waiting: set[Call] = set()  # of these, rows that wait for their retry
-        self._aside: list[Call] = []  # and rows that failed in the outage that lasts
+        self._waiting: set[RemoteRow] = set()  # of these, rows that wait for their retry
+        self._aside: list[RemoteRow] = []  # and rows that failed in the outage that lasts
         self._reach = 0  # rows to hold while it lasts
         self._given_up: set[str] = set()  # jobs whose failures stand, until a row of theirs is answered
         self._feed_ended = False
@@ -128,7 +128,7 @@ class Dispatch:
         while (call := self._next()) is not None:
             self._spawn(self._fly(call))
 
-    def _next(self) -> Call | None:
+    def _next(self) -> RemoteRow | None:
         """The call that goes now, counted as sent; None when none may."""
         if self._ahead.is_wanted() or self._stopped is not None:
             return None
@@ -158,7 +158,7 @@ class Dispatch:
 
     # a service that is down, as against rows that fail
 
-    def _test_row(self, now: float) -> Call | None:
+    def _test_row(self, now: float) -> RemoteRow | None:
         """The row that tells whether an outage is over: best one that has not failed in it, and came last.
 
         Rows that failed are tested with too where there are no others, but for their last attempt: that waits. A
@@ -234,7 +234,7 @@ class Dispatch:
         """This job has ended, or is paused: what was said of its rows holds no more."""
         self._given_up.discard(job_id)
 
-    def _given_up_row(self) -> Call | None:
+    def _given_up_row(self) -> RemoteRow | None:
         """A row that no outage holds back, while there is a connection at all."""
         if not self._given_up or not self._pacer.outage.is_reachable:
             return None
@@ -251,7 +251,7 @@ class Dispatch:
         self._alarm = None
         self._pump()
 
-    async def _fly(self, call: Call | None) -> None:
+    async def _fly(self, call: RemoteRow | None) -> None:
         while call is not None:
             result = await self._send(call)
             now = self._clock.monotonic()
@@ -279,28 +279,28 @@ class Dispatch:
 
     # what came back
 
-    def _handle(self, call: Call, fault: Fault, now: float) -> None:
+    def _handle(self, call: RemoteRow, fault: Fault, now: float) -> None:
         match fault.kind:
-            case Kind.PERMANENT:
+            case FaultKind.PERMANENT:
                 self._pacer.answered(now)
                 self._end(call, fault.outcome(call.row, call.attempts + 1))
-            case Kind.AUTH:
+            case FaultKind.AUTH:
                 self._pacer.answered(now)
                 self._stop(AuthRefused(f"the service refused the credentials: {fault.error.message}"))
-            case Kind.QUOTA:
+            case FaultKind.QUOTA:
                 self._pacer.answered(now)
                 self._stop(QuotaExhausted(f"the account has nothing left to spend: {fault.error.message}"))
-            case Kind.THROTTLED:
+            case FaultKind.THROTTLED:
                 self._pacer.throttled(fault, call.sent_at, now)
                 self._hold(call, fault, now)
-            case Kind.GARBLED:
+            case FaultKind.GARBLED:
                 self._pacer.answered(now)
                 self._try_again(call, fault, now, min(self._retries.attempts_max, GARBLED_CALLS_MAX))
             case _:
                 self._pacer.failed(fault, call.sent_at, now)
                 self._retry(call, fault, now)
 
-    def _hold(self, call: Call, fault: Fault, now: float) -> None:
+    def _hold(self, call: RemoteRow, fault: Fault, now: float) -> None:
         """Throttled: the row goes first once the service may be called again."""
         if fault.rest_s is not None and fault.rest_s > REST_MAX_S:
             hours = fault.rest_s / 3600
@@ -310,11 +310,11 @@ class Dispatch:
         else:
             self._queue.appendleft(call)
 
-    def _retry(self, call: Call, fault: Fault, now: float) -> None:
+    def _retry(self, call: RemoteRow, fault: Fault, now: float) -> None:
         outage = self._pacer.outage
         if outage.is_open:
             self._look_further()
-        if fault.kind is not Kind.UNREACHABLE:
+        if fault.kind is not FaultKind.UNREACHABLE:
             self._count(call, fault)
             if self._is_given_up(call) or self._is_spent(call, now, self._retries.attempts_max):
                 self._end(call, fault.outcome(call.row, call.attempts))
@@ -326,7 +326,7 @@ class Dispatch:
         else:
             self._go_again(call, fault)
 
-    def _try_again(self, call: Call, fault: Fault, now: float, calls_max: int) -> None:
+    def _try_again(self, call: RemoteRow, fault: Fault, now: float, calls_max: int) -> None:
         """An attempt is spent that says nothing against the service."""
         call.attempts += 1
         call.fault = fault
@@ -337,7 +337,7 @@ class Dispatch:
             call.wasted = fault.reply.usage + (call.wasted or Usage())
         self._go_again(call, fault)
 
-    def _count(self, call: Call, fault: Fault) -> None:
+    def _count(self, call: RemoteRow, fault: Fault) -> None:
         """An attempt is spent. Those of an outage that has turned out to be one are given back."""
         stretch, earlier = self._pacer.outage.stretch, call.stretch
         if earlier is not stretch:
@@ -350,15 +350,15 @@ class Dispatch:
         call.within += 1
         call.fault = fault
 
-    def _is_spent(self, call: Call, now: float, calls_max: int) -> bool:
+    def _is_spent(self, call: RemoteRow, now: float, calls_max: int) -> bool:
         """No further attempt is left. An outage is no time of the row's."""
         is_late = now - call.since >= self._retries.lasts_s and not self._pacer.outage.is_open
         return call.attempts >= calls_max or is_late
 
-    def _is_given_up(self, call: Call) -> bool:
+    def _is_given_up(self, call: RemoteRow) -> bool:
         return bool(self._given_up) and _job_of(call.row) in self._given_up
 
-    def _go_again(self, call: Call, fault: Fault) -> None:
+    def _go_again(self, call: RemoteRow, fault: Fault) -> None:
         """A further attempt, at once or after a while."""
         told = self._retries.delay_s
         if fault.rest_s == 0 and call.attempts == 1:
@@ -374,7 +374,7 @@ class Dispatch:
         self._waiting.add(call)
         self._spawn(self._return(call, delay))
 
-    async def _return(self, call: Call, delay_s: float) -> None:
+    async def _return(self, call: RemoteRow, delay_s: float) -> None:
         await self._clock.sleep(delay_s)
         if call not in self._waiting:  # it was given up
             return
@@ -387,7 +387,7 @@ class Dispatch:
 
     # results and the end
 
-    def _end(self, call: Call, outcome: Outcome) -> None:
+    def _end(self, call: RemoteRow, outcome: Outcome) -> None:
         """No further call is made. Replies that could not be kept were paid all the same."""
         if call.wasted is not None:
             outcome = replace(outcome, usage=call.wasted + (outcome.usage or Usage()))

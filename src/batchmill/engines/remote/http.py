@@ -15,12 +15,12 @@ import batchmill
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files, check_header
 from batchmill.engines.remote.dispatch import Dispatch
-from batchmill.engines.remote.outgoing import Call, Composer, LiveCall
+from batchmill.engines.remote.outgoing import Composer, RemoteLiveCall, RemoteRow
 from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, Ahead, Pacer
-from batchmill.engines.replies import REPLY_BYTES_MAX, Reply, read_reply
-from batchmill.engines.retry import Fault, Kind, Retries, is_result, judge
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, Retries, is_result, judge, read_reply
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
-from batchmill.models import provisions, secrets
+from batchmill.models import secrets
+from batchmill.models import secrets as provisions
 from batchmill.models.providers import key_meant
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, RowError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CALLS_MAX = 2  # the second where the first found no connection
 
 
-class LiveWay:
+class HttpLive:
     """Hands live requests to the service. Every call that goes out is told to the pacer once, however it ends."""
 
     def __init__(self, connections: Connections, composer: Composer, pacer: Pacer, ahead: Ahead, clock: Clock) -> None:
@@ -74,7 +74,7 @@ class LiveWay:
                 response.close()
             self._ahead.ended()
 
-    async def _begin(self, call: LiveCall) -> aiohttp.ClientResponse:
+    async def _begin(self, call: RemoteLiveCall) -> aiohttp.ClientResponse:
         """The reply's head. A call that finds no connection is made once more; nothing else is."""
         for number in range(1, CALLS_MAX + 1):
             call.charged = await self._ahead.go(len(call.body))
@@ -103,7 +103,7 @@ class LiveWay:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _settle(self, call: LiveCall, response: aiohttp.ClientResponse, body: bytes) -> tuple[int, bytes]:
+    def _settle(self, call: RemoteLiveCall, response: aiohttp.ClientResponse, body: bytes) -> tuple[int, bytes]:
         """Tell the pacer what came, and say what is handed on: status and body.
 
         Raises: AuthRefused, since the credentials are not the caller's; ModelFailed for what is no answer.
@@ -118,9 +118,9 @@ class LiveWay:
             return response.status, body
         fault = judge(reply, response.headers, self._clock.now())
         match fault.kind:
-            case Kind.THROTTLED:
+            case FaultKind.THROTTLED:
                 self._pacer.throttled(fault, call.sent_at, now)
-            case Kind.TRANSIENT | Kind.UNREACHABLE:
+            case FaultKind.TRANSIENT | FaultKind.UNREACHABLE:
                 self._pacer.failed(fault, call.sent_at, now)
             case _:
                 self._pacer.answered(now)
@@ -129,7 +129,7 @@ class LiveWay:
 
 def _handed_on(fault: Fault) -> tuple[int, bytes]:
     """An error of the service for whoever waits: its own words where it has any."""
-    if fault.kind is Kind.AUTH:
+    if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply: Reply | None = fault.reply
     if reply is None or reply.status < 400:
@@ -171,7 +171,7 @@ class HttpEngine:
         )
         self._ahead = Ahead(self._pacer, self._clock)
         self._dispatch: Dispatch | None = None  # while rows are run
-        self._live = LiveWay(self._connections, self._composer, self._pacer, self._ahead, self._clock)
+        self._live = HttpLive(self._connections, self._composer, self._pacer, self._ahead, self._clock)
 
     async def start(self) -> None:
         """Read the credentials and open the pool of connections; the service itself is not called yet.
@@ -250,7 +250,7 @@ class HttpEngine:
             headers[name] = secrets.resolve(text).reveal() if text.startswith(secrets.KINDS) else text
         return headers
 
-    async def _send(self, call: Call) -> Outcome | Fault:
+    async def _send(self, call: RemoteRow) -> Outcome | Fault:
         """One call and what became of it."""
         if provisions.version() != self._provided:  # a key was changed while this worker runs
             self._read_headers()
@@ -262,7 +262,7 @@ class HttpEngine:
         request_id = headers.get("x-request-id")
         if body is None:
             text = f"the reply is larger than {REPLY_BYTES_MAX // 2**20} MiB"
-            return Fault(Kind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
+            return Fault(FaultKind.PERMANENT, RowError("reply_too_large", text), Reply(0), None, request_id)
         reply = read_reply(status, body)
         if is_result(reply):
             return reply.ok(call.row, request_id)

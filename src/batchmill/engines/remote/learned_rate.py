@@ -27,7 +27,7 @@ SAVED_S = 0.05  # calls saved up while nothing was sent
 REST_CALLS = 3  # a refusal is followed by the time of so many calls
 
 
-class Verdict(Enum):
+class RefusalCause(Enum):
     """What a refusal is laid to."""
 
     STALE = "stale"  # to what an earlier refusal was laid to
@@ -105,13 +105,13 @@ class LearnedRate:
         if self._blamed is not None:
             self._blamed.answers += 1
 
-    def refused(self, sent_at: float, now: float, rest_s: float | None, in_flight: int) -> Verdict:
+    def refused(self, sent_at: float, now: float, rest_s: float | None, in_flight: int) -> RefusalCause:
         """The service refused a call for there being too many.
 
         Args: `rest_s`, how long it wants to be left alone, if it says; `in_flight`, how many calls are out beside it.
         """
         if sent_at < self._reacted_at:  # it went before the last refusal was known
-            return Verdict.STALE
+            return RefusalCause.STALE
         self._reacted_at = now
         if self.pace is None:
             return self._begin(now)
@@ -121,20 +121,20 @@ class LearnedRate:
         """For how long nothing is to go after a refusal that does not say."""
         return REST_CALLS / self.pace if self.pace else 0.0
 
-    def _begin(self, now: float) -> Verdict:
+    def _begin(self, now: float) -> RefusalCause:
         """Guess, from whatever was answered so far; what was not asked for is found by trying more at once."""
         found = self._refusal.rate(now, ANSWERS_FIRST)
         if found is None:
             if self._refusal.since is None:
                 self._refusal.begin(now)
-            return Verdict.UNKNOWN
+            return RefusalCause.UNKNOWN
         self._refusal.begin(now)
         self.good = self.pace = found
         self._step, self._step_at = STEP_MAX, now + STEP_S
         self._level, self._at = 0.0, now
-        return Verdict.FOUND
+        return RefusalCause.FOUND
 
-    def _fall_back(self, now: float, rest_s: float, in_flight: int) -> Verdict:
+    def _fall_back(self, now: float, rest_s: float, in_flight: int) -> RefusalCause:
         """To what is known to be good, or below it where that was refused."""
         assert self.pace is not None
         was, pace = self.good, self.pace
@@ -146,7 +146,7 @@ class LearnedRate:
             self._blamed, self._was_held = Count(), False
             self._blamed.begin(now)
             self._step_at = now + STEP_S
-            return Verdict.IN_FLIGHT
+            return RefusalCause.IN_FLIGHT
         self._blamed = None
         if is_settled:
             longest = max(HOLD_MAX_S, rest_s * RESTS_A_HOLD)
@@ -155,7 +155,7 @@ class LearnedRate:
         self._step = STEP_FIRST
         hold_s = max(self._hold_s, HOLD_CALLS / self.pace) if is_settled else STEP_S
         self._step_at = now + rest_s + hold_s
-        return Verdict.RATE
+        return RefusalCause.RATE
 
     def _learn(self, now: float, rest_s: float) -> None:
         """The good rate, from what was answered up to this refusal."""

@@ -41,7 +41,7 @@ class Attempts:
         self.wasted: Usage | None = None  # by replies that could not be kept
 
 
-class Call(Attempts):
+class RemoteRow(Attempts):
     """One row on its way to a service, over all of its attempts."""
 
     __slots__ = ("body", "headers", "row", "url")
@@ -54,7 +54,7 @@ class Call(Attempts):
         self.headers = headers  # besides those of every call
 
 
-class LiveCall:
+class RemoteLiveCall:
     """One live request on its way to a service."""
 
     __slots__ = ("body", "charged", "headers", "sent_at", "url")
@@ -102,7 +102,7 @@ class Composer:
         """The service, for messages."""
         return f"{self._base.scheme}://{self._base.netloc}"
 
-    def call(self, row: Row) -> Call:
+    def call(self, row: Row) -> RemoteRow:
         """The call a row asks for.
 
         Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
@@ -115,16 +115,16 @@ class Composer:
         url = self._url_of(request.url)
         key = None if self._key_name is None else getattr(row.lease, "key", None)
         if key is None:
-            return Call(row, url, body, None)
+            return RemoteRow(row, url, body, None)
         digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
-        return Call(row, url, body, {self._key_name: digest})
+        return RemoteRow(row, url, body, {self._key_name: digest})
 
-    def live(self, request: LiveRequest) -> LiveCall:
+    def live(self, request: LiveRequest) -> RemoteLiveCall:
         """The call a live request asks for. Raises as `call` does."""
         url = self._url_of(request.url)
         request.body.decode()  # the parts that are not looked into must be text too
         body = self._addressed(request.body, _head.decode(request.body))
-        return LiveCall(url, body, dict(_STREAMED) if request.stream else None)
+        return RemoteLiveCall(url, body, dict(_STREAMED) if request.stream else None)
 
     def _addressed(self, body: bytes, fields: _Head) -> bytes:
         """The body, naming the model as the service does."""

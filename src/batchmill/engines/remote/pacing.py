@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from batchmill.engines.remote.learned_rate import LearnedRate, Verdict
-from batchmill.engines.retry import REST_MAX_S, Fault, Kind, Stretch, backoff_s
+from batchmill.engines.remote.learned_rate import LearnedRate, RefusalCause
+from batchmill.engines.retry import REST_MAX_S, Fault, FaultKind, Stretch, backoff_s
 from batchmill.errors import RateLimited, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import Limits
@@ -30,7 +30,7 @@ PROBE_MAX_S = 10.0
 OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
 
 
-class Window:
+class ConcurrencyWindow:
     """How many calls may be in flight: enough for the throughput the service has, and a few times that at most.
 
     It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
@@ -209,7 +209,7 @@ class Outage:
             self._since = now
         self.failures += 1
         self.last = fault.error.message
-        self.is_reachable = fault.kind is not Kind.UNREACHABLE
+        self.is_reachable = fault.kind is not FaultKind.UNREACHABLE
         self.is_open = self.is_open or not self.is_reachable or self.failures >= OUTAGE_FAILURES
         self.stretch.is_outage = self.is_open
 
@@ -243,7 +243,7 @@ class Pacer:
     """Everything that decides whether a call may go now, for one service in one process."""
 
     def __init__(self, limits: Limits, now: float, *, jitter: Callable[[], float], ceiling: int) -> None:
-        self.window = Window(ceiling, now)
+        self.window = ConcurrencyWindow(ceiling, now)
         self.outage = Outage()
         self.guess = TokenGuess()
         self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
@@ -322,21 +322,21 @@ class Pacer:
         elif sent_at >= self._refused_at:
             self._refused_at = now
             self._refusals += 1
-            is_known = verdict is not Verdict.UNKNOWN and self._refusals <= REFUSALS_KNOWN
+            is_known = verdict is not RefusalCause.UNKNOWN and self._refusals <= REFUSALS_KNOWN
             self._rest(now + (self._learned.rest_s() if is_known else backoff_s(self._refusals, self._jitter)))
 
-    def _lay(self, verdict: Verdict, sent_at: float, now: float) -> None:
+    def _lay(self, verdict: RefusalCause, sent_at: float, now: float) -> None:
         """What a refusal says of the calls in flight."""
         window = self.window
-        if verdict is Verdict.UNKNOWN or (verdict is Verdict.STALE and self._learned.pace is None):
+        if verdict is RefusalCause.UNKNOWN or (verdict is RefusalCause.STALE and self._learned.pace is None):
             window.refused(sent_at, now)
             return
         window.failed()
-        if verdict is Verdict.FOUND:
+        if verdict is RefusalCause.FOUND:
             window.restart(now)
-        elif verdict is Verdict.IN_FLIGHT:
+        elif verdict is RefusalCause.IN_FLIGHT:
             window.cap(now)
-        elif verdict is Verdict.RATE:
+        elif verdict is RefusalCause.RATE:
             window.uncap(now)
 
     def failed(self, fault: Fault, sent_at: float, now: float) -> None:

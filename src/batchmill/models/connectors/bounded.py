@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.children.bounds import Bounds
+from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import PATIENCE_S, Programs
-from batchmill.models.connectors import late, postprocessing, reading
+from batchmill.models.connectors import late, processing, reading
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.types.connectors import Action, Connector
 from batchmill.wire.json_bytes import encode
@@ -22,11 +22,11 @@ from batchmill.wire.json_bytes import encode
 INLINE_BYTES_MAX = 256 * 1024  # of a reply that a caller's service sent, and the loop reads itself
 LENGTH_BYTES = 8
 MODULE = "batchmill.models.connectors.bounded"
-BOUNDS = Bounds()
+BOUNDS = ResourceLimits()
 SHOWN_CHARS = 100
 
 Progress = Callable[[float], None]
-Tensors = postprocessing.Tensors
+Tensors = processing.Tensors
 
 
 class _Process(Struct, frozen=True):
@@ -63,7 +63,7 @@ class Processing:
     ) -> bytes:
         """As `postprocessing.result_json`. Raises: TooComplex, RateLimited too."""
         if self._is_quick(reply, parameters):
-            return postprocessing.result_json(action, reply, self._all(parameters))
+            return processing.result_json(action, reply, self._all(parameters))
         return await self._process(action, reply, parameters, who, patience_s, as_row=True)
 
     async def output_json(
@@ -71,7 +71,7 @@ class Processing:
     ) -> bytes:
         """As `postprocessing.output_json`. Raises: TooComplex, RateLimited too."""
         if self._is_quick(reply, parameters):
-            return encode(postprocessing.tensors(action, reply, self._all(parameters)))
+            return encode(processing.tensors(action, reply, self._all(parameters)))
         return await self._process(action, reply, parameters, who, patience_s, as_row=False)
 
     def _all(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,15 +82,15 @@ class Processing:
         trusted = self._connector.is_trusted
         if not trusted and len(reply) > INLINE_BYTES_MAX:
             return False
-        if trusted and postprocessing.FILTER not in parameters:
+        if trusted and processing.FILTER not in parameters:
             return True
-        expression = self._all(parameters).get(postprocessing.FILTER)
+        expression = self._all(parameters).get(processing.FILTER)
         return not isinstance(expression, str) or not expression.strip() or late.load("is_plain")(expression)
 
     async def _process(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], who: str, patience_s: float, *, as_row: bool
     ) -> bytes:
-        told = self._all(parameters).get(postprocessing.FILTER)
+        told = self._all(parameters).get(processing.FILTER)
         expression = told if isinstance(told, str) else None
         head = encode(_Process(action, expression, as_row))
         work = "the reply of the service" if expression is None else f"the response_filter {expression[:SHOWN_CHARS]!r}"
@@ -126,10 +126,10 @@ async def render_call(
 def process(order: bytes, progress: Progress) -> bytes:
     end = LENGTH_BYTES + int.from_bytes(order[:LENGTH_BYTES], "little")
     asked, reply = msgspec.json.decode(order[LENGTH_BYTES:end], type=_Process), order[end:]
-    parameters = {} if asked.filter is None else {postprocessing.FILTER: asked.filter}
+    parameters = {} if asked.filter is None else {processing.FILTER: asked.filter}
     if asked.as_row:
-        return postprocessing.result_json(asked.action, reply, parameters)
-    return encode(postprocessing.tensors(asked.action, reply, parameters))
+        return processing.result_json(asked.action, reply, parameters)
+    return encode(processing.tensors(asked.action, reply, parameters))
 
 
 def read(order: bytes, progress: Progress) -> bytes:

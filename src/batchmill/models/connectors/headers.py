@@ -8,8 +8,7 @@ from typing import Any
 
 from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import DEPTH_MAX, loop_message
-from batchmill.wire.placeholders import CREDENTIAL, Hole, holes, split
+from batchmill.wire.json_templates import CREDENTIAL, DEPTH_MAX, Hole, holes, loop_message, split
 
 HEADER_BYTES_MAX = 8192
 HEADERS_BYTES_MAX = 65_536

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,244 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors import actions as action_rules
-from batchmill.models.connectors import client_settings, late
-from batchmill.models.connectors.actions import check_action, read_actions
-from batchmill.models.connectors.client_settings import read_client_config
-from batchmill.models.connectors.fields import invalid, read_parameters, read_text, read_texts
-from batchmill.models.connectors.postprocessing import FILTER
-from batchmill.models.connectors.preprocessing import refuse_processors
-from batchmill.types.connectors import Connector
-from batchmill.wire.json_bytes import shallow
-from batchmill.wire.placeholders import CREDENTIAL, holes
+from batchmill.models.connectors import late
+from batchmill.models.connectors.headers import HeaderTemplates, check_headers
+from batchmill.models.connectors.processing import FILTER, POST_PROCESS, PRE_PROCESS, refuse_processors
+from batchmill.models.connectors.urls import UrlTemplate, has_open_host, own_url
+from batchmill.types.connectors import (
+    BATCH_PREDICT,
+    BATCH_PREDICT_STATUS,
+    CANCEL_BATCH_PREDICT,
+    PREDICT,
+    Action,
+    ClientConfig,
+    Connector,
+)
+from batchmill.wire.json_bytes import encode, shallow
+from batchmill.wire.json_templates import CREDENTIAL, Hole, JsonTemplate, holes, split
+
+
+def invalid(message: str) -> InvalidInput:
+    """What is wrong with a connector as a whole."""
+    return InvalidInput(message, code="invalid_connector")
+
+
+def text_of(value: Any) -> str:
+    """A JSON value as a parameter: text as it is, everything else as its JSON."""
+    return value if isinstance(value, str) else encode(value).decode()
+
+
+def read_text(fields: Mapping[str, Any], name: str) -> str | None:
+    """Raises: InvalidInput for an object or a list."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, Mapping | list):
+        raise invalid(f"`{name}` is text")
+    return _whole(name, text_of(value))
+
+
+def read_flag(fields: Mapping[str, Any], name: str) -> bool:
+    """True or false, as itself or as text; false where it is missing. Raises: InvalidInput."""
+    value = fields.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if value in ("true", "false"):
+        return value == "true"
+    raise invalid(f"`{name}` is true or false")
+
+
+def read_texts(fields: Mapping[str, Any], name: str) -> dict[str, str]:
+    """An object whose members are text; empty where it is missing. Raises: InvalidInput."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise invalid(f"`{name}` is an object")
+    found = {key: read_text(value, key) for key in value}
+    return {key: text for key, text in found.items() if text is not None}
+
+
+def read_parameters(fields: Mapping[str, Any], name: str = "parameters") -> dict[str, str]:
+    """An object of parameters, each as text. Raises: InvalidInput."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise invalid(f"`{name}` is an object")
+    return {key: _whole(key, text_of(each)) for key, each in value.items()}
+
+
+def _whole(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"`{name}` holds half of a surrogate pair") from None
+    return text
+
+
+ACTION_TYPES = (PREDICT, "EXECUTE", BATCH_PREDICT, CANCEL_BATCH_PREDICT, BATCH_PREDICT_STATUS)
+METHODS = ("POST", "GET", "PUT", "DELETE")
+ACTIONS_MAX = 64
+NAME_CHARS_MAX = 64
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+FIELDS = Action.__struct_fields__
+
+
+def read_actions(value: Any) -> list[Action]:
+    """The actions of a connector, still to be checked. Raises: InvalidInput."""
+    if not value:
+        raise invalid("No actions configured for this connector")
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise invalid("`actions` is a list of objects")
+    if len(value) > ACTIONS_MAX:
+        raise invalid(f"a connector has at most {ACTIONS_MAX} actions; these are {len(value)}")
+    return [_read_action(each) for each in value]
+
+
+def _read_action(fields: Mapping[str, Any]) -> Action:
+    kind = read_text(fields, "action_type")
+    name = read_text(fields, "name")
+    url, method = read_text(fields, "url"), read_text(fields, "method")
+    if kind is None:
+        raise invalid("action type can't be null")
+    if kind.upper() not in ACTION_TYPES:
+        raise invalid(f"No enum constant org.opensearch.ml.common.connector.ConnectorAction.ActionType.{kind.upper()}")
+    if url is None:
+        raise invalid("url can't be null")
+    if method is None:
+        raise invalid("method can't be null")
+    if method.upper() not in METHODS:
+        raise invalid(f"unsupported http method: {method[:20]}")
+    _check_name(name)
+    return Action(
+        kind.upper(),
+        method.upper(),
+        url.strip(),
+        headers=read_texts(fields, "headers"),
+        request_body=read_text(fields, "request_body"),
+        pre_process_function=read_text(fields, "pre_process_function") or None,
+        post_process_function=read_text(fields, "post_process_function") or None,
+        name=name,
+        supports_structured_output=read_flag(fields, "supports_structured_output"),
+    )
+
+
+def unknown_fields(fields: Mapping[str, Any]) -> Iterable[str]:
+    """The members of an action that mean nothing."""
+    return [name for name in fields if name not in FIELDS]
+
+
+def _check_name(name: str | None) -> None:
+    if name is None:
+        return
+    if any(ord(each) < 32 for each in name):
+        raise invalid("Action name must not contain control characters")
+    if len(name) > NAME_CHARS_MAX:
+        raise invalid(f"Action name exceeds maximum length of {NAME_CHARS_MAX} characters")
+    if not _NAME.fullmatch(name):
+        raise invalid(
+            "Action name contains invalid characters. "
+            "Only alphanumeric characters, hyphens, and underscores are allowed"
+        )
+    if name.upper() in ACTION_TYPES:
+        raise invalid(f"name can't be one of action type [{', '.join(ACTION_TYPES)}]")
+
+
+def check_action(action: Action, parameters: Mapping[str, str]) -> None:
+    """Whatever can be known of an action before it is called. Raises: InvalidInput."""
+    kind = action.action_type
+    _refuse_credentials(action.url, f"the url of the action {kind}")
+    _refuse_credentials(action.request_body or "", f"the request_body of the action {kind}")
+    check_headers(action.headers)
+    url = own_url(action.url, parameters)
+    if has_open_host(url):
+        raise InvalidInput(
+            f"the url of the action {kind} does not say where it leads: {url[:200]}; "
+            "its host is filled from the connector's own parameters alone",
+            code="invalid_url",
+        )
+    # With each placeholder that is left in it filled, it must be a URL.
+    UrlTemplate("".join("x" if isinstance(piece, Hole) else piece for piece in split(url)), {})
+    HeaderTemplates(action.headers, parameters)
+    JsonTemplate(action.request_body or "", parameters)
+    _check_function(action.pre_process_function, PRE_PROCESS, f"the pre_process_function of the action {kind}")
+    _check_function(action.post_process_function, POST_PROCESS, f"the post_process_function of the action {kind}")
+
+
+def _refuse_credentials(text: str, place: str) -> None:
+    found = next((hole for hole in holes(text) if hole.scope == CREDENTIAL), None)
+    if found is not None:
+        raise InvalidInput(
+            f"{place} holds {found.text}: credentials stand in headers only, where nobody logs them",
+            code="misplaced_credential",
+        )
+
+
+def _check_function(name: str | None, known: Iterable[str], place: str) -> None:
+    if name is None or name in known:
+        return
+    if not re.fullmatch(r"[A-Za-z0-9_.]{1,100}", name):
+        raise InvalidInput(
+            f"{place} is a Painless script, and scripts are not run here: use one of the built-in functions "
+            f"({', '.join(known)}), `response_filter`, or a template that needs none",
+            code="painless_not_supported",
+        )
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    raise InvalidInput(f"{place} is {name!r}, which is no built-in function{hint}", code="painless_not_supported")
+
+
+POLICIES = ("constant", "exponential_equal_jitter", "exponential_full_jitter")
+# Of each number: the least and the most it may be.
+_BOUNDS = {
+    "max_connection": (1, 10_000),
+    "connection_timeout": (1, 86_400),
+    "read_timeout": (1, 86_400),
+    "retry_backoff_millis": (0, 3_600_000),
+    "retry_timeout_seconds": (0, 86_400),
+    "max_retry_times": (-1, 1_000_000),
+}
+CLIENT_FIELDS = (*ClientConfig.__struct_fields__, "mutual_tls_enabled", "keystore_type")
+
+
+def read_client_config(value: Any) -> ClientConfig | None:
+    """The settings, those that are missing filled in; None where there are none. Raises: InvalidInput."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise invalid("`client_config` is an object")
+    if read_flag(value, "mutual_tls_enabled"):
+        raise InvalidInput(
+            "`client_config.mutual_tls_enabled` is not supported: connectors present no certificates of their own",
+            code="unsupported_field",
+        )
+    policy = (read_text(value, "retry_backoff_policy") or "constant").lower()
+    if policy not in POLICIES:
+        raise invalid("Unsupported retry backoff policy")
+    numbers = {name: _number(value[name], name) for name in _BOUNDS if value.get(name) is not None}
+    return ClientConfig(
+        **numbers,
+        retry_backoff_policy=policy,
+        skip_ssl_verification=read_flag(value, "skip_ssl_verification"),
+    )
+
+
+def unknown_client_fields(value: Mapping[str, Any]) -> list[str]:
+    return [name for name in value if name not in CLIENT_FIELDS]
+
+
+def _number(value: Any, name: str) -> int:
+    least, most = _BOUNDS[name]
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most or (isinstance(value, float) and value != number):
+        raise invalid(f"`client_config.{name}` is {str(value)[:80]!r}; it is a whole number from {least} to {most}")
+    return number
+
 
 PROTOCOLS = ("http", "aws_sigv4")
 FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -196,11 +424,11 @@ def refuse_unknown(fields: Mapping[str, Any]) -> None:
     """A misspelt member of a file is an error: nobody but its author will ever look for it. Raises: InvalidInput."""
     found = [name for name in fields if name not in (*_FIELDS, *_WITHOUT_EFFECT, *_ACCESS)]
     settings = fields.get("client_config")
-    found += client_settings.unknown_fields(settings) if isinstance(settings, Mapping) else []
+    found += unknown_client_fields(settings) if isinstance(settings, Mapping) else []
     for action in fields.get("actions") or []:
-        found += action_rules.unknown_fields(action) if isinstance(action, Mapping) else []
+        found += unknown_fields(action) if isinstance(action, Mapping) else []
     if found:
-        known = (*_FIELDS, *action_rules.FIELDS, *client_settings.FIELDS)
+        known = (*_FIELDS, *FIELDS, *CLIENT_FIELDS)
         near = difflib.get_close_matches(found[0], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InvalidInput(f"a connector has no field {found[0]!r}{hint}", code="unknown_field")

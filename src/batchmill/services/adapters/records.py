@@ -1,18 +1,50 @@
-"""The records of adapters: what the table `adapters` says. A number of a name is never given twice."""
+"""Adapters: their names, their records in the table `adapters`, and how people see them."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
+from msgspec.structs import replace
 
-from batchmill.jobs import job_records
-from batchmill.jobs.job_files import read_spec
-from batchmill.store.llm_tables import adapters
+from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.files import read_spec
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.tables import adapters
+from batchmill.wire.native_models import AdapterInfo
+
+NAME_CHARS_MAX = 190
+NUMBER_MAX = 10**9
+SHOWN_CHARS = 200
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
+
+
+def check_name(name: str) -> str:
+    """The name, if an adapter may be called so. Raises: InvalidInput (`invalid_name`)."""
+    is_version = _VERSION.fullmatch(name.rpartition("/")[2]) is not None and "/" in name
+    if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX or is_version:
+        raise InvalidInput(
+            f"{name[:SHOWN_CHARS]!r} is no name of an adapter: it is NAME or ORG/NAME, of letters, digits and . _ -, "
+            f"{NAME_CHARS_MAX} characters at most, and its last part is no number: that is a version's",
+            code="invalid_name",
+        )
+    return name
+
+
+def read_reference(text: str) -> tuple[str, int | None]:
+    """The name and version that "NAME" or "NAME/VERSION" says; None: the newest."""
+    name, slash, version = text.rpartition("/")
+    if slash and _VERSION.fullmatch(version):
+        return name, int(version)
+    return text, None
+
 
 FETCHING, READY, FAILED, REMOVED = "fetching", "ready", "failed", "removed"
 
@@ -105,3 +137,17 @@ def used_folders(db: sa.Connection) -> set[str]:
     """The folders of adapters that jobs name which have not ended."""
     specs = [read_spec(record["spec"]) for record in job_records.unfinished(db)]
     return {place for spec in specs for model in spec.models for place in model.adapters.values()}
+
+
+def adapter_info(record: AdapterRecord) -> AdapterInfo:
+    """For whoever works on this machine."""
+    return msgspec.convert(record, AdapterInfo, from_attributes=True)
+
+
+def shown_info(record: AdapterRecord) -> AdapterInfo:
+    """For callers of a server: where folders lie on it is nobody's business."""
+    info = adapter_info(record)
+    if not os.path.isabs(record.source):
+        return info
+    name = os.path.basename(record.source)
+    return replace(info, source=name, message=record.message.replace(record.source, name))

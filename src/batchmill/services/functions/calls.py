@@ -8,20 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import re
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
-from batchmill.errors import BatchmillError, LedgerBroken, Unavailable
-from batchmill.jobs.live import LivePath
+import msgspec
+
+from batchmill.errors import BatchmillError, InvalidInput, LedgerBroken, Unavailable
+from batchmill.jobs.pools.live import LivePath
+from batchmill.models.call_log import FILE, OLDER, Entry, generation_of
+from batchmill.models.redaction import mask_known
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.functions.function import Target
+from batchmill.services.functions.function import VersionTarget
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, CallStats, LiveHead, LiveRequest, ModelSpec
-from batchmill.wire.messages import Answer
-from batchmill.wire.raised import Raised
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import FunctionReply
+from batchmill.wire.native_models import LogEntry, LogPage, LogQuery
 
 log = logging.getLogger("batchmill.server")
 
@@ -46,23 +53,23 @@ class FunctionCalls:
 
     # -- which ---------------------------------------------------------------------------------------------------------
 
-    def find(self, caller: Caller, name: str, branch: str | None = None, version: str = "latest") -> Target:
+    def find(self, caller: Caller, name: str, branch: str | None = None, version: str = "latest") -> VersionTarget:
         """The version that a call means now: of an alias with weights, each time another.
 
         Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
         """
         return self._directory.choose(caller, name, branch, version)
 
-    def targets(self, caller: Caller) -> list[Target]:
+    def targets(self, caller: Caller) -> list[VersionTarget]:
         """Every version that is ready and that the caller may use."""
         return [target for function in self._directory.functions(caller) for target in function.ready_targets()]
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
     async def ask(
-        self, caller: Caller, target: Target, form: str, body: bytes, *, head: bytes = b"",
+        self, caller: Caller, target: VersionTarget, form: str, body: bytes, *, head: bytes = b"",
         timeout_s: float | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> FunctionReply:  # fmt: skip
         """The answer to a body, in the body's form. Cancelling it ends the call.
 
         Raises: what the form says is wrong with the body (InvalidInput), ModelFailed for what the function raised or
@@ -84,7 +91,13 @@ class FunctionCalls:
         return answer
 
     def ask_now(
-        self, caller: Caller, target: Target, form: str, body: bytes, head: bytes, hear: Callable[[Answer], None]
+        self,
+        caller: Caller,
+        target: VersionTarget,
+        form: str,
+        body: bytes,
+        head: bytes,
+        hear: Callable[[FunctionReply], None],
     ) -> Cancel | None:
         """Begin a call without waiting; what is returned ends it early. None: it would have to wait, so `ask`.
 
@@ -94,13 +107,17 @@ class FunctionCalls:
             return None
         began = self._clock.monotonic()
 
-        def told(answer: Answer) -> None:
+        def told(answer: FunctionReply) -> None:
             self._tell(caller, target, form, None if answer.raised is None else answer.raised.code, began)
             try:
                 hear(answer)
-            except Exception as error:  # the edge: a door's own bug must not end the worker that answered
+            except Exception as error:  # the edge: a frontend's own bug must not end the worker that answered
                 log.error("an answer of %s could not be handed on", target.name, exc_info=error)
-                hear(Answer(answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))))
+                hear(
+                    FunctionReply(
+                        answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))
+                    )
+                )
 
         origin = caller.project, request_id.get()
         cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, hear=told)
@@ -110,12 +127,12 @@ class FunctionCalls:
             self._copy(target, form, body, head, origin)
         return lambda: self._give_up(cancel, (caller, target, form, "abandoned", began))
 
-    def _give_up(self, cancel: Cancel, told: tuple[Caller, Target, str, str, float]) -> None:
+    def _give_up(self, cancel: Cancel, told: tuple[Caller, VersionTarget, str, str, float]) -> None:
         cancel()
         self._tell(*told)
 
     async def stream(
-        self, caller: Caller, target: Target, form: str, body: bytes, head: bytes = b""
+        self, caller: Caller, target: VersionTarget, form: str, body: bytes, head: bytes = b""
     ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """An answer event by event, as server-sent events. Close the iterator to end it early. Raises as `ask`."""
         self._require_loaded(target)
@@ -138,7 +155,7 @@ class FunctionCalls:
         return first, self._body(pieces, (caller, target, form), began)
 
     async def _body(
-        self, pieces: AsyncGenerator[LiveHead | bytes], told: tuple[Caller, Target, str], began: float
+        self, pieces: AsyncGenerator[LiveHead | bytes], told: tuple[Caller, VersionTarget, str], began: float
     ) -> AsyncGenerator[bytes]:
         code: str | None = "abandoned"
         try:
@@ -153,7 +170,7 @@ class FunctionCalls:
             await pieces.aclose()
             self._tell(*told, code, began)
 
-    def _tell(self, caller: Caller, target: Target, form: str, code: str | None, began: float) -> None:
+    def _tell(self, caller: Caller, target: VersionTarget, form: str, code: str | None, began: float) -> None:
         if not self._listeners:
             return
         status = ANSWERED if code is None else 0
@@ -163,7 +180,7 @@ class FunctionCalls:
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def _copy(self, target: Target, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
+    def _copy(self, target: VersionTarget, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
         """Whatever becomes of it, the call itself hears nothing of it."""
         for mirror in target.mirrors:
             self._spawn_copy(mirror, self._ask_copy(mirror, form, body, head, origin))
@@ -210,23 +227,117 @@ class FunctionCalls:
         found = None if function is None else function.ready_target(branch, version)
         return CallStats() if found is None else self._live.stats(found.model)
 
-    def is_ready(self, target: Target) -> bool:
+    def is_ready(self, target: VersionTarget) -> bool:
         """It may be called: nobody has unloaded it. Its first call may wait for a worker to start."""
         return (target.name, target.branch, target.number) not in self._unloaded
 
-    def _require_loaded(self, target: Target) -> None:
+    def _require_loaded(self, target: VersionTarget) -> None:
         if self._unloaded and not self.is_ready(target):
             raise Unavailable(
                 f"{target.name} version {target.version} was unloaded: load it, or deploy a new version",
                 code="model_unloaded",
             )
 
-    async def load(self, target: Target) -> None:
+    async def load(self, target: VersionTarget) -> None:
         """Have a worker ready, and keep it so until `unload`. Raises: ModelFailed, Unavailable."""
         await self._live.load(target.model)
         self._unloaded.discard((target.name, target.branch, target.number))
 
-    async def unload(self, target: Target) -> None:
+    async def unload(self, target: VersionTarget) -> None:
         """Call it no more until it is loaded: its workers end once they have answered. Rows of jobs still run."""
         self._unloaded.add((target.name, target.branch, target.number))
         self._live.unload(target.model)
+
+
+PIECE_BYTES_MAX = 8 * 1024 * 1024  # looked at for one page that goes on from a cursor
+START = "start"
+_CURSOR = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
+_entry = msgspec.json.Decoder(Entry).decode
+
+
+def read(folder: Path, query: LogQuery, project: str | None) -> LogPage:
+    """A page of what is kept in a version's folder. Blocks.
+
+    Args:
+        project: whose calls are shown, with what was printed before any call; None: everybody's.
+    Raises: InvalidInput (`invalid_cursor`).
+    """
+    generation = generation_of(folder / OLDER)
+    if query.after is None:
+        return _last(folder, query, project, generation)
+    match = _CURSOR.fullmatch(query.after)
+    if match is None:
+        raise InvalidInput(f"{query.after[:40]!r} is no cursor: give `next` of the page before", code="invalid_cursor")
+    at, offset = int(match[1]), int(match[2])
+    is_lost = at < generation - 1  # what stood there was kept, and kept no longer
+    if at < generation:
+        at, offset = generation - 1, 0 if is_lost else offset
+        page, offset, is_whole = _from(folder / OLDER, query, project, offset)
+        if not is_whole:
+            return LogPage(page, f"{at}-{offset}", is_lost)
+        more, offset, _ = _from(folder / FILE, query, project, 0, len(page))
+        return LogPage(page + more, f"{generation}-{offset}", is_lost)
+    page, offset, _ = _from(folder / FILE, query, project, offset)
+    return LogPage(page, f"{generation}-{offset}", is_lost)
+
+
+def _last(folder: Path, query: LogQuery, project: str | None, generation: int) -> LogPage:
+    kept: deque[LogEntry] = deque(maxlen=query.limit)
+    offset = 0
+    for name in (OLDER, FILE):
+        offset = 0
+        for line in _lines(folder / name, 0):
+            offset += len(line)
+            if (entry := _seen(line, query, project)) is not None:
+                kept.append(entry)
+    return LogPage(list(kept), f"{generation}-{offset}")
+
+
+def _from(
+    path: Path, query: LogQuery, project: str | None, offset: int, had: int = 0
+) -> tuple[list[LogEntry], int, bool]:
+    """Entries from an offset on, the offset behind them, and whether the file was read to its end.
+
+    Offsets in the older file do not count its first line: they are those that the file had before.
+    """
+    found: list[LogEntry] = []
+    begun = offset
+    for line in _lines(path, offset):
+        if had + len(found) >= query.limit or offset - begun >= PIECE_BYTES_MAX:
+            return found, offset, False
+        offset += len(line)
+        if (entry := _seen(line, query, project)) is not None:
+            found.append(entry)
+    return found, offset, True
+
+
+def _lines(path: Path, offset: int) -> Iterator[bytes]:
+    """Whole lines from an offset on; one that is being written comes the next time."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        if path.name == OLDER:
+            offset += len(file.readline(1024))
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
+def _seen(line: bytes, query: LogQuery, project: str | None) -> LogEntry | None:
+    """The entry of a line, if it was asked for and is the caller's to see."""
+    wanted = query.request
+    if wanted is not None and wanted.encode() not in line:
+        return None
+    try:
+        entry = _entry(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None  # torn, when the disk was full
+    if wanted is not None and not any(each == wanted or each.startswith(f"{wanted} ") for each in entry.requests):
+        return None
+    if project is not None and entry.project != project and not (entry.stage == START and not entry.requests):
+        return None
+    return LogEntry(entry.at, entry.stream, mask_known(entry.text), entry.stage, entry.project, entry.requests)

@@ -12,14 +12,14 @@ from batchmill.errors import UnknownName
 from batchmill.services.functions.names import LATEST, MAIN, SHOWN_CHARS
 from batchmill.services.functions.records import BUILDING, READY
 from batchmill.types import Interface, ModelSpec
-from batchmill.wire.deploys import Backend, ModelVersion, Route
+from batchmill.wire.bundles import Backend, ModelVersion, Route
 
 VERSIONS_MAX = 10  # the newest, which rows of a job may name
 SHOWN_MAX = 5  # versions that an error names
 Place = tuple[str, int]  # branch and number of a version
 
 
-class Target(Struct, frozen=True):
+class VersionTarget(Struct, frozen=True):
     """The version that a call goes to; `mirrors` get copies."""
 
     name: str
@@ -41,7 +41,7 @@ class Target(Struct, frozen=True):
 class _Split(Struct, frozen=True):
     """What an alias stands for: one of these, drawn by weight at each call."""
 
-    targets: list[Target]
+    targets: list[VersionTarget]
     weights: list[float]
 
 
@@ -105,7 +105,7 @@ class Function:
         """Its name is nobody else's: a version that may become the newest again is shared."""
         return any(each.is_shared for each in self.all if each.state in (BUILDING, READY))
 
-    def choose(self, branch: str | None, version: str, chance: random.Random) -> Target:
+    def choose(self, branch: str | None, version: str, chance: random.Random) -> VersionTarget:
         """The version that a number, `latest` or an alias means. Raises: UnknownName (`model_not_found`)."""
         split = self._named.get((branch or MAIN, version)) or self._aliases.get(version)
         if split is None:
@@ -114,11 +114,11 @@ class Function:
             return split.targets[0]
         return chance.choices(split.targets, split.weights)[0]
 
-    def ready_targets(self) -> list[Target]:
+    def ready_targets(self) -> list[VersionTarget]:
         """Every version that is ready, by branch and number."""
         return [_target(each) for each in self.all if each.state == READY]
 
-    def ready_target(self, branch: str, version: str) -> Target | None:
+    def ready_target(self, branch: str, version: str) -> VersionTarget | None:
         found = self._named.get((branch, version))
         return None if found is None else found.targets[0]
 
@@ -138,9 +138,9 @@ class Function:
         own = [self.name] if (MAIN, LATEST) in self._named else []
         return own + [f"{self.name}@{alias}" for alias in self._aliases]
 
-    def targets(self, chance: random.Random) -> dict[str, Target]:
+    def targets(self, chance: random.Random) -> dict[str, VersionTarget]:
         """What rows may call it, and which version that means now: an alias with weights is drawn."""
-        found: dict[str, Target] = {}
+        found: dict[str, VersionTarget] = {}
         for alias in self._aliases:
             found[f"{self.name}@{alias}"] = self.choose(None, alias, chance)
         for label in self.routes:
@@ -176,5 +176,5 @@ def _spec(version: ModelVersion) -> ModelSpec:
     return version.spec
 
 
-def _target(version: ModelVersion, mirrors: tuple[ModelSpec, ...] = ()) -> Target:
-    return Target(version.name, version.branch, version.number, _spec(version), mirrors)
+def _target(version: ModelVersion, mirrors: tuple[ModelSpec, ...] = ()) -> VersionTarget:
+    return VersionTarget(version.name, version.branch, version.number, _spec(version), mirrors)

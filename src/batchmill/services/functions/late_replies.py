@@ -11,24 +11,122 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
 
 from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
 from batchmill.ports import Clock
 from batchmill.services.clock_steps import ClockSteps
-from batchmill.services.courier import Answer as Heard
-from batchmill.services.courier import Courier
-from batchmill.services.functions import late_records as records
-from batchmill.services.functions.late_records import LateCall, Order
 from batchmill.services.outbox import DELAYS_S, GONE, delay_s
+from batchmill.services.webhook_sender import DeliveryResult as Heard
+from batchmill.services.webhook_sender import WebhookSender
 from batchmill.store.database import Database
-from batchmill.store.service_tables import late_calls
+from batchmill.store.quotas import refuse_beyond
+from batchmill.store.tables import late_calls
 from batchmill.types import Caller, ProjectQuotas, Scope
-from batchmill.wire.messages import Answer
+from batchmill.wire.messages import FunctionReply
 
 if TYPE_CHECKING:
-    from batchmill.services.functions.calls import FunctionCalls, Target
+    from batchmill.services.functions.calls import FunctionCalls, VersionTarget
+
+
+CALLS_MAX = 10_000  # that wait at once, of all projects
+BYTES_MAX = 4 * 1024**3  # of them
+PROJECT_BYTES_MAX = 1024**3  # of those of one project
+
+
+class Order(Struct, frozen=True):
+    """How a call is asked, and how its answer is told."""
+
+    frontend: str  # whose words the answer has
+    form: str  # of the body
+    url: str
+    header: str  # that holds the id of the call
+    ignores_timeout: bool = False  # a URL that takes long to answer has heard it
+    told: str = ""  # the frontend's own
+
+
+class LateCall(Struct, frozen=True):
+    """A call as it was written down."""
+
+    id: str
+    project: str
+    key: str | None
+    name: str
+    branch: str
+    number: int
+    order: Order
+    body: bytes
+    reply: bytes | None = None
+    created: float = 0.0
+    begun: float | None = None
+    attempts: int = 0
+
+
+_COLUMNS = [late_calls.c[name] for name in LateCall.__struct_fields__]
+
+
+def insert(db: sa.Connection, call: LateCall, quota: int) -> None:
+    """Raises: OverQuota; Unavailable when too many wait, of all projects."""
+    way_out = "come again when some have been answered"
+    refuse_beyond(db, late_calls, quota, quota="late_calls", project=call.project, way_out=way_out)
+    mine = sa.select(sa.func.coalesce(sa.func.sum(late_calls.c.bytes), 0)).where(late_calls.c.project == call.project)
+    if (bytes_ := db.execute(mine).scalar_one()) + len(call.body) > PROJECT_BYTES_MAX:
+        raise Unavailable(f"{bytes_:,} bytes of this project's calls are to be answered later", code="too_many_bytes")
+    waiting, held = db.execute(sa.select(sa.func.count(), sa.func.sum(late_calls.c.bytes))).one()
+    if waiting >= CALLS_MAX:
+        raise Unavailable(f"{waiting:,} calls are to be answered later; try again", code="too_many_calls")
+    if (held or 0) + len(call.body) > BYTES_MAX:
+        raise Unavailable(f"{held:,} bytes of calls are to be answered later; try again", code="too_many_bytes")
+    values = {name: getattr(call, name) for name in LateCall.__struct_fields__ if name != "order"}
+    order = msgspec.json.encode(call.order)
+    db.execute(late_calls.insert().values(**values, order=order, bytes=len(call.body), due=call.created))
+
+
+def due(db: sa.Connection, now: float, taken: Sequence[str], full: Sequence[str], limit: int) -> list[tuple[str, str]]:
+    """The ids of calls to go on with and their projects, the longest due first, apart from those in hand.
+
+    Args: full: projects that have their share in hand.
+    """
+    columns = late_calls.c
+    wanted = (columns.due <= now, columns.id.not_in(taken), columns.project.not_in(full))
+    query = sa.select(columns.id, columns.project).where(*wanted).order_by(columns.due).limit(limit)
+    return [tuple(found) for found in db.execute(query)]
+
+
+def find(db: sa.Connection, call_id: str) -> LateCall | None:
+    found = db.execute(sa.select(*_COLUMNS).where(late_calls.c.id == call_id)).mappings().first()
+    if found is None:
+        return None
+    return LateCall(**{**found, "order": msgspec.json.decode(found["order"], type=Order)})
+
+
+def begin(db: sa.Connection, call_id: str, now: float | None) -> None:
+    """It is being asked; None: it was not, after all."""
+    db.execute(late_calls.update().where(late_calls.c.id == call_id).values(begun=now))
+
+
+def answer(db: sa.Connection, call_id: str, reply: bytes, now: float) -> None:
+    values = {"reply": reply, "body": b"", "bytes": len(reply), "due": now, "attempts": 0}
+    db.execute(late_calls.update().where(late_calls.c.id == call_id).values(**values))
+
+
+def put_off(db: sa.Connection, call_id: str, attempts: int, due: float) -> None:
+    db.execute(late_calls.update().where(late_calls.c.id == call_id).values(attempts=attempts, due=due))
+
+
+def forget(db: sa.Connection, call_id: str) -> None:
+    """It was told, or given up."""
+    db.execute(late_calls.delete().where(late_calls.c.id == call_id))
+
+
+def count(db: sa.Connection) -> int:
+    return db.execute(sa.select(sa.func.count()).select_from(late_calls)).scalar_one()
+
 
 __all__ = ["LateCall", "LateReplies", "Order"]
 
@@ -41,18 +139,18 @@ RETRY_S, RETRY_MAX_S = 5.0, 600.0  # a function that cannot be called now is cal
 
 log = logging.getLogger("batchmill.server")
 
-Write = Callable[[LateCall, Answer | BatchmillError], Awaitable[bytes]]
+Write = Callable[[LateCall, FunctionReply | BatchmillError], Awaitable[bytes]]
 
 
 class LateReplies:
-    """`open` it once every door has said, with `speak`, how its answers are written."""
+    """`open` it once every frontend has said, with `speak`, how its answers are written."""
 
     def __init__(
-        self, database: Database, clock: Clock, functions: FunctionCalls, courier: Courier,
+        self, database: Database, clock: Clock, functions: FunctionCalls, webhook_sender: WebhookSender,
         quotas: ProjectQuotas = ProjectQuotas(),
     ) -> None:  # fmt: skip
         self._quotas = quotas
-        self._database, self._clock, self._functions, self._courier = database, clock, functions, courier
+        self._database, self._clock, self._functions, self._webhook_sender = database, clock, functions, webhook_sender
         self._steps = ClockSteps(database, clock, late_calls)
         self._writers: dict[str, Write] = {}
         self._in_hand: dict[str, tuple[str, asyncio.Task[None]]] = {}  # call -> its project, task
@@ -60,16 +158,16 @@ class LateReplies:
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
 
-    def speak(self, door: str, write: Write) -> None:
+    def speak(self, frontend: str, write: Write) -> None:
         """`write` makes the body that is sent, of an answer or of an error."""
-        self._writers[door] = write
+        self._writers[frontend] = write
 
-    async def promise(self, caller: Caller, target: Target, body: bytes, order: Order) -> str:
+    async def promise(self, caller: Caller, target: VersionTarget, body: bytes, order: Order) -> str:
         """Write down a call; the id under which its answer will be sent.
 
         Raises: InvalidInput (`url_not_allowed`), TooLarge, Unavailable when too many wait, StorageFull.
         """
-        self._courier.check(order.url)
+        self._webhook_sender.check(order.url)
         if len(body) > BODY_BYTES_MAX:
             raise TooLarge(
                 f"a call that is answered later may have {BODY_BYTES_MAX:,} bytes, not {len(body):,}",
@@ -79,13 +177,13 @@ class LateReplies:
             secrets.token_hex(16), caller.project, caller.key, target.name, target.branch, target.number, order, body,
             created=self._clock.now(),
         )  # fmt: skip
-        await self._database.write(records.insert, call, self._quotas.of(caller.project).late_calls)
+        await self._database.write(insert, call, self._quotas.of(caller.project).late_calls)
         self._wake.set()
         return call.id
 
     async def count_waiting(self) -> int:
         """Calls that are still to be made, or answers to be taken."""
-        return await self._database.read(records.count)
+        return await self._database.read(count)
 
     def open(self) -> None:
         self._running = asyncio.create_task(self._run())
@@ -121,7 +219,7 @@ class LateReplies:
         while (room := IN_HAND_MAX - len(self._in_hand)) > 0:
             running = Counter(project for project, _ in self._in_hand.values())
             full = [project for project, count in running.items() if count >= IN_HAND_PROJECT_MAX]
-            found = await self._database.read(records.due, self._clock.now(), list(self._in_hand), full, room)
+            found = await self._database.read(due, self._clock.now(), list(self._in_hand), full, room)
             for call_id, project in found:
                 if running[project] < IN_HAND_PROJECT_MAX:
                     running[project] += 1
@@ -152,7 +250,7 @@ class LateReplies:
 
     async def _go_on(self, call_id: str) -> None:
         try:
-            call = await self._database.read(records.find, call_id)
+            call = await self._database.read(find, call_id)
             if call is None:
                 return
             if call.reply is None:
@@ -170,19 +268,19 @@ class LateReplies:
         self._calling.add(call.id)
         try:
             try:
-                answered: Answer | BatchmillError = await self._ask(call)
+                answered: FunctionReply | BatchmillError = await self._ask(call)
             except Unavailable as error:
                 if call.attempts < len(DELAYS_S):
                     return await self._put_off(call, error)
                 answered = error
             except BatchmillError as error:
                 answered = error
-            reply = await self._writers[call.order.door](call, answered)
-            await self._database.write(records.answer, call.id, reply, self._clock.now())
+            reply = await self._writers[call.order.frontend](call, answered)
+            await self._database.write(answer, call.id, reply, self._clock.now())
         finally:
             self._calling.discard(call.id)
 
-    async def _ask(self, call: LateCall) -> Answer:
+    async def _ask(self, call: LateCall) -> FunctionReply:
         caller = Caller(call.project, Scope.SUBMIT, call.key)
         target = self._functions.find(caller, call.name, call.branch, str(call.number))
         function = target.model.function
@@ -191,27 +289,27 @@ class LateReplies:
                 "the server ended while the function ran, and it is not declared idempotent: it is not called again",
                 code="worker_crashed",
             )
-        await self._database.write(records.begin, call.id, self._clock.now())
+        await self._database.write(begin, call.id, self._clock.now())
         return await self._functions.ask(caller, target, call.order.form, call.body)
 
     async def _put_off(self, call: LateCall, error: Unavailable) -> None:
         """It was not called: that is done later."""
         log.info("the late call %s waits: %s", call.id, error.message)
-        await self._database.write(records.begin, call.id, None)
+        await self._database.write(begin, call.id, None)
         due = self._clock.now() + min(RETRY_S * 2**call.attempts, RETRY_MAX_S)
-        await self._database.write(records.put_off, call.id, call.attempts + 1, due)
+        await self._database.write(put_off, call.id, call.attempts + 1, due)
 
     async def _send(self, call: LateCall, reply: bytes) -> None:
         order = call.order
-        heard = await self._courier.deliver(order.url, call.id, reply, (), headers={order.header: call.id})
+        heard = await self._webhook_sender.deliver(order.url, call.id, reply, (), headers={order.header: call.id})
         attempts = call.attempts + 1
         if not heard.failure or (heard.is_late and order.ignores_timeout):
-            await self._database.write(records.forget, call.id)
+            await self._database.write(forget, call.id)
         elif attempts > len(DELAYS_S) or heard.status == GONE:
             log.warning("the late reply %s is given up: %s", call.id, heard.failure)
-            await self._database.write(records.forget, call.id)
+            await self._database.write(forget, call.id)
         else:
-            await self._database.write(records.put_off, call.id, attempts, self._next(call.id, attempts, heard))
+            await self._database.write(put_off, call.id, attempts, self._next(call.id, attempts, heard))
 
     def _next(self, call_id: str, attempts: int, heard: Heard) -> float:
         return self._clock.now() + delay_s(call_id, attempts, heard.rest_s)

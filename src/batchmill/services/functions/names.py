@@ -6,8 +6,14 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, UnknownName
+
+if TYPE_CHECKING:
+    from batchmill.services.functions.calls import FunctionCalls, VersionTarget
+    from batchmill.types import Caller
+
 
 MAIN, LATEST = "main", "latest"
 NAME_CHARS_MAX = 100
@@ -84,3 +90,26 @@ def read_reference(text: str) -> tuple[str, str | None, str]:
 def folder_of(branch: str) -> str:
     """A branch as one part of a path or URL."""
     return branch.replace("/", "~")
+
+
+LATEST_SEGMENT = "latest"
+
+
+def locate(functions: FunctionCalls, caller: Caller, model: str, version: str | None = None) -> VersionTarget:
+    """The function that `model` means. A label is an alias, a version, or a branch whose "/" is written "~".
+
+    Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
+    """
+    name, _, label = model.partition("@")
+    if not label:
+        return functions.find(caller, name, None, version or LATEST_SEGMENT)
+    branch = label.replace("~", "/")
+    if version is not None:
+        return functions.find(caller, name, branch, version)
+    try:
+        return functions.find(caller, name, None, label)
+    except UnknownName as unknown:
+        try:
+            return functions.find(caller, name, branch, LATEST_SEGMENT)
+        except UnknownName:
+            raise unknown from None

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
-from batchmill.services.functions import call_logs, records
-from batchmill.services.functions.deploying import Workshop
+from batchmill.services.functions import calls as call_logs
+from batchmill.services.functions import records
+from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.function import Function
 from batchmill.services.functions.names import (
     LATEST,
@@ -34,8 +35,8 @@ from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVE
 from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.store.database import Database
 from batchmill.types import Caller, ModelSpec, ProjectQuotas
-from batchmill.wire.deploys import Backend, Deployed, DeployOrder, ModelVersion, Route
-from batchmill.wire.native_logs import LogPage, LogQuery
+from batchmill.wire.bundles import Backend, Deployed, DeployOrder, ModelVersion, Route
+from batchmill.wire.native_models import LogPage, LogQuery
 
 __all__ = ["ModelVersion", "ModelVersions"]
 
@@ -62,10 +63,10 @@ class ModelVersions:
     """
 
     def __init__(
-        self, database: Database, clock: Clock, directory: ModelDirectory, *, workshop: Workshop,
+        self, database: Database, clock: Clock, directory: ModelDirectory, *, builder: VersionBuilder,
         quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _stays_cold,
     ) -> None:  # fmt: skip
-        self._database, self._clock, self._directory, self._workshop = database, clock, directory, workshop
+        self._database, self._clock, self._directory, self._builder = database, clock, directory, builder
         self._quotas = quotas
         self._functions: dict[str, Function] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
@@ -82,7 +83,7 @@ class ModelVersions:
             by_name.setdefault(route.name, ([], []))[1].append(route)
         self._put_all([Function(name, {}, {}).changed(*found) for name, found in by_name.items()])
         keep = [each for each in versions if each.state in (READY, FAILED)]
-        await asyncio.to_thread(self._workshop.sweep, keep)
+        await asyncio.to_thread(self._builder.sweep, keep)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -168,13 +169,13 @@ class ModelVersions:
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
     ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
-        return await asyncio.to_thread(self._workshop.log, self._tried(name, branch, version, by))
+        return await asyncio.to_thread(self._builder.log, self._tried(name, branch, version, by))
 
     async def calls(self, name: str, query: LogQuery, *, by: Caller | None = None) -> LogPage:
         """What calls of a version printed and raised; of the caller's project alone."""
         found = self._tried(name, query.branch, query.version or LATEST, by)
         project = None if by is None else by.project
-        return await asyncio.to_thread(call_logs.read, self._workshop.folder(found), query, project)
+        return await asyncio.to_thread(call_logs.read, self._builder.folder(found), query, project)
 
     def _tried(self, name: str, branch: str | None, version: str, by: Caller | None) -> ModelVersion:
         """The version whose log is meant. Raises as `own`, and UnknownName for a version that there is not."""
@@ -193,7 +194,7 @@ class ModelVersions:
 
     def incoming(self) -> Path:
         """An empty file for an archive that is on its way here; whoever asked for it removes it."""
-        return self._workshop.incoming()
+        return self._builder.incoming()
 
     async def deploy(
         self, bundle: Path, *, check: Callable[[str], None] | None = None, by: Caller | None = None
@@ -206,7 +207,7 @@ class ModelVersions:
         that is wrong; ModelFailed (`deploy_failed`) with the traceback where the code does not work: the version is
         then written down as failed, and the one before stays; OverQuota.
         """
-        staged = await self._workshop.stage(bundle)
+        staged = await self._builder.stage(bundle)
         try:
             order = staged.order
             check_name(order.name)
@@ -214,7 +215,7 @@ class ModelVersions:
             if check is not None:
                 check(order.name)
             if by is not None and by.key is not None:
-                self._workshop.check_asked(order)
+                self._builder.check_asked(order)
             async with self._alone(order.name):
                 new = self._new(order, by)
                 latest = self._latest(order.name, order.branch)
@@ -222,7 +223,7 @@ class ModelVersions:
                     return Deployed(latest, is_new=False)
                 version = await self._begin(new, by)
                 try:
-                    spec = await self._workshop.build(staged, version)
+                    spec = await self._builder.build(staged, version)
                     return Deployed(await self._publish(version, spec, latest), is_new=True)
                 except BaseException as error:
                     await asyncio.shield(self._failed(version, error))
@@ -269,7 +270,7 @@ class ModelVersions:
         failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=told)
         await self._database.write(records.fail, failed)
         self._put(failed.name, [failed])
-        await asyncio.to_thread(self._workshop.discard_code, version)
+        await asyncio.to_thread(self._builder.discard_code, version)
 
     @contextlib.asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[None]:
@@ -335,7 +336,7 @@ class ModelVersions:
             new = replace(found, branch=into, created=self._clock.now(), finished=None, source=told, spec=None, key=key)
             version = await self._begin(new, by)
             try:
-                return await self._publish(version, await self._workshop.copy(found, version), latest)
+                return await self._publish(version, await self._builder.copy(found, version), latest)
             except BaseException as error:
                 await asyncio.shield(self._failed(version, error))
                 raise
@@ -393,7 +394,7 @@ class ModelVersions:
             removed = [replace(each, state=REMOVED) for each in gone]
             self._put(name, removed, dropped=dropped)
             for each in removed:
-                await asyncio.to_thread(self._workshop.discard, each)
+                await asyncio.to_thread(self._builder.discard, each)
             return removed
 
     async def remove_alias(self, name: str, alias: str, *, by: Caller | None = None) -> None:

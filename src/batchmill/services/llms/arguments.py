@@ -75,9 +75,9 @@ ALLOWED: dict[str, Rule] = {
 }
 # What other versions of vLLM call one of them.
 OTHER_NAMES = {"guided-decoding-backend": "structured-outputs-config.backend"}
-_CODE = "it would have the engine run code, and is for whoever runs this machine: in batchmill.toml"
-_FILES = "it names files of this machine, and is for whoever runs it: in batchmill.toml"
-_HOSTS = "it opens ways to other machines, and is for whoever runs this one: in batchmill.toml"
+_CODE = "it makes the engine run code; only the operator can set it, in batchmill.toml"
+_FILES = "it names files of this machine; only the operator can set it, in batchmill.toml"
+_HOSTS = "it connects to other machines; only the operator can set it, in batchmill.toml"
 _OURS = "batchmill sets it itself"
 _ADAPTERS = "adapters are registered with batchmill, which says how many and how large ones the engine has room for"
 REFUSED = {

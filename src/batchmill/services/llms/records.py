@@ -10,10 +10,8 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.states import ENDED
-from batchmill.store.connector_tables import secrets
-from batchmill.store.llm_tables import llm_deployments
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import jobs
+from batchmill.store.tables import jobs, llm_deployments, secrets
 from batchmill.types import LlmSettings, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

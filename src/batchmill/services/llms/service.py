@@ -15,25 +15,22 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, Unavailable, UnknownName
-from batchmill.jobs.machine import veiled
-from batchmill.jobs.quarantine import Quarantine
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.resources import veiled
 from batchmill.ports import Clock
 from batchmill.services.configured_models import ENGINE
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
-from batchmill.services.llms.keeping import Calls, Engines, Keeper
+from batchmill.services.llms.controller import Calls, EngineController, Engines
 from batchmill.services.llms.records import LlmDeployment, Stored
-from batchmill.services.llms.settings import is_same_engine, model_of, read
-from batchmill.services.llms.tokens import HubTokens, is_reference, tokens_of
+from batchmill.services.llms.settings import HubTokens, is_reference, is_same_engine, model_of, read, tokens_of
 from batchmill.services.model_rows import Key, ModelKind, ModelRow
-from batchmill.services.remote.changes import Changes
-from batchmill.services.remote.ids import new_id
+from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling
-from batchmill.types.engines import seen
-from batchmill.types.poison import Suspect
+from batchmill.types.models import Suspect, seen
 
 __all__ = ["LlmDeployment", "LlmService"]
 
@@ -68,7 +65,9 @@ class LlmService:
         self._tokens = HubTokens(database, vault, clock)
         self._directory, self._configuration = directory, directory.configured
         self.quarantine = quarantine
-        self._keeper = Keeper(engines, calls, clock, moved=self._moved, served=self._served, look=self._look)
+        self._controller = EngineController(
+            engines, calls, clock, moved=self._moved, served=self._served, look=self._look
+        )
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
         self._shown: list[LlmDeployment] | None = None  # those of the configuration
@@ -101,11 +100,11 @@ class LlmService:
         for deployment in self._all():  # what has names is known now
             self._want(deployment)
         for deployment in self._configured():
-            self._keeper.want(deployment.id, self._adapted("", deployment.name, deployment.model))
-        self._keeper.open()
+            self._controller.want(deployment.id, self._adapted("", deployment.name, deployment.model))
+        self._controller.open()
 
     async def close(self) -> None:
-        await self._keeper.close()
+        await self._controller.close()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -134,8 +133,8 @@ class LlmService:
     def view(self, deployment: LlmDeployment) -> EngineView:
         """Its engine, and what became of it lately."""
         if deployment.is_configured:
-            return self._keeper.view_of(self._adapted(deployment.project, deployment.name, deployment.model))
-        view = self._keeper.view(deployment.id)
+            return self._controller.view_of(self._adapted(deployment.project, deployment.name, deployment.model))
+        view = self._controller.view(deployment.id)
         if deployment.is_broken:
             return replace(view, state=EngineState.FAILED, message=deployment.problem)
         if deployment.problem:
@@ -190,7 +189,7 @@ class LlmService:
         served = deployment.serving or deployment.settings
         if settings.hf_token is None:
             settings = replace(settings, hf_token=served.hf_token)
-        return is_same_engine(served, settings) and self._keeper.view(deployment.id).state in STARTED
+        return is_same_engine(served, settings) and self._controller.view(deployment.id).state in STARTED
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class LlmService:
         unused = await self._tokens.unused(tokens_of(gone))
         await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, gone.id))
         del self._records[gone.project][gone.name]
-        self._keeper.drop(gone.id)
+        self._controller.drop(gone.id)
         self._directory.publish({_key(gone): ()})
         return gone
 
@@ -307,7 +306,7 @@ class LlmService:
         found = self.get(caller, name)
         if not found.is_configured:
             found = await self._changes.make(self._stopped(caller, name, is_stopped=False))
-        self._keeper.start(found.id)
+        self._controller.start(found.id)
         return found
 
     async def stop(self, caller: Caller, name: str) -> LlmDeployment:
@@ -374,9 +373,9 @@ class LlmService:
     def _want(self, deployment: LlmDeployment) -> bool:
         settings = deployment.serving if deployment.serving is not None and deployment.problem else deployment.settings
         if deployment.is_broken:
-            return self._keeper.want(deployment.id, deployment.model, is_on=False)
+            return self._controller.want(deployment.id, deployment.model, is_on=False)
         model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
-        return self._keeper.want(
+        return self._controller.want(
             deployment.id,
             self._with_adapters(deployment.project, settings, model),
             is_on=not deployment.is_stopped,
@@ -392,7 +391,7 @@ class LlmService:
 
     def _fresh(self, deployment: LlmDeployment) -> LlmDeployment:
         """With the model that is served."""
-        return replace(deployment, model=self._keeper.model(deployment.id))
+        return replace(deployment, model=self._controller.model(deployment.id))
 
     def _publish(self, deployments: Iterable[LlmDeployment]) -> None:
         self._directory.publish({_key(each): [_row(self._fresh(each))] for each in deployments})
@@ -412,19 +411,19 @@ class LlmService:
         taken = [self._refresh(each) for each in self._all()]
         for each in self._staying():
             adapted = self._adapted("", each.name, each.model)
-            taken.append(self._keeper.refresh(each.id, adapted))
+            taken.append(self._controller.refresh(each.id, adapted))
         self._publish(self._all())
         self._is_stale = not all(taken)  # an exchange may be under way: look again
 
     def _staying(self) -> list[LlmDeployment]:
         """Those of the configuration whose engines stay, once they are held."""
-        known = self._configured() if self._keeper.is_open else []
+        known = self._configured() if self._controller.is_open else []
         return [each for each in known if each.settings.scaling.replicas_min]
 
     def _refresh(self, deployment: LlmDeployment) -> bool:
         settings = deployment.serving or deployment.settings
         merged = self._with_adapters(deployment.project, settings, deployment.model)
-        return self._keeper.refresh(deployment.id, merged)
+        return self._controller.refresh(deployment.id, merged)
 
     def _of(self, project: str) -> dict[str, LlmDeployment]:
         return self._records.get(project, {})

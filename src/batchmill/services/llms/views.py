@@ -11,7 +11,7 @@ from batchmill.services.configured_models import MEDIA_FLAG
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.llms.service import LlmService
 from batchmill.types import Caller, EngineView, LlmSettings, Needs, Scaling
-from batchmill.wire.native_llms import LlmChange, LlmInfo, NewLlm
+from batchmill.wire.native_models import LlmChange, LlmInfo, NewLlm
 
 SCALING = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests")
 NEEDS = ("memory_bytes", "gpus")

@@ -21,16 +21,15 @@ import batchmill
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.programs import Programs
 from batchmill.engines.connections import Connections, NoReply
-from batchmill.engines.replies import MESSAGE_BYTES_MAX
-from batchmill.engines.retry import Kind
+from batchmill.engines.retry import MESSAGE_BYTES_MAX, FaultKind
 from batchmill.errors import InvalidInput, ModelFailed, RateLimited
 from batchmill.models import redaction, secrets
 from batchmill.models.addresses import EVERYWHERE, Private
 from batchmill.models.connectors.bounded import Processing, render_call
-from batchmill.models.connectors.derived import find_action
 from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.models.connectors.urls import find_action
 from batchmill.ports import Clock
-from batchmill.services.remote.connector_urls import Endpoints
+from batchmill.services.remote.connectors import Endpoints
 from batchmill.services.secrets.vault import Vault
 from batchmill.types import Connector, Limits
 from batchmill.types.connectors import BATCH_PREDICT, Action, ClientConfig
@@ -262,7 +261,7 @@ def _unanswered(failed: NoReply) -> RemoteReply:
         500,
         error=f"Error communicating with remote model: {_shown(fault.error.message)}",
         code=fault.error.code,
-        may_have_acted=fault.kind is not Kind.UNREACHABLE,
+        may_have_acted=fault.kind is not FaultKind.UNREACHABLE,
     )
 
 

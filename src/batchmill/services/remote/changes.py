@@ -1,8 +1,10 @@
-"""One change after another, each to its end: a caller who goes away leaves nothing half done."""
+"""Changes of what callers make: one after another, each to its end, under ids of ours."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import secrets
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -31,3 +33,14 @@ class Changes:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # whoever asked has been told, or has gone
+
+
+ID_BYTES = 15
+
+
+def new_id() -> str:
+    """An id that nobody can guess. It never looks like a flag of a command line, nor like a route (`_search`)."""
+    while True:
+        found = base64.urlsafe_b64encode(secrets.token_bytes(ID_BYTES)).decode()
+        if found[0].isalnum():
+            return found

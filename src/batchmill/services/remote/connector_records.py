@@ -10,9 +10,8 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.states import ENDED
-from batchmill.store.connector_tables import connectors, remote_models
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import jobs
+from batchmill.store.tables import connectors, jobs, remote_models
 from batchmill.types import Connector, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

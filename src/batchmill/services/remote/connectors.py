@@ -6,25 +6,74 @@ The process that owns the data directory holds the one ConnectorService, and all
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.children.programs import Programs
 from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.models.addresses import Private, read_url
 from batchmill.models.connectors.bounded import read_fields
 from batchmill.models.connectors.reading import is_reference, read_connector, update_connector
+from batchmill.models.connectors.urls import own_url
 from batchmill.ports import Clock
 from batchmill.services.remote import connector_records as records
-from batchmill.services.remote.changes import Changes
+from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.connector_records import ConnectorRecord
-from batchmill.services.remote.connector_urls import Endpoints, new_places
-from batchmill.services.remote.ids import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, ProjectQuotas
+from batchmill.wire.json_templates import split
+
+PORTS = {"https": 443, "http": 80}
+
+
+class Endpoints:
+    """
+    Args:
+        trusted: expressions, one of which the whole URL of an action must match; none: the rules of addresses alone.
+    """
+
+    def __init__(self, private: Private, trusted: Iterable[str] = ()) -> None:
+        self._private, self._trusted = private, [re.compile(each) for each in trusted]
+
+    def check(self, connector: Connector) -> None:
+        """Raises: InvalidInput for an action that leads where connectors of callers may not."""
+        for action in connector.actions:
+            self.check_url(own_url(action.url, connector.parameters))
+
+    def check_url(self, url: str) -> None:
+        """Check a URL with the connector's own parameters in it. What calls fill in stands behind its host: `reading`
+        makes no connector of which that is not true.
+
+        Raises: InvalidInput.
+        """
+        if self._trusted and not any(each.fullmatch(url) for each in self._trusted):
+            raise InvalidInput(
+                "Connector URL is not matching the trusted connector endpoint regex", code="url_not_trusted"
+            )
+        read_url("".join(piece if isinstance(piece, str) else "x" for piece in split(url)), self._private)
+
+
+def new_places(old: Connector, new: Connector) -> list[str]:
+    """Where a connector leads that did not before: as scheme, host and port, or without the check of certificates."""
+    return sorted(_places(new) - _places(old))
+
+
+def _places(connector: Connector) -> set[str]:
+    config = connector.client_config
+    how = " without verification" if config is not None and config.skip_ssl_verification else ""
+    return {_place(own_url(action.url, connector.parameters)) + how for action in connector.actions}
+
+
+def _place(url: str) -> str:
+    """The part of a URL that no call can change: `reading` makes no connector whose host is open."""
+    parts = urlsplit("".join(piece if isinstance(piece, str) else "x" for piece in split(url)))
+    return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{parts.port or PORTS.get(parts.scheme.lower())}"
+
 
 __all__ = ["ConnectorRecord", "ConnectorService"]
 
@@ -197,7 +246,7 @@ class ConnectorService:
         """
         if old.is_trusted and not is_trusted:
             raise Forbidden(
-                f"the connector {old.id} was written by whoever runs this server, and may go where others may not: "
+                f"the connector {old.id} belongs to the operator of this server: "
                 f"`batchmill connectors update {old.id} FILE` changes it"
             )
         if is_trusted:

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.ports import Clock
 from batchmill.services.remote import model_records as records
-from batchmill.services.remote.changes import Changes
-from batchmill.services.remote.ids import new_id
+from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.model_records import ModelGroup
 from batchmill.store.database import Database
 from batchmill.types import Caller, ProjectQuotas

@@ -5,23 +5,78 @@ The task's id lies in the job's `origin`: a task of which a kill left no more th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from batchmill import faults
+from batchmill.config import MlCommonsEntry, StatusRegex
 from batchmill.errors import BatchmillError, UnknownName
-from batchmill.services.job_desk import JobDesk, ResultIds
+from batchmill.services.project_jobs import ProjectJobs, ResultIds
 from batchmill.services.remote import task_records as records
-from batchmill.services.remote.states import state_of_job
-from batchmill.services.remote.task_records import BATCH_PREDICTION, FAILED, RUNNING, TaskRecord
+from batchmill.services.remote.task_records import (
+    BATCH_PREDICTION,
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    COMPLETED_WITH_ERROR,
+    EXPIRED,
+    FAILED,
+    RUNNING,
+    TaskRecord,
+)
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.states import JobState
 from batchmill.store.database import Database
 from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, ProjectQuotas, RemoteJob, Scope
 
-DOOR = "ml_commons"
+# A state -> the setting of its expression, in the order in which they are tried.
+STATES = {
+    CANCELLING: "cancelling",
+    CANCELLED: "cancelled",
+    COMPLETED: "completed",
+    EXPIRED: "expired",
+    FAILED: "failed",
+}
+WORD_CHARS_MAX = 256  # of what a provider says; a longer text is no word for a state
+OF_JOB = {
+    JobState.CANCELLING: CANCELLING,
+    JobState.COMPLETED: COMPLETED,
+    JobState.CANCELLED: CANCELLED,
+    JobState.EXPIRED: EXPIRED,
+    JobState.FAILED: FAILED,
+}
+
+
+class StatusWords:
+    """The settings, compiled."""
+
+    def __init__(self, entry: MlCommonsEntry) -> None:
+        self._fields = entry.status_field
+        told: StatusRegex = entry.status_regex
+        self._states = [(state, re.compile(getattr(told, setting), re.IGNORECASE)) for state, setting in STATES.items()]
+
+    def state_of(self, reply: Mapping[str, Any]) -> str | None:
+        """The state that a provider's reply means: the last of the fields that says one; None: none says any."""
+        found = None
+        for name in self._fields:
+            word = reply.get(name)
+            if isinstance(word, str) and len(word) <= WORD_CHARS_MAX:
+                found = next((state for state, words in self._states if words.fullmatch(word)), found)
+        return found
+
+
+def state_of_job(state: JobState, rows_failed: int) -> str:
+    """The state of a task whose rows run as a job: with errors where some of its rows have one."""
+    if state is JobState.COMPLETED and rows_failed:
+        return COMPLETED_WITH_ERROR
+    return OF_JOB.get(state, RUNNING)
+
+
+FRONTEND = "ml_commons"
 REMOTE_JOBS_MAX = 100  # of a job, in the document of its task
 WORDS = {
     JobState.VALIDATING: "validating",
@@ -40,9 +95,13 @@ WORDS = {
 
 class JobTasks:
     def __init__(
-        self, database: Database, desk: JobDesk, repeats: RepeatedOrders, quotas: ProjectQuotas = ProjectQuotas()
+        self,
+        database: Database,
+        project_jobs: ProjectJobs,
+        repeats: RepeatedOrders,
+        quotas: ProjectQuotas = ProjectQuotas(),
     ) -> None:
-        self._database, self._desk, self._repeats, self.quotas = database, desk, repeats, quotas
+        self._database, self._project_jobs, self._repeats, self.quotas = database, project_jobs, repeats, quotas
 
     async def known(self, caller: Caller, once: Once) -> TaskRecord | None:
         """The task that an order is already."""
@@ -52,12 +111,12 @@ class JobTasks:
     async def submit(self, caller: Caller, task: TaskRecord, order: JobOrder, tasks_max: int) -> TaskRecord:
         """Start the job of a task; the task that the same order is already, if there is one.
 
-        Raises: RateLimited for too many of a project, and what `JobDesk.submit` raises.
+        Raises: RateLimited for too many of a project, and what `ProjectJobs.submit` raises.
         """
         await self._database.write(records.insert_batch, task, tasks_max, self.quotas.of(task.project).remote_tasks)
         try:
-            told = replace(order, origin={**(order.origin or {}), "door": DOOR, "task": task.id})
-            submitted = await self._desk.submit(caller, told)
+            told = replace(order, origin={**(order.origin or {}), "frontend": FRONTEND, "task": task.id})
+            submitted = await self._project_jobs.submit(caller, told)
         except BatchmillError:
             await self._database.write(records.delete, task.id)
             raise
@@ -77,7 +136,7 @@ class JobTasks:
         task = await self._database.read(records.by_job, job)
         if task is not None:
             return task
-        view = await self._desk.show(caller, job)  # its task has not been written whole yet, or was deleted
+        view = await self._project_jobs.show(caller, job)  # its task has not been written whole yet, or was deleted
         origin = view.origin or {}
         task = TaskRecord(
             origin["task"], caller.project, origin["model"], BATCH_PREDICTION, RUNNING, view.created, view.created,
@@ -89,7 +148,7 @@ class JobTasks:
     async def find_again(self, task: TaskRecord) -> None:
         """A kill came between the task and its job: the job is there, or nothing was begun."""
         caller, after = _reader(task.project), None
-        while found := await self._desk.list(caller, JobQuery(origin=DOOR, after=after, limit=100)):
+        while found := await self._project_jobs.list(caller, JobQuery(origin=FRONTEND, after=after, limit=100)):
             for view in found:
                 if (view.origin or {}).get("task") == task.id:
                     await self._begun(task, view.id)
@@ -102,8 +161,8 @@ class JobTasks:
         assert task.job is not None, "its rows run as a job"
         try:
             caller = _reader(task.project)
-            view, results = await self._desk.show_with_results(caller, task.job)
-            remote = await self._desk.remote(caller, task.job)
+            view, results = await self._project_jobs.show_with_results(caller, task.job)
+            remote = await self._project_jobs.remote(caller, task.job)
         except UnknownName:
             return replace(task, state=FAILED, error=f"its job {task.job} is not there any more")
         state = JobState(view.state)
@@ -113,7 +172,7 @@ class JobTasks:
 
     async def cancel(self, caller: Caller, job: str) -> None:
         """End the job early; finished rows are kept. Raises: InvalidTransition for one that has ended."""
-        await self._desk.cancel(caller, job)
+        await self._project_jobs.cancel(caller, job)
 
 
 def document(view: JobView, results: ResultIds, remote: list[RemoteJob]) -> dict[str, Any]:

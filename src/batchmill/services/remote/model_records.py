@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.services.remote.connector_records import used_by_jobs
-from batchmill.store.connector_tables import model_groups, remote_models
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.tables import model_groups, remote_models
 from batchmill.types import Connector, Quotas
 
 MODELS_MAX = 10_000  # of one server, as of groups: they are all in memory

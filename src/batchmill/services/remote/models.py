@@ -6,19 +6,22 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill.config import MODEL_NAME
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
+from batchmill.models.connectors.urls import own_url
+from batchmill.models.providers import PROVIDERS
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.services.remote import model_records as records
+from batchmill.services.remote.changes import new_id
 from batchmill.services.remote.connectors import ConnectorService
 from batchmill.services.remote.groups import ModelGroups
-from batchmill.services.remote.ids import new_id
 from batchmill.services.remote.model_fields import (
     ModelRates,
     details_of,
@@ -35,11 +38,88 @@ from batchmill.services.remote.model_records import (
     ModelGroup,
     RemoteModel,
 )
-from batchmill.services.remote.specs import AUTO, spec_of
 from batchmill.services.remote.task_records import refuse_running
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
-from batchmill.types.connectors import PREDICT
+from batchmill.types.connectors import BATCH_PREDICT, PREDICT
+
+AUTO, BATCH, ONLINE = "auto", "batch", "online"
+ROUTES = (AUTO, BATCH, ONLINE)
+PROVIDER = "provider"  # the parameter of a connector that says whose batch API it speaks
+_HOSTS = {
+    "api.openai.com": "openai",
+    "api.anthropic.com": "anthropic",
+    "api.cohere.com": "cohere",
+    "api.cohere.ai": "cohere",
+}
+_AZURE = ".openai.azure.com"
+_AWS = (".amazonaws.com", ".amazonaws.com.cn")
+_AWS_SERVICES = {"api.sagemaker": "sagemaker", "bedrock": "bedrock"}
+
+
+def provider_of(connector: Connector) -> str | None:
+    """Whose batch API the `batch_predict` action calls; None: there is no such action, or nobody knows the API.
+
+    Raises: InvalidInput where the connector names a provider that nobody knows.
+    """
+    action = connector.action(BATCH_PREDICT)
+    if action is None:
+        return None
+    named = connector.parameters.get(PROVIDER)
+    if named is not None:
+        if named not in PROVIDERS:
+            raise InvalidInput(
+                f"the connector {connector.name!r} names the provider {named[:40]!r}: known are {', '.join(PROVIDERS)}",
+                code="unknown_provider",
+            )
+        return named
+    host = (urlsplit(own_url(action.url, connector.parameters)).hostname or "").lower()
+    if host in _HOSTS:
+        return _HOSTS[host]
+    if host.endswith(_AZURE):
+        return "azure"
+    if host.endswith(_AWS):
+        service = host.removesuffix(".cn").removesuffix(".amazonaws.com").rpartition(".")[0]
+        return _AWS_SERVICES.get(service.removesuffix("-fips"))
+    return None
+
+
+def spec_of(
+    name: str, connector: Connector, *, alias: str | None = None, limits: Limits = Limits(), route: str = AUTO
+) -> ModelSpec:
+    """The model that `name` is, with the connector in it: what changes later changes no job that has begun.
+
+    Args:
+        alias: what else its rows may call it.
+        route: "batch" or "online" for one way alone; "auto" for whichever there are.
+
+    Raises: InvalidInput where that way, or any, does not exist.
+    """
+    provider = provider_of(connector)
+    source = connector.parameters.get("model") or connector.name
+    online = ModelSpec(name, "connector", source, connector=connector, alias=alias, limits=limits)
+    ways = []
+    if provider is not None and route != ONLINE:
+        ways.append(replace(online, engine="provider_batch", provider=provider))
+    if connector.action(PREDICT) is not None and route != BATCH:
+        ways.append(online)
+    if not ways:
+        raise InvalidInput(_no_way(connector, route), code="no_route")
+    return ways[0] if len(ways) == 1 else ModelSpec(name, "routes", source, alias=alias, routes=ways, limits=limits)
+
+
+def _no_way(connector: Connector, route: str) -> str:
+    place = f"the connector {connector.name!r}"
+    if connector.action(BATCH_PREDICT) is not None and route != ONLINE:
+        return (
+            f"{place} hands batches to a service whose batch API is unknown: where it speaks OpenAI's, say so "
+            f'with the parameter "{PROVIDER}": "openai"' + ("" if route == BATCH else "; or give it a predict action")
+        )
+    missing = {BATCH: "batch_predict action", ONLINE: "predict action"}.get(
+        route, "predict action and no batch_predict"
+    )
+    return f"{place} has no {missing}: no row of a job can go through it"
+
 
 __all__ = ["ModelDetails", "RemoteModel", "RemoteModels"]
 

@@ -9,13 +9,12 @@ from batchmill.children.programs import Programs
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, Conflict
 from batchmill.models.addresses import read_private
-from batchmill.models.connectors.derived import remote_parameters
+from batchmill.models.connectors.urls import remote_parameters
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls
-from batchmill.services.remote.connector_urls import Endpoints
-from batchmill.services.remote.connectors import ConnectorService
+from batchmill.services.remote.connectors import ConnectorService, Endpoints
 from batchmill.services.remote.groups import ModelGroups
 from batchmill.services.remote.models import RemoteModel, RemoteModels
 from batchmill.services.remote.task_records import CANCELLED, UNREACHABLE, TaskRecord

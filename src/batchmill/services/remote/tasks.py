@@ -16,15 +16,14 @@ from batchmill import faults
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.config import MlCommonsEntry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, RateLimited, UnknownName
-from batchmill.models.connectors.derived import remote_parameters
+from batchmill.models.connectors.urls import remote_parameters
 from batchmill.ports import Clock
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls, RemoteReply
-from batchmill.services.remote.ids import new_id
-from batchmill.services.remote.job_tasks import JobTasks
+from batchmill.services.remote.changes import new_id
+from batchmill.services.remote.job_tasks import JobTasks, StatusWords
 from batchmill.services.remote.models import RemoteModels
-from batchmill.services.remote.states import StatusWords
 from batchmill.services.remote.task_records import (
     BATCH_PREDICTION,
     CANCELLING,
@@ -34,8 +33,8 @@ from batchmill.services.remote.task_records import (
     UNREACHABLE,
     TaskRecord,
 )
-from batchmill.store.connector_tables import remote_tasks
 from batchmill.store.database import Database
+from batchmill.store.tables import remote_tasks
 from batchmill.types import Caller, Connector, JobOrder, Once, Scope
 from batchmill.types.connectors import BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
 from batchmill.wire.json_bytes import encode
@@ -56,8 +55,8 @@ OFF = (
     '"plugins.ml_commons.offline_batch_inference_enabled" to true.'
 )
 STOPPED = (
-    "the server stopped while the batch was being handed over: nobody can say whether the provider took it. Look there "
-    "for a job of this time; then delete this task, and send the request again if there is none"
+    "the server stopped while the batch was being submitted: it is unknown whether the provider accepted it. Look "
+    "there for a job of this time; then delete this task, and send the request again if there is none"
 )
 T = TypeVar("T")
 REMOTE_JOB_BYTES_MAX = 64 * 1024  # of one, as JSON: all tasks of a project are searched at once
@@ -161,7 +160,7 @@ class RemoteTasks:
             reply = await self._act(task, connector, BATCH_PREDICT, parameters)
         except BatchmillError as error:
             if isinstance(error, RemoteRefused) and error.may_have_acted:
-                told = f"nobody can say whether the provider took it: {error.message}. Look there for such a job"
+                told = f"it is unknown whether the provider accepted it: {error.message}. Look there for such a job"
                 await self._save(replace(task, state=FAILED, error=told, is_unknown=True))
             else:
                 await self._database.write(records.delete, task.id)
@@ -169,7 +168,7 @@ class RemoteTasks:
         faults.point("after_hand_over")
         if reply is None:
             told = "Unable to create batch transform job"
-            error = f"{told}: nobody can say whether the provider took it, for its reply names no job. Look there"
+            error = f"{told}: it is unknown whether the provider accepted it, for its reply names no job. Look there"
             await self._save(replace(task, state=FAILED, error=error, is_unknown=True))
             raise UnknownName(told, code="no_remote_job")
         due = self._clock.now() + self._entry.poll_s

@@ -22,12 +22,11 @@ from batchmill.models.addresses import read_private
 from batchmill.models.providers import key_meant
 from batchmill.models.secrets import SHOWN_CHARS, check_name, flaw_of, missing
 from batchmill.ports import Clock
-from batchmill.services import webhook_records
+from batchmill.services import webhooks
 from batchmill.services.secrets.box import SecretBox
-from batchmill.store.connector_tables import secrets
 from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.service_tables import webhook_endpoints
+from batchmill.store.tables import secrets, webhook_endpoints
 from batchmill.types import Isolation, ModelSpec, ProjectQuotas, Provision
 
 log = logging.getLogger("batchmill.secrets")
@@ -79,7 +78,7 @@ SEALED = (
     _Place(secrets, "name", "sealed", lambda record: _owner_of(record["name"], record["changed"])),
     _Place(
         webhook_endpoints, "id", "secret",
-        lambda record: webhook_records.owner_of(record["project"], record["id"]),
+        lambda record: webhooks.owner_of(record["project"], record["id"]),
     ),
 )  # fmt: skip
 

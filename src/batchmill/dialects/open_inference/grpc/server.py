@@ -18,6 +18,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from batchmill.dialects.open_inference.dialect import FORM
 from batchmill.dialects.open_inference.grpc.bodies import (
     METHODS,
     SERVICE,
@@ -31,26 +32,25 @@ from batchmill.dialects.open_inference.grpc.bodies import (
     response_of,
     varint,
 )
-from batchmill.dialects.open_inference.grpc.door import Action, Door, Messages, Write
-from batchmill.dialects.open_inference.inference import FORM
+from batchmill.dialects.open_inference.grpc.call_gate import Action, CallGate, Messages, Write
 from batchmill.dialects.open_inference.models import (
     Index,
     Load,
-    Metadata,
+    MetadataHandlers,
     Repository,
+    SettingsHandlers,
     StatisticsCalls,
     Unload,
     UnloadParameters,
 )
-from batchmill.dialects.open_inference.settings import Settings
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, UnknownName
 from batchmill.server.access_log import Served
-from batchmill.server.admission.admission import Admission
+from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate
 from batchmill.server.operations import Call
-from batchmill.services.functions.calls import FunctionCalls, Target
-from batchmill.services.functions.paths import locate
-from batchmill.services.places import Places
+from batchmill.services.functions.calls import FunctionCalls, VersionTarget
+from batchmill.services.functions.names import locate
+from batchmill.services.path_redaction import Places
 from batchmill.services.services import Services
 from batchmill.types import Caller, Scope
 
@@ -114,7 +114,7 @@ class Conversation:
                 task = before = group.create_task(self._one(request, target, refused, before))
             task.add_done_callback(partial(_over, room, done))
 
-    def _find(self, request: Any) -> tuple[Target | None, BatchmillError | None]:
+    def _find(self, request: Any) -> tuple[VersionTarget | None, BatchmillError | None]:
         try:
             self._spend(self._caller)
             return locate(self._functions, self._caller, request.model_name, request.model_version or None), None
@@ -122,7 +122,11 @@ class Conversation:
             return None, error
 
     async def _one(
-        self, request: Any, target: Target | None, refused: BatchmillError | None, before: asyncio.Task[None] | None
+        self,
+        request: Any,
+        target: VersionTarget | None,
+        refused: BatchmillError | None,
+        before: asyncio.Task[None] | None,
     ) -> None:
         """One answer, sent once that of the request before it has been."""
         if target is None:
@@ -134,7 +138,7 @@ class Conversation:
             await asyncio.wait({before})
         await self._send(written)
 
-    async def _answered(self, request: Any, target: Target) -> bytes:
+    async def _answered(self, request: Any, target: VersionTarget) -> bytes:
         try:
             body, head = body_of(request, self._bytes_max)
             answer = await self._functions.ask(self._caller, target, self._form, body, head=head)
@@ -142,7 +146,7 @@ class Conversation:
         except BatchmillError as error:
             return self._error(request, error)
 
-    async def _many(self, request: Any, target: Target) -> None:
+    async def _many(self, request: Any, target: VersionTarget) -> None:
         """An answer for each value that the function yields; behind them an empty one, where the client wants it."""
         try:
             body, head = body_of(request, self._bytes_max)
@@ -196,7 +200,7 @@ LISTS = frozenset({"trace_level"})  # the settings whose values are many
 
 class SettingCalls:
     def __init__(self, services: Services) -> None:
-        self._settings = Settings(services)
+        self._settings = SettingsHandlers(services)
 
     def actions(self) -> dict[str, tuple[Scope, Action]]:
         """Every method, with what it needs where nothing is to be changed."""
@@ -273,10 +277,10 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 class Service:
-    def __init__(self, services: Services, door: Door) -> None:
-        self._functions, self._door = services.functions, door
+    def __init__(self, services: Services, call_gate: CallGate) -> None:
+        self._functions, self._call_gate = services.functions, call_gate
         self._bytes_max = services.config.server.body_bytes_max
-        self._metadata, self._statistics = Metadata(services), StatisticsCalls(services)
+        self._metadata, self._statistics = MetadataHandlers(services), StatisticsCalls(services)
         self._repository, self._settings = Repository(services), SettingCalls(services)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -295,9 +299,9 @@ class Service:
             "RepositoryModelUnload": (Scope.ADMIN, self.unload),
             **self._settings.actions(),
         }
-        found = {name: self._door.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()}
+        found = {name: self._call_gate.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()}
         streamed = METHODS["ModelStreamInfer"]
-        return found | {streamed.name: self._door.stream(streamed, Scope.SUBMIT, self.converse)}
+        return found | {streamed.name: self._call_gate.stream(streamed, Scope.SUBMIT, self.converse)}
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class Service:
     async def converse(self, caller: Caller, requests: Messages, write: Write) -> None:
         conversation = Conversation(
             self._functions, caller, write,
-            form=FORM, bytes_max=self._bytes_max, spend=self._door.spend, told=self._door.told,
+            form=FORM, bytes_max=self._bytes_max, spend=self._call_gate.spend, told=self._call_gate.told,
         )  # fmt: skip
         await conversation.hold(requests)
 
@@ -426,8 +430,8 @@ class GrpcServer:
         ]
         self._server = grpc.aio.server(options=options)
         hide = Places(services.config.data_dir).hide
-        door = Door(gate, services.clock, hide=hide, watchers=watchers, admission=admission, bytes_max=limit)
-        handlers = Service(services, door).handlers()
+        call_gate = CallGate(gate, services.clock, hide=hide, watchers=watchers, admission=admission, bytes_max=limit)
+        handlers = Service(services, call_gate).handlers()
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self.port = 0
 

@@ -1,0 +1,1 @@
+"""Commands about a server: keys, secrets, its process."""

@@ -1,0 +1,129 @@
+"""`batchmill keys`: make, list and revoke the keys of a server. A running server knows of it at once."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from batchmill.cli.jobs.order_options import SECONDS, SPAN
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.types import Scope
+from batchmill.wire.native import KeyInfo, NewKey
+
+
+class Lifetime(click.ParamType):
+    """A length of time: 90d, 12h."""
+
+    name = "span"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = SPAN.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no length of time: write 90d, 12h, 30m, 4w", param, ctx)
+        return float(int(match[1]) * SECONDS[match[2]])
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else refuse_half_text(value)
+
+
+@click.group()
+def keys() -> None:
+    """Manage the API keys of a server. A key has a project and a scope."""
+
+
+@keys.command()
+@click.option("--name", required=True, callback=_text, metavar="TEXT", help="What the key is for.")
+@click.option("--project", callback=_text, help="Whose files and jobs it sees [default; at a server: your key's own].")
+@click.option(
+    "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
+    help="read: look; submit: upload, run, call models; admin: keys, webhooks and connectors of its project; deploy: "
+         "functions too, whose code runs as the server's user. A deploy key is made beside the data directory alone.",
+)  # fmt: skip
+@click.option("--model", "models", multiple=True, metavar="NAME", help="A model or adapter that it may use [all].")
+@click.option("--expires", type=Lifetime(), metavar="SPAN", help="Expiry: 90d, 12h [never].")
+@click.option("--rpm", type=click.IntRange(1), metavar="N", help="Requests per minute [the server's limit].")
+@global_options
+@click.pass_obj
+def create(
+    session: Session, name: str, project: str | None, scope: str, *, models: tuple[str, ...], expires: float | None,
+    rpm: int | None,
+) -> int:  # fmt: skip
+    """Create a key. It is shown once; batchmill stores only its digest."""
+
+    async def make() -> None:
+        async with session.open() as opened:
+            until = None if expires is None else time.time() + expires
+            made = await opened.create_key(NewKey(name, Scope(scope), project, list(models) or None, rpm, until))
+        if session.as_json:
+            session.emit("key", key=made.key, record=made.record)
+        else:
+            session.print(made.key)
+            session.say(f"key {made.record.id} of the project {clean(made.record.project)}; it is not shown again")
+
+    return session.run(make())
+
+
+@keys.command("list")
+@click.option("--project", callback=_text, help="Only the keys of this project.")
+@global_options
+@click.pass_obj
+def list_keys(session: Session, project: str | None) -> int:
+    """List the keys, newest first, including revoked ones."""
+
+    async def show() -> None:
+        async with session.open() as opened:
+            records = [each for each in await opened.keys() if project in (None, each.project)]
+        if session.as_json:
+            for record in records:
+                session.emit("key", record=record)
+        elif not records:
+            session.print("there are no keys")
+        else:
+            head = ["ID", "NAME", "PROJECT", "SCOPE", "MODELS", "RPM", "STATE", "CREATED", "LAST USED"]
+            for line in table([head, *map(_columns, records)]):
+                session.print(line)
+
+    return session.run(show())
+
+
+def _columns(record: KeyInfo) -> list[str]:
+    models = "all" if record.models is None else ", ".join(record.models)
+    return [
+        record.id, clean(record.name, 40), clean(record.project), record.scope.value, clean(models, 40),
+        str(record.requests_per_minute or ""), _state(record), moment(record.created),
+        "" if record.last_used is None else moment(record.last_used),
+    ]  # fmt: skip
+
+
+def _state(record: KeyInfo) -> str:
+    if record.revoked is not None:
+        return "revoked"
+    if record.expires is None:
+        return "valid"
+    return f"until {moment(record.expires)}" if record.expires > time.time() else "expired"
+
+
+@keys.command()
+@click.argument("key_id", metavar="ID", callback=_text)
+@click.option("--with-minted", is_flag=True, help="Also revoke all keys that it created, directly or indirectly.")
+@global_options
+@click.pass_obj
+def revoke(session: Session, key_id: str, with_minted: bool) -> int:
+    """Revoke a key permanently."""
+
+    async def end() -> None:
+        async with session.open() as opened:
+            record = await opened.revoke_key(key_id, with_minted=with_minted)
+        minted = ", ".join(record.minted)
+        if session.as_json:
+            session.emit("key", record=record, minted=record.minted)
+        elif not minted or with_minted:
+            session.print(f"key {record.id} ({clean(record.name)}) is revoked{minted and f', and {minted}'}")
+        else:
+            session.print(f"key {record.id} ({clean(record.name)}) is revoked")
+            session.say(f"keys that it minted are still valid: {minted}; --with-minted ends them too")
+
+    return session.run(end())

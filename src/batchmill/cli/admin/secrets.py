@@ -1,0 +1,123 @@
+"""`batchmill secrets`: keys of remote services that batchmill keeps, encrypted. A running server has them at once."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, count, moment, table
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
+from batchmill.errors import InvalidInput
+from batchmill.models.secrets import SECRET_BYTES_MAX, check_name
+
+LOCAL = "secrets are kept by the machine that runs the models; work there"
+
+
+def _name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return refuse_half_text(value)
+
+
+@click.group()
+def secrets() -> None:
+    """Store secrets. Models and connectors refer to them as "secret:NAME". No command shows a secret."""
+
+
+@secrets.command("set")
+@click.argument("name", metavar="NAME", callback=_name)
+@global_options
+@click.pass_obj
+def set_secret(session: Session, name: str) -> int:
+    """Set or replace a secret. It is read from standard input, or prompted for."""
+    session.local_only("secrets set", LOCAL)
+    check_name(name)
+    value = _read(name)
+
+    async def put() -> None:
+        async with session.open() as opened:
+            await opened.call(ask(own.PUT_SECRET, name, body=own.SecretValue(value)))
+        if session.as_json:
+            session.emit("secret", name=name)
+        else:
+            session.print(f'secret {name} is set: refer to it as "secret:{name}"')
+
+    return session.run(put())
+
+
+def _read(name: str) -> str:
+    """Never from the command line: others can see that, and shells remember it."""
+    if sys.stdin.isatty():
+        return click.prompt(f"The secret {name}", hide_input=True, err=True).strip()
+    data = sys.stdin.buffer.read(SECRET_BYTES_MAX + 1)
+    if len(data) > SECRET_BYTES_MAX:
+        raise InvalidInput(f"a secret has {SECRET_BYTES_MAX:,} bytes at most", code="invalid_secret")
+    try:
+        return data.decode().strip()
+    except UnicodeDecodeError:
+        raise InvalidInput(
+            f"the secret {name} cannot be kept: it is not one line of plain text", code="invalid_secret"
+        ) from None
+
+
+@secrets.command("list")
+@global_options
+@click.pass_obj
+def list_secrets(session: Session) -> int:
+    """List the names of secrets, with the last characters of long ones."""
+    session.local_only("secrets list", LOCAL)
+
+    async def show() -> None:
+        async with session.open() as opened:
+            found = (await opened.call(ask(own.LIST_SECRETS))).secrets
+        if session.as_json:
+            for each in found:
+                session.emit("secret", secret=each)
+        elif not found:
+            session.print("there are no secrets")
+        else:
+            rows = [[each.name, f"…{each.hint}" if each.hint else "", moment(each.changed)] for each in found]
+            for line in table([["NAME", "ENDS IN", "CHANGED"], *rows]):
+                session.print(clean(line, lines=True))
+
+    return session.run(show())
+
+
+@secrets.command()
+@click.argument("name", metavar="NAME", callback=_name)
+@global_options
+@click.pass_obj
+def remove(session: Session, name: str) -> int:
+    """Remove a secret. Jobs that need it pause."""
+    session.local_only("secrets remove", LOCAL)
+
+    async def forget() -> None:
+        async with session.open() as opened:
+            await opened.call(ask(own.REMOVE_SECRET, name))
+        if session.as_json:
+            session.emit("secret_removed", name=name)
+        else:
+            session.print(f"secret {clean(name)} is removed")
+
+    return session.run(forget())
+
+
+@secrets.command()
+@global_options
+@click.pass_obj
+def rotate(session: Session) -> int:
+    """Encrypt all secrets with a new key and remove the old key. The secrets do not change."""
+    session.local_only("secrets rotate", LOCAL)
+
+    async def turn() -> None:
+        async with session.open() as opened:
+            done = await opened.call(ask(own.ROTATE_SECRETS))
+        if session.as_json:
+            session.emit("rotated", rotated=done)
+            return
+        session.print(f"now under a new key: {count(done.rewrapped, 'secret')}; keys removed: {done.keys_removed}")
+        for owner in done.unreadable:
+            session.say(f"{clean(owner)} cannot be read, before and after: give it a new secret")
+
+    return session.run(turn())

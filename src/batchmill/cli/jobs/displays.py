@@ -1,0 +1,183 @@
+"""How a running job is shown: a bar on a terminal, plain lines elsewhere, JSON for machines."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from batchmill.cli.session import Session
+from batchmill.cli.text import clean, count, duration, money, percent, short
+from batchmill.states import JobState
+from batchmill.types import JobView
+
+LINE_EVERY_S = 5.0
+NOTES_MAX = 4
+
+DISPLAYS = {
+    "bar": "batchmill.cli.jobs.displays:BarDisplay",  # the one that needs rich
+    "lines": "batchmill.cli.jobs.displays:LineDisplay",
+    "json": "batchmill.cli.jobs.displays:JsonDisplay",
+}
+
+
+class Display(Protocol):
+    """Shows one job while it runs."""
+
+    def update(self, view: JobView) -> None:
+        """Show where the job is now."""
+
+    def say(self, text: str) -> None:
+        """Tell the person who looks something, once."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice."""
+
+
+_DIGITS = re.compile(r"[\d.,]+")
+
+
+def display_for(session: Session) -> Display:
+    """The display that fits where the output goes."""
+    name = "json" if session.as_json else "bar" if sys.stderr.isatty() else "lines"
+    module, _, cls = DISPLAYS[name].partition(":")
+    return getattr(import_module(module), cls)(session)
+
+
+class LineDisplay:
+    """One line on standard error when something changed, and every few seconds while rows are counted."""
+
+    def __init__(self, session: Session, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._say = session.say
+        self._monotonic = monotonic
+        self._shown: tuple[object, ...] = ()
+        self._figures: tuple[object, ...] = ()
+        self._shown_at = 0.0
+
+    def update(self, view: JobView) -> None:
+        if view.state in _AT_REST:
+            return  # the summary says it
+        now = self._monotonic()
+        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))  # a note that only counts is no news
+        figures = (view.rows_ok, view.rows_failed, view.progress, view.notes)
+        is_due = now - self._shown_at >= LINE_EVERY_S and figures != self._figures
+        if state == self._shown and not is_due:
+            return
+        self._shown, self._figures, self._shown_at = state, figures, now
+        parts = [headline(view), *details(view), *(clean(note) for note in view.notes[:NOTES_MAX])]
+        self._say(f"{clean(view.state)}: {' | '.join(part for part in parts if part)}".rstrip(": "))
+
+    def say(self, text: str) -> None:
+        self._say(text)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonDisplay:
+    """Every view as one JSON object on standard output; what is said goes to standard error."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def update(self, view: JobView) -> None:
+        self._session.emit("view", job=view)
+
+    def say(self, text: str) -> None:
+        click.echo(text, err=True)
+
+    def close(self) -> None:
+        pass
+
+
+def done(view: JobView) -> int:
+    """Rows that have their outcome."""
+    return view.rows_ok + view.rows_failed
+
+
+def is_phase(view: JobView) -> bool:
+    """It is at something before or after its rows run: `progress` says how far, not the rows."""
+    return view.state in _PHASES or not view.id
+
+
+def share(view: JobView) -> float | None:
+    """0..1 of the present phase, or None where nobody knows."""
+    if is_phase(view):
+        return view.progress
+    return min(1.0, done(view) / view.rows) if view.rows else None
+
+
+def headline(view: JobView) -> str:
+    """How far the job is."""
+    if is_phase(view):
+        return "" if view.progress is None else percent(view.progress, 1)
+    if not view.rows:
+        return ""
+    return f"{count(done(view))} of {count(view.rows)} rows ({percent(done(view), view.rows)})"
+
+
+def details(view: JobView) -> list[str]:
+    """The figures of a running job that are known, each in a few words."""
+    if is_phase(view):
+        return []
+    parts = [f"{count(view.rows_failed)} failed" if view.rows_failed else ""]
+    if view.rows_per_s is not None:
+        parts.append(f"{short(view.rows_per_s)} rows/s")
+    if view.input_tokens_per_s or view.output_tokens_per_s:
+        into, out = view.input_tokens_per_s or 0.0, view.output_tokens_per_s or 0.0
+        parts.append(f"tokens/s {short(into)} in, {short(out)} out")
+    if view.usage.cached_tokens:
+        parts.append(f"cache {percent(view.usage.cached_tokens, view.usage.input_tokens)}")
+    if view.cost is not None:
+        parts.append(money(view.cost))
+    if view.in_flight:
+        parts.append(f"{count(view.in_flight)} in flight")
+    if view.remaining_s is not None:
+        parts.append(f"{duration(view.remaining_s)} left")
+    return [part for part in parts if part]
+
+
+_PHASES = (JobState.VALIDATING, JobState.PLANNING, JobState.FINALIZING)
+_AT_REST = (JobState.PAUSED, JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED)
+
+
+class BarDisplay:
+    """Two lines and the engines' notes, drawn anew with each view. Nothing foreign is read as markup."""
+
+    def __init__(self, session: Session, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False, markup=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def update(self, view: JobView) -> None:
+        self._live.update(draw(view), refresh=True)
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(clean(text, lines=True)))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def draw(view: JobView) -> Group:
+    """The picture of one view."""
+    part = share(view)
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=1.0, completed=part or 0.0, pulse=part is None)
+    line.add_row(Text(clean(view.state), style="bold"), bar, Text(headline(view)))
+    rest = [Text(" | ".join(details(view)))]
+    rest += [Text(clean(note), style="dim", no_wrap=True, overflow="ellipsis") for note in view.notes[:NOTES_MAX]]
+    return Group(line, *(text for text in rest if text))

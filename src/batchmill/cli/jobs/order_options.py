@@ -1,0 +1,276 @@
+"""The options that say what to run, shared by `run` and the commands that only look, and the order they make."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import msgspec
+
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.config import Config
+from batchmill.datasets import formats
+from batchmill.errors import InvalidInput
+from batchmill.jobs.results.results import errors_path
+from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
+from batchmill.wire.json_bytes import is_too_deep
+
+SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
+
+
+def pairs(texts: Sequence[str], flag: str, bare: str | None = None) -> dict[str, str]:
+    """KEY=VALUE texts; `bare` stands for the value of a KEY alone."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and bare is None):
+            raise InvalidInput(f"{flag} is given as KEY=VALUE, not {text!r}")
+        if name in found:
+            raise InvalidInput(f"{flag} {name} is given twice")
+        found[name] = value if equals else str(bare)
+    return found
+
+
+def scalar(text: str) -> str | int | float | bool:
+    """A flag's value as it would stand in the configuration."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        # "007", "1_000", "inf" and "1.50" are texts: a flag must reach the engine as it was written.
+        return value if math.isfinite(value) and str(value) == text else text
+    return text
+
+
+def request_fields(texts: Sequence[str], depth_max: int) -> dict[str, Any]:
+    """What --param says: further fields of every request, each JSON, or text where it is no JSON."""
+    found: dict[str, Any] = {}
+    for name, text in pairs(texts, "--param").items():
+        if name in OF_THE_PROMPT:
+            raise InvalidInput(f"--param cannot set {name}: --prompt and --system say what each row asks")
+        if is_too_deep(text.encode(errors="replace"), depth_max):
+            raise InvalidInput(f"--param {name} is nested deeper than {depth_max} levels")
+        try:
+            found[name] = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+        except ValueError:
+            found[name] = text
+        except _NotFinite as error:
+            raise InvalidInput(f"--param {name} holds {error}, a number that JSON has no form for") from None
+    return found
+
+
+class _NotFinite(Exception):
+    """A number that would reach the service as null."""
+
+
+def _refuse_number(name: str) -> NoReturn:
+    raise _NotFinite(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
+
+
+class Past(click.ParamType):
+    """A time that has been: a span before now (90m, 12h, 2d), or an ISO 8601 date and time, local without a zone."""
+
+    name = "past"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = SPAN.fullmatch(str(value))
+        try:
+            if match is not None:
+                return max(0.0, time.time() - int(match[1]) * SECONDS[match[2]])
+            return datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
+
+
+class Moment(click.ParamType):
+    """A time to come: a span from now (90m, 12h, 2d), or an ISO 8601 date and time, local where it names no zone."""
+
+    name = "moment"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        now = time.time()
+        match = SPAN.fullmatch(str(value))
+        if match is not None:
+            return now + int(match[1]) * SECONDS[match[2]]
+        try:
+            moment = datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
+        if moment <= now:
+            self.fail(f"{value} has passed", param, ctx)
+        return moment
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+COUNT = click.IntRange(min=1)
+deadline_option = click.option(
+    "--deadline", type=Moment(), metavar="WHEN", help="End at this time with the finished rows: 12h, 2026-12-31T18:00."
+)
+MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
+
+ORDER_OPTIONS = (
+    click.argument("inputs", metavar="INPUT...", nargs=-1, required=True),
+    click.option("--model", "models", metavar="NAME", multiple=True, required=True,
+                 help="A configured model, or ENGINE:SOURCE. Of several, the first is the default."),
+    click.option("-o", "--output", metavar="FILE", help="The results file: .jsonl, .csv or .parquet."),
+    click.option("--format", "format_", type=click.Choice(["openai", "jsonl", "csv", "parquet"]),
+                 help="The input format [detected]."),
+    click.option("--prompt", metavar="TEXT", help="The prompt template for rows of a table; {column} inserts a cell."),
+    click.option("--system", metavar="TEXT", help="The template of the system prompt."),
+    click.option("--url", metavar="PATH", help="The path for prompts [/v1/chat/completions]."),
+    click.option("--param", "params", metavar="KEY=VALUE", multiple=True,
+                 help="An additional field of each request; VALUE is JSON or text."),
+    click.option("--on-invalid", type=click.Choice(["fail", "skip"]), default="fail", show_default=True,
+                 help="With invalid rows: run nothing, or record errors for them."),
+    click.option("--dedupe", is_flag=True, help="Run identical requests once, even if their results may vary."),
+    click.option("--copy", is_flag=True, help="Keep a copy of the input with the job."),
+    click.option("--adapter", "adapters", metavar="NAME=PATH", multiple=True, help="A LoRA adapter for rows."),
+    click.option("--base-url", metavar="URL", help="The address of an OpenAI-compatible service."),
+    click.option("--engine-arg", "engine_args", metavar="KEY=VALUE", multiple=True, help="A flag of the engine."),
+    click.option("--python", metavar="FILE", help="The Python interpreter of the engine."),
+    click.option("--workers", "--replicas", "workers", type=COUNT, help="Worker processes, or engine replicas."),
+    click.option("--rpm", type=COUNT, help="The most requests per minute."),
+    click.option("--tpm", type=COUNT, help="The most tokens per minute."),
+    click.option("--in-flight", type=COUNT, help="The most concurrent rows of each worker."),
+    click.option("--timeout", type=MORE_THAN_NOTHING, metavar="S", help="Time limit of one call, in seconds."),
+)  # fmt: skip
+
+
+def order_options(command: C) -> C:
+    """Add the options of ORDER_OPTIONS and the global ones."""
+    command = global_options(command)
+    for option in reversed(ORDER_OPTIONS):
+        command = option(command)
+    return command
+
+
+async def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
+    """The order that the options of a command line make. Raises: InvalidInput."""
+    is_local = session.server_url is None
+    models = await _models(session, config, options) if is_local else named_models(session, options)
+    output = options["output"]
+    if output is not None:
+        output = os.path.abspath(session.cwd / Path(output).expanduser())
+    order = JobOrder(
+        dataset=DatasetSpec(
+            paths=formats.resolve(list(options["inputs"]), [] if output is None else written_by(output)),
+            format=options["format_"],
+            copy=options["copy"],
+            **msgspec.structs.asdict(config.limits),
+        ),
+        models=models,
+        prompt=options["prompt"],
+        system=options["system"],
+        url=options["url"],
+        params=request_fields(options["params"], config.limits.depth_max),
+        policy=Policy(
+            on_invalid=options["on_invalid"],
+            dedupe=options["dedupe"],
+            budget=checked_budget(options.get("budget"), models) if is_local else options.get("budget"),
+            priority=options.get("priority", 0),
+            deadline=options.get("deadline"),
+        ),
+        output=output,
+        together=options.get("together", False),
+        labels=pairs(options.get("labels", ()), "--label"),
+        restart=options.get("restart", False),
+        overwrite=options.get("overwrite", False),
+    )
+    _refuse_half_text(order)
+    return order
+
+
+def written_by(output: str) -> list[str]:
+    """What a job with this output leaves beside its input: no later run of the same command may take it for input."""
+    files = [output, str(errors_path(Path(output)))]
+    return [*files, *(f"{file}.part" for file in files)]
+
+
+def _refuse_half_text(order: JobOrder) -> None:
+    """Bytes of a command line or a file's name that are no UTF-8 have no form in a job's description."""
+    try:
+        msgspec.json.encode(order)
+    except UnicodeEncodeError as error:
+        refuse_half_text(error.object)
+        raise
+
+
+async def _models(session: Session, config: Config, options: dict[str, Any]) -> list[ModelSpec]:
+    key = session.api_key_env
+    args = {name: scalar(value) for name, value in pairs(options["engine_args"], "--engine-arg", bare="true").items()}
+    flags = ModelFlags(
+        adapters=pairs(options["adapters"], "--adapter"),
+        engine_args={name.removeprefix("--"): value for name, value in args.items()},
+        base_url=options["base_url"],
+        api_key=None if key is None else f"env:{key}",
+        python=options["python"],
+        workers=options["workers"],
+        requests_per_minute=options["rpm"],
+        tokens_per_minute=options["tpm"],
+        in_flight_max=options["in_flight"],
+        attempt_timeout_s=options["timeout"],
+    )
+    names = options["models"]
+    if len(names) > 1 and flags != ModelFlags():
+        raise InvalidInput("with several --model, say in the configuration what holds for which: flags fit one only")
+    models = [await _model(session, config, name, flags) for name in names]
+    for at, model in enumerate(models):
+        if model.name in [other.name for other in models[:at]]:
+            raise InvalidInput(f"two models are called {model.name!r}: name them in the configuration")
+    return models
+
+
+async def _model(session: Session, config: Config, name: str, flags: ModelFlags) -> ModelSpec:
+    if name not in config.models and ":" not in name:
+        deployed = await session.app.deployed(config, name)
+        if deployed is not None:
+            if flags != ModelFlags():
+                raise InvalidInput(f"{name} is deployed with settings of its own: `batchmill deploy` changes them")
+            return deployed
+    return await session.app.adapted(config, resolve(name, config, cwd=session.cwd, flags=flags))
+
+
+# Flags that describe a model, or that say something about this machine: a server has its models, and its own disk.
+OF_THIS_MACHINE = {
+    "adapters": "--adapter", "base_url": "--base-url", "engine_args": "--engine-arg", "python": "--python",
+    "workers": "--workers", "rpm": "--rpm", "tpm": "--tpm", "in_flight": "--in-flight", "timeout": "--timeout",
+    "copy": "--copy",
+}  # fmt: skip
+
+
+def named_models(session: Session, options: dict[str, Any]) -> list[ModelSpec]:
+    """Models of a server, by name alone. Raises: InvalidInput for what only a configuration may say."""
+    for name, flag in OF_THIS_MACHINE.items():
+        if options[name]:
+            raise InvalidInput(f"{flag} has no meaning at a server: {session.server_url} says it in its configuration")
+    if options.get("restart"):
+        raise InvalidInput("--restart has no meaning at a server: each `run` there is a job of its own")
+    names = options["models"]
+    for at, name in enumerate(names):
+        kind, colon, _ = name.partition(":")
+        if colon and (kind in KINDS or kind.endswith(".py")):
+            raise InvalidInput(
+                f"{name!r} defines a model in place, and a server runs only its own: `batchmill models` lists them"
+            )
+        if name in names[:at]:
+            raise InvalidInput(f"the model {name!r} is named twice")
+    return [ModelSpec(name=name, engine="", source=name) for name in names]

@@ -1,0 +1,186 @@
+"""Commands that look at a dataset and run nothing: validate, plan, estimate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchmill.cli.jobs.displays import display_for
+from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
+from batchmill.cli.jobs.summary import show_problems
+from batchmill.cli.session import EXIT_OK, EXIT_USAGE, Session
+from batchmill.cli.text import clean, count, duration, money, percent, short, size, table
+from batchmill.types import JobOrder, JobView
+
+if TYPE_CHECKING:
+    from batchmill.wire.native import Estimate, EstimateRange, Explanation, ModelEstimate, PlanGroup, SealReport
+
+
+WIDTH = 15
+NOTE_CHARS_MAX = 300
+
+
+def estimate_lines(found: Estimate) -> list[str]:
+    """Every figure of an estimate, with "unknown" where there is none."""
+    head = f"{count(found.rows, 'row')}: {count(found.run)} run"
+    head += f", {count(found.folded)} folded into identical ones" if found.folded else ""
+    head += f", {count(found.rejected)} refused" if found.rejected else ""
+    lines = [head]
+    if found.sampled:
+        lines.append(_line("sample", f"{count(found.sampled, 'row')} read"))
+    lines.append(_line("input tokens", ranged(found.input_tokens, short)))
+    lines.append(_line("output tokens", ranged(found.output_tokens, short)))
+    if found.shared_prefix is not None:
+        lines.append(_line("shared prefix", f"{percent(found.shared_prefix, 1)} of the input"))
+    cost = ranged(found.cost, money)
+    if found.cost_input is not None:
+        cost += f"; the input alone {ranged(found.cost_input, money)}"
+    lines.append(_line("cost", cost))
+    lines.append(_line("time", "unknown" if found.time_s is None else duration(found.time_s)))
+    if found.time_s_min is not None:
+        lines.append(_line("", f"at least {duration(found.time_s_min)}, by the limits per minute"))
+    if len(found.models) > 1:
+        columns = ["MODEL", "ROWS", "SAMPLED", "INPUT", "OUTPUT", "COST"]
+        lines += table([columns, *(_model(model) for model in found.models)])
+    counted = dict.fromkeys(model.counted_by for model in found.models if model.counted_by)
+    if counted:
+        lines.append(_line("counted with", ", ".join(clean(name, 200) for name in counted)))
+    return lines + [f"note: {clean(note, NOTE_CHARS_MAX)}" for note in found.notes]
+
+
+def ranged(found: EstimateRange | None, show: Callable[[float], str]) -> str:
+    """The middle of a figure, and its range where that shows."""
+    if found is None:
+        return "unknown"
+    low, mid, high = show(found.low), show(found.mid), show(found.high)
+    return mid if low == high else f"{mid} ({low} to {high})"
+
+
+def _model(model: ModelEstimate) -> list[str]:
+    return [
+        clean(model.model, 60), count(model.rows), count(model.sampled), ranged(model.input_tokens, short),
+        ranged(model.output_tokens, short), ranged(model.cost, money),
+    ]  # fmt: skip
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{WIDTH}}{value}"
+
+
+@click.command()
+@order_options
+@click.pass_obj
+def validate(session: Session, **options: Any) -> int:
+    """Check every row and list problems as FILE:LINE: code: message. Run nothing."""
+    return session.run(_validate(session, options))
+
+
+async def _validate(session: Session, options: dict[str, Any]) -> int:
+    config = session.config()
+    order = await build_order(session, config, options)
+    with progress_of(session, "validating") as progress:
+        report = await session.app.preview_validate(order, config, progress)
+    return _report(session, report, order)
+
+
+@click.command()
+@order_options
+@deadline_option
+@click.pass_obj
+def plan(session: Session, **options: Any) -> int:
+    """Explain the order in which rows would run: groups, duplicates, shared prefixes, shards."""
+    return session.run(_plan(session, options))
+
+
+async def _plan(session: Session, options: dict[str, Any]) -> int:
+    config = session.config()
+    order = await build_order(session, config, options)
+    with progress_of(session, "planning") as progress:
+        report, explanation = await session.app.preview_plan(order, config, progress)
+    if explanation is None:
+        return _report(session, report, order)
+    if session.as_json:
+        session.emit("plan", plan=explanation)
+        return EXIT_OK
+    for line in plan_lines(explanation):
+        session.print(line)
+    return EXIT_OK
+
+
+@click.command()
+@order_options
+@deadline_option
+@click.pass_obj
+def estimate(session: Session, **options: Any) -> int:
+    """Estimate tokens, cost and time from a sample of the rows, before anything is spent."""
+    return session.run(_estimate(session, options))
+
+
+async def _estimate(session: Session, options: dict[str, Any]) -> int:
+    config = session.config()
+    order = await build_order(session, config, options)
+    with progress_of(session, "estimating") as progress:
+        report, found = await session.app.preview_estimate(order, config, progress)
+    if found is None:
+        return _report(session, report, order)
+    if session.as_json:
+        session.emit("estimate", estimate=found)
+        return EXIT_OK
+    for line in estimate_lines(found):
+        session.print(line)
+    return EXIT_OK
+
+
+def _report(session: Session, report: SealReport, order: JobOrder) -> int:
+    """Print what validation found; bad rows are an error unless they are to be skipped."""
+    is_bad = report.problems_total > 0 and order.policy.on_invalid == "fail"
+    code = EXIT_USAGE if is_bad else EXIT_OK
+    if session.as_json:
+        session.emit("report", exit_code=code, report=report)
+        return code
+    show_problems(session, report.problems, report.problems_total)
+    seal = report.seal
+    kind = "OpenAI batch rows" if seal.format == "openai" else f"{seal.format} rows"
+    refused = f", {count(report.rejected)} refused" if report.rejected else ", all valid"
+    session.print(f"{count(seal.rows)} {kind}, {size(seal.bytes)} in {count(len(seal.sources), 'file')}{refused}")
+    if seal.columns:
+        session.print(f"columns: {', '.join(clean(name, 80) for name in seal.columns)}")
+    return code
+
+
+def plan_lines(plan: Explanation) -> list[str]:
+    """A plan for people."""
+    found = [f"{count(plan.rows, 'row')}: {count(plan.run)} run"]
+    found[0] += f", {count(plan.folded)} folded into identical ones" if plan.folded else ""
+    found[0] += f", {count(plan.rejected)} refused" if plan.rejected else ""
+    found.append("order: the file's own" if plan.in_file_order else "order: by model, adapter, shared prefix and cost")
+    if plan.shared_prefix is not None:
+        found.append(
+            f"shared prefix: {percent(plan.shared_prefix, 1)} of the input repeats the beginning of the row before"
+        )
+    tokens = "" if plan.tokens is None else f", about {short(plan.tokens)} tokens"
+    found.append(f"{count(plan.shards, 'shard')}{tokens}")
+    head = ["MODEL", "ADAPTER", "ROWS", "FOLDED", "SHARDS", "PREFIX GROUPS", "SHARED", "TOKENS"]
+    notes = [f"note: {clean(note, 2000)}" for note in plan.notes]
+    return [*found, *table([head, *(_group(group) for group in plan.groups)]), *notes]
+
+
+def _group(group: PlanGroup) -> list[str]:
+    shared = "-" if group.shared_prefix is None else percent(group.shared_prefix, 1)
+    return [
+        clean(group.model, 60), clean(group.adapter or "-", 60), count(group.rows), count(group.folded),
+        count(group.shards), count(group.prefix_groups), shared, "-" if group.tokens is None else short(group.tokens),
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def progress_of(session: Session, state: str) -> Iterator[Callable[[float], None]]:
+    """The share of a phase that is done, shown as that of a job in this phase."""
+    display = display_for(session)
+    try:
+        yield lambda share: display.update(JobView(id="", state=state, progress=share))
+    finally:
+        display.close()

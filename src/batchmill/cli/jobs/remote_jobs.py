@@ -1,0 +1,100 @@
+"""`batchmill remote`: the jobs at providers that hold rows of a job, and what became of those nobody could tell of."""
+
+from __future__ import annotations
+
+import click
+
+from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument, refuse_half_text
+from batchmill.cli.text import clean, count, moment, table
+from batchmill.types import RemoteJob
+
+LOOK = "look"  # what `batchmill remote JOB` means
+
+
+class _Remote(click.Group):
+    """A first word that is none of its commands is a job."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = [word for word in args if not word.startswith("-")]
+        is_known = bool(words) and words[0] in self.commands
+        return super().parse_args(ctx, args if is_known or not words else [LOOK, *args])
+
+
+@click.group(cls=_Remote)
+def remote() -> None:
+    """List the provider jobs of a job: `batchmill remote ID`."""
+
+
+@remote.command(LOOK, hidden=True)
+@job_argument
+@global_options
+@click.pass_obj
+def look(session: Session, job_id: str) -> int:
+    """List the provider jobs of a job, in the order of creation."""
+    return session.run(_look(session, job_id))
+
+
+async def _look(session: Session, job_id: str) -> int:
+    async with session.app.open_jobs(session.config()) as jobs:
+        found = await jobs.remote(job_id)
+    if session.as_json:
+        for each in found:
+            session.emit("remote_job", remote_job=each)
+        return EXIT_OK
+    if not found:
+        session.print("no provider has been given rows of this job")
+        return EXIT_OK
+    head = ["TAG", "PROVIDER", "STATE", "ID", "ROWS", "DONE", "FAILED", "SUBMITTED"]
+    for line in table([head, *(_columns(each) for each in found)]):
+        session.print(line)
+    for each in found:
+        if each.message:
+            session.print(f"{clean(each.tag, 80)}: {clean(each.message, 2000)}")
+    return EXIT_OK
+
+
+def _columns(job: RemoteJob) -> list[str]:
+    state = f"{job.state} ({clean(job.remote_state, 40)})" if job.remote_state else job.state
+    return [
+        clean(job.tag, 80), clean(job.provider, 40), state, clean(job.id, 80), count(job.rows), count(job.completed),
+        count(job.failed), "" if job.submitted is None else moment(job.submitted),
+    ]  # fmt: skip
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return refuse_half_text(value)
+
+
+tag_argument = click.argument("tag", metavar="TAG", callback=_text)
+
+
+@remote.command()
+@job_argument
+@tag_argument
+@click.argument("remote_id", metavar="REMOTE_ID", callback=_text)
+@global_options
+@click.pass_obj
+def adopt(session: Session, job_id: str, tag: str, remote_id: str) -> int:
+    """Declare that an unknown submission became the provider's job REMOTE_ID. `resume` continues with it."""
+    return session.run(_settle(session, job_id, tag, remote_id))
+
+
+@remote.command()
+@job_argument
+@tag_argument
+@global_options
+@click.pass_obj
+def forget(session: Session, job_id: str, tag: str) -> int:
+    """Declare that an unknown submission failed. `resume` submits its rows again."""
+    return session.run(_settle(session, job_id, tag, None))
+
+
+async def _settle(session: Session, job_id: str, tag: str, remote_id: str | None) -> int:
+    async with session.app.open_jobs(session.config()) as jobs:
+        settled = await jobs.settle_remote(job_id, tag, remote_id)
+    if session.as_json:
+        session.emit("remote_job", remote_job=settled)
+        return EXIT_OK
+    became = "is forgotten" if remote_id is None else f"is the job {clean(settled.id, 80)} of {clean(settled.provider)}"
+    session.print(f"{clean(settled.tag, 80)} {became}; `batchmill resume {clean(job_id, 64)}` goes on")
+    return EXIT_OK

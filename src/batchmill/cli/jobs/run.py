@@ -1,0 +1,186 @@
+"""`batchmill run`: submit, follow, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import click
+from msgspec import Struct
+
+from batchmill.cli.jobs.displays import Display, display_for, done
+from batchmill.cli.jobs.order_options import MORE_THAN_NOTHING, build_order, deadline_option, order_options
+from batchmill.cli.jobs.summary import show_end
+from batchmill.cli.session import Session
+from batchmill.cli.text import clean, count
+from batchmill.config import Config
+from batchmill.errors import InvalidTransition
+from batchmill.types import JobView, Submitted
+from batchmill.wire.native import PRIORITY_MAX
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import JobsClient
+
+
+class Followed(Struct, frozen=True):
+    """The last view of a job, and whether somebody at this terminal interrupted it."""
+
+    view: JobView
+    was_interrupted: bool = False
+
+
+async def follow(
+    jobs: JobsClient, job_id: str, display: Display, *, session: Session, is_shared: bool = False
+) -> Followed:
+    """Show a job until it is paused or has ended.
+
+    The first Ctrl-C (SIGTERM, SIGHUP) pauses it and waits; the second cancels this task, which stops at once. A job at
+    a server is only left: it goes on there.
+
+    Args: is_shared: another process runs the job, and the person has to know whom a pause concerns.
+    """
+    interrupts = session.interrupts
+    first = _Pause(jobs, job_id, display, is_shared=is_shared) if session.server_url is None else _Leave(display)
+    view = None
+    with interrupts.first_does(first.begin, lambda: display.say("stopping at once")):
+        try:
+            async with contextlib.aclosing(first.watched(jobs.watch(job_id))) as views:
+                async for view in views:
+                    display.update(view)
+            await first.settle()
+        finally:
+            await first.abandon()
+    assert view is not None, "watch() yields at least one view"
+    return Followed(view, interrupts.count > 0)
+
+
+class _Leave:
+    """Ctrl-C where the job runs at a server: nobody looks any more, and nothing else changes."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._left = asyncio.Event()
+
+    def begin(self) -> None:
+        self._display.say("leaving: the job continues on the server")
+        self._left.set()
+
+    async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
+        """The views until somebody leaves; the first one in any case."""
+        leaving = asyncio.ensure_future(self._left.wait())
+        following: asyncio.Future[JobView | None] | None = None
+        is_first = True
+        try:
+            while is_first or not leaving.done():
+                following = asyncio.ensure_future(anext(views, None))
+                await asyncio.wait({following} if is_first else {following, leaving}, return_when=FIRST_COMPLETED)
+                if not following.done() or (view := following.result()) is None:
+                    return
+                is_first = False
+                yield view
+        finally:
+            for task in filter(None, (leaving, following)):
+                task.cancel()
+            await asyncio.gather(*filter(None, (leaving, following)), return_exceptions=True)
+
+    async def settle(self) -> None:
+        """There is nothing to wait for."""
+
+    async def abandon(self) -> None:
+        """There is nothing to end."""
+
+
+class _Pause:
+    """The pause that Ctrl-C asks for, while the job is still being watched."""
+
+    def __init__(self, jobs: JobsClient, job_id: str, display: Display, *, is_shared: bool) -> None:
+        self._jobs, self._job_id, self._display = jobs, job_id, display
+        self._is_shared = is_shared
+        self._asking: asyncio.Task[JobView] | None = None
+
+    def begin(self) -> None:
+        whose = " the job for all who run or follow it" if self._is_shared else ""
+        self._display.say(f"pausing{whose}: storing finished rows; Ctrl-C again stops at once")
+        self._asking = asyncio.get_running_loop().create_task(self._ask())
+
+    async def _ask(self) -> JobView:
+        return await self._jobs.steer(self._job_id, "pause")
+
+    async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
+        """All of them: the pause shows in the last."""
+        async for view in views:
+            yield view
+
+    async def settle(self) -> None:
+        """Let the pause that was asked for end; a job that ended first needs none."""
+        if self._asking is not None:
+            with contextlib.suppress(InvalidTransition):
+                await self._asking
+
+    async def abandon(self) -> None:
+        """Leave nothing running and nothing unheard; why the watching ended is what will be told."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+
+PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
+
+
+@click.command()
+@order_options
+@click.option("--together", is_flag=True, help="Write failed OpenAI rows to the same file, in input order.")
+@click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause before the cost exceeds this amount.")
+@click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs with a higher priority run first.")
+@deadline_option
+@click.option("--label", "labels", metavar="KEY=VALUE", multiple=True, help="A label of your own for the job.")
+@click.option("--restart", is_flag=True, help="Start a new job although an unfinished one exists.")
+@click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
+@click.pass_obj
+def run(session: Session, **options: Any) -> int:
+    """Run every row of a dataset and write the results.
+
+    INPUT is a JSONL file of OpenAI batch rows or a table in JSONL, CSV or Parquet; several files, a folder or a glob
+    are one dataset. Running the same command again resumes the job.
+    """
+    config = session.config()
+    return session.run(_run(session, config, options))
+
+
+async def _run(session: Session, config: Config, options: dict[str, Any]) -> int:
+    async with session.app.open_jobs(config) as jobs:
+        order = await build_order(session, config, options)
+        submitted = await jobs.submit(order)
+        return await attend(session, jobs, submitted)
+
+
+async def attend(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
+    """Show a job that is under way to its end and sum it up; returns the exit code."""
+    display = display_for(session)
+    try:
+        await _announce(session, jobs, submitted, display)
+        is_shared = submitted.how == "joined"
+        followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
+    finally:
+        display.close()
+    return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
+
+
+async def _announce(session: Session, jobs: JobsClient, submitted: Submitted, display: Display) -> None:
+    if session.as_json:
+        session.emit("submitted", id=submitted.id, how=submitted.how)
+        return
+    view = await jobs.show(submitted.id)
+    rows = f": {count(done(view))} of {count(view.rows)} rows are done" if view.rows else ""
+    told = {
+        "started": f"job {submitted.id}",
+        "resumed": f"resuming job {submitted.id}{rows}",
+        "retried": f"retrying {count(view.rows - done(view), 'row')} of job {submitted.id}",
+        "joined": f"joining job {submitted.id}, which is running{rows}; this command's flags for workers, limits, "
+        "prices and budget have no effect on it, and Ctrl-C pauses it for everybody",
+        "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
+    }
+    display.say(clean(told.get(submitted.how, f"job {submitted.id}: {submitted.how}")))

@@ -1,0 +1,189 @@
+"""What is printed when a job has ended or paused, and the exit code that says the same to a script."""
+
+from __future__ import annotations
+
+import os
+
+from batchmill.cli.session import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PAUSED,
+    EXIT_ROWS_FAILED,
+    EXIT_USAGE,
+    Session,
+)
+from batchmill.cli.text import clean, count, duration, money, percent
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobView, Problem
+
+CAUSES_MAX = 20
+PROBLEMS_MAX = 1000
+SAMPLE_CHARS_MAX = 160
+NAME_CHARS_MAX = 80
+WIDTH = 10
+
+RESUME = "batchmill resume {id} (or the same command again)"
+# Why a pause came, and what somebody has to do for the job to go on.
+PAUSES = {
+    PauseReason.ASKED: ("paused", RESUME),
+    PauseReason.INTERRUPTED: ("interrupted", RESUME),
+    PauseReason.BUDGET: (
+        "the budget is spent",
+        "run the same command with a larger --budget, or `batchmill amend` and `batchmill resume`",
+    ),
+    PauseReason.QUOTA: ("the account has nothing left to spend", f"add to its quota; then {RESUME}"),
+    PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
+    PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),
+    PauseReason.STORAGE_FAILED: ("the disk, or the limit of open files, was in the way", f"see to it; then {RESUME}"),
+    PauseReason.DISK_QUOTA: (
+        "its project has no room left on the server's disk",
+        "delete files, uploads or adapters; the job then resumes by itself",
+    ),
+    PauseReason.INPUT_CHANGED: ("an input file changed since it was sealed", f"restore it; then {RESUME}"),
+    PauseReason.ENGINE_FAILED: (
+        "the engine failed",
+        "mend it; then batchmill resume {id}, or where a flag was wrong the same command again with the flag mended: "
+        "resume keeps the flags",
+    ),
+    PauseReason.DATASET_DAMAGED: (
+        "what was kept of the input is damaged, the input itself is not to blame",
+        "batchmill ledger rebuild {id} makes it anew from the input, then batchmill resume {id}",
+    ),
+    PauseReason.SUBMIT_UNKNOWN: (
+        "it is unknown whether a provider accepted rows",
+        "look for them there (batchmill remote {id} lists them), then batchmill remote adopt or forget, then "
+        "batchmill resume {id}",
+    ),
+    PauseReason.ROUTE_FAILED: (
+        "the way to the model failed",
+        "see to the provider, then batchmill resume {id}; the same command with another --model goes another way",
+    ),
+}
+
+
+def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
+    """0 all rows ok, 3 some failed, 2 bad input, 1 could not run, 4 paused, 130 interrupted."""
+    match view.state:
+        case JobState.COMPLETED:
+            return EXIT_ROWS_FAILED if view.rows_failed else EXIT_OK
+        case JobState.CANCELLED | JobState.EXPIRED:
+            return EXIT_ROWS_FAILED
+        case JobState.FAILED:
+            return EXIT_USAGE  # a job fails for what it was given, and for nothing else
+    if was_interrupted or view.reason == PauseReason.INTERRUPTED:
+        return EXIT_INTERRUPTED
+    if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:
+        return EXIT_FAILED  # it never ran a row
+    return EXIT_PAUSED
+
+
+def show_end(session: Session, view: JobView, *, was_interrupted: bool = False) -> int:
+    """Print the summary of a job that ended or paused; returns the exit code."""
+    code = exit_code(view, was_interrupted=was_interrupted)
+    if session.as_json:
+        session.emit("summary", exit_code=code, job=view)
+        return code
+    if view.state == JobState.FAILED:
+        show_problems(session, view.problems, view.problems_total)
+    for line in lines(view):
+        session.print(line)
+    if not JobState(view.state).is_at_rest:
+        for line in pause_lines(view) if view.state == JobState.PAUSED else leave_lines(view):
+            session.say(line)
+    return code
+
+
+def lines(view: JobView) -> list[str]:
+    """A job's figures for people."""
+    head = f"job {view.id}: {clean(view.state)}"
+    if view.elapsed_s:
+        head += f", {duration(view.elapsed_s)} of running"
+    if view.state == JobState.FAILED:
+        return [f"{head}: {clean(view.message, 2000, lines=True)}" if view.message else head]
+    found = [head]
+    if view.rows:
+        found.append(_line("rows", count(view.rows)))
+        found.append(_line("ok", count(view.rows_ok)))
+        found.append(_line("failed", count(view.rows_failed)))
+        found += causes(view)
+        left = view.rows - view.rows_ok - view.rows_failed
+        found += [_line("left", count(left))] if left else []
+    if view.rows_folded:
+        found.append(
+            _line(
+                "folded",
+                f"{count(view.rows_folded)} share{'s' if view.rows_folded == 1 else ''} the answer of an identical row",
+            )
+        )
+    usage = view.usage
+    if usage.input_tokens or usage.output_tokens:
+        cached = f" ({percent(usage.cached_tokens, usage.input_tokens)} cached)" if usage.cached_tokens else ""
+        found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
+    if view.cost is not None:
+        found.append(_line("cost", money(view.cost)))
+    found += [_line("price", told) for told in prices(view)]
+    if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
+        found += [_line("results", clean(view.output, 4096))] if view.output else []
+        found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
+        found += [_line("note", clean(view.message, 2000))] if view.message else []
+    return found
+
+
+def prices(view: JobView) -> list[str]:
+    """What a million tokens cost, with the name of the model where there are several."""
+    is_one = len(view.prices) == 1 and view.model in view.prices
+    told = {name: f"USD {price.in_words} per million tokens" for name, price in view.prices.items()}
+    return [text if is_one else f"{clean(name, NAME_CHARS_MAX)}: {text}" for name, text in told.items()]
+
+
+def causes(view: JobView) -> list[str]:
+    """The failed rows by cause, the most frequent first."""
+    by_rows = sorted(view.errors.items(), key=lambda item: (-item[1], item[0]))
+    found = [
+        f"  {count(rows):>{WIDTH}}  {clean(code, 80)}: {clean(view.error_samples.get(code, ''), SAMPLE_CHARS_MAX)}"
+        for code, rows in by_rows[:CAUSES_MAX]
+    ]
+    if len(by_rows) > CAUSES_MAX:
+        rest = by_rows[CAUSES_MAX:]
+        found.append(f"  {count(sum(rows for _, rows in rest)):>{WIDTH}}  of {count(len(rest), 'further cause')}")
+    return [line.removesuffix(": ") for line in found]
+
+
+def pause_lines(view: JobView) -> list[str]:
+    """Why a job stopped and how it goes on."""
+    known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
+    why, then = known or (clean(view.reason or view.state), RESUME)
+    told = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
+    if not told.startswith(why):  # many a message begins with the reason itself
+        told = f"{why}: {told}" if told else why
+    return [f"batchmill: {told}", f"to go on: {then.format(id=view.id)}"]
+
+
+def leave_lines(view: JobView) -> list[str]:
+    """How a job that goes on at a server is come back to."""
+    return [
+        f"to follow it: batchmill resume {view.id}",
+        f"to end it: batchmill cancel {view.id}; its results: batchmill results {view.id}",
+    ]
+
+
+def show_problems(session: Session, problems: list[Problem], total: int) -> None:
+    """`FILE:LINE: code: message` for the first problems, and how many there are in all."""
+    for problem in problems[:PROBLEMS_MAX]:
+        session.say(f"{place(problem)}: {clean(problem.code)}: {clean(problem.message)}")
+    shown = min(len(problems), PROBLEMS_MAX)
+    if total:
+        rest = f"; the first {count(shown)} are listed" if total > shown else ""
+        session.say(f"{count(total, 'problem')} in all{rest}")
+
+
+def place(problem: Problem) -> str:
+    """FILE:LINE, the file as seen from the working directory where it lies in it."""
+    path = problem.path
+    with_base = os.path.join(os.getcwd(), "")
+    return f"{clean(path.removeprefix(with_base), 4096) or '-'}:{problem.line}"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{WIDTH}}{value}"

@@ -1,0 +1,171 @@
+"""`batchmill adapters`: LoRA weights under names that rows can ask for. A running server has them at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec.structs import replace
+
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.client.calls import ask
+from batchmill.control import operations as own
+from batchmill.services.adapters.records import read_reference
+from batchmill.wire.native_models import AdapterInfo, NewAdapter
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
+
+SHOWN_CHARS = 60
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else refuse_half_text(value)
+
+
+name_argument = click.argument("name", metavar="NAME[/VERSION]", callback=_text)
+project_option = click.option(
+    "--project", metavar="NAME", callback=_text, help="The project, on this machine [default]."
+)
+
+
+@click.group()
+def adapters() -> None:
+    """Adapters: LoRA weights for a language model. Rows name NAME for the newest version, or NAME/VERSION."""
+
+
+@adapters.command()
+@click.argument("name", metavar="NAME", callback=_text)
+@click.argument("source", metavar="SOURCE", callback=_text)
+@click.option("--base", metavar="MODEL", required=True, callback=_text, help="The base model.")
+@click.option(
+    "--token", metavar="REFERENCE", callback=_text,
+    help='The token for a model hub: "secret:NAME", on this machine also "env:NAME" or "file:PATH".',
+)  # fmt: skip
+@project_option
+@global_options
+@click.pass_obj
+def add(session: Session, name: str, source: str, *, base: str, token: str | None, project: str | None) -> int:
+    """Register an adapter and wait until it is ready.
+
+    SOURCE is a folder, ORG/NAME[@REVISION] of a model hub, or s3://BUCKET/PREFIX, gs:// or az://. Registering
+    a name again creates its next version.
+    """
+
+    async def make(opened: AsyncClient) -> None:
+        found = await _added(session, opened, NewAdapter(name, base, source, token))
+        if session.as_json:
+            session.emit("adapter", adapter=found)
+            return
+        session.print(found.own_name)
+        session.say(f"{clean(found.own_name)} is ready for {clean(found.base)}: rank {found.rank}")
+
+    return _with(session, project, make)
+
+
+async def _added(session: Session, opened: AsyncClient, asked: NewAdapter) -> AdapterInfo:
+    """A server is sent a folder of this machine; the owner of a data directory reads it where it lies."""
+    if session.server_url is not None:
+        return await opened.add_adapter(
+            asked.name, os.path.expanduser(asked.source), base=asked.base, token=asked.token
+        )
+    source = asked.source
+    if Path(source).expanduser().is_dir() or source.startswith((".", "~")):
+        source = os.path.abspath(Path(source).expanduser())
+    token = asked.token and session.absolute(asked.token)
+    return await opened.call(ask(own.ADD_ADAPTER, body=replace(asked, source=source, token=token)))
+
+
+@adapters.command("list")
+@click.option("--base", metavar="MODEL", callback=_text, help="Only adapters of this base model.")
+@project_option
+@global_options
+@click.pass_obj
+def list_adapters(session: Session, base: str | None, project: str | None) -> int:
+    """List the registered adapters, all versions."""
+
+    async def show_all(opened: AsyncClient) -> None:
+        found = await opened.adapters(base)
+        if session.as_json:
+            for each in found:
+                session.emit("adapter", adapter=each)
+        elif not found:
+            session.print("there are no adapters: `batchmill adapters add NAME SOURCE --base MODEL` registers one")
+        else:
+            head = ["NAME", "BASE", "STATE", "RANK", "SIZE", "SOURCE", "CHANGED"]
+            for line in table([head, *(_columns(each) for each in found)]):
+                session.print(line)
+
+    return _with(session, project, show_all)
+
+
+def _columns(info: AdapterInfo) -> list[str]:
+    return [
+        clean(info.own_name, SHOWN_CHARS), clean(info.base, SHOWN_CHARS), info.state,
+        str(info.rank) if info.rank else "-", _size(info.bytes) if info.bytes else "-",
+        clean(info.source, SHOWN_CHARS), moment(info.changed),
+    ]  # fmt: skip
+
+
+def _size(size_bytes: int) -> str:
+    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+@adapters.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def show(session: Session, name: str, project: str | None) -> int:
+    """Show an adapter; without a version, the newest that is ready."""
+    wanted, version = read_reference(name)
+
+    async def tell(opened: AsyncClient) -> None:
+        info = await opened.adapter(wanted, version)
+        if session.as_json:
+            session.emit("adapter", adapter=info)
+            return
+        session.print(f"{clean(info.own_name)}: {info.state}, for {clean(info.base)}")
+        session.print(f"  from {clean(info.source)}")
+        if info.rank:
+            session.print(f"  rank {info.rank}, {_size(info.bytes)}, sha256 {info.digest}")
+        if info.trained_for:
+            session.print(f"  trained for {clean(info.trained_for)}")
+        if info.message:
+            session.print(f"  {clean(info.message)}")
+
+    return _with(session, project, tell)
+
+
+@adapters.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def remove(session: Session, name: str, project: str | None) -> int:
+    """Remove a version, or all versions of a name. Unfinished jobs keep their versions."""
+    wanted, version = read_reference(name)
+
+    async def end(opened: AsyncClient) -> None:
+        gone = await opened.remove_adapter(wanted, version)
+        if session.as_json:
+            session.emit("adapters_removed", names=[each.own_name for each in gone])
+        else:
+            session.print(f"removed: {', '.join(clean(each.own_name) for each in gone)}")
+
+    return _with(session, project, end)
+
+
+def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
+    async def run() -> None:
+        async with session.open(project) as opened:
+            await work(opened)
+
+    return session.run(run())

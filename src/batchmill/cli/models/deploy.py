@@ -1,0 +1,219 @@
+"""`batchmill deploy`: a Python function becomes a model, on this machine or at a server."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchmill.cli.jobs.order_options import pairs
+from batchmill.cli.session import EXIT_OK, Session, global_options
+from batchmill.cli.text import clean
+from batchmill.client.bundling import bundled
+from batchmill.errors import InvalidInput
+from batchmill.wire.native import DeployReply, VersionInfo
+
+COUNT = click.IntRange(min=1)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?")
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+EXAMPLE_BYTES_MAX = 16 * 1024 * 1024
+NAMES_CHARS_MAX = 200
+
+
+class ByteCount(click.ParamType):
+    """512MB, 2GiB, 1000000."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _BYTES.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size: write 512MB, 2GiB", param, ctx)
+        step = 1024 if match[3] else 1000
+        return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
+
+
+class Seconds(click.ParamType):
+    """30s, 5ms, 2m."""
+
+    name = "span"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = _SECONDS.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no length of time: write 30s, 5ms, 2m", param, ctx)
+        return float(match[1]) * UNITS[match[2]]
+
+
+OPTIONS = (
+    click.argument("source", metavar="SOURCE"),
+    click.option("--name", metavar="NAME", help="The model's name [the function's]."),
+    click.option("--branch", metavar="NAME", help="The branch [main]."),
+    click.option("--requirements", "requirements_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+                 help="Packages for a separate environment."),
+    click.option("--python", metavar="PATH|3.x", help="The interpreter of the environment [batchmill's]."),
+    click.option("--env", "variables", metavar="KEY=VALUE", multiple=True, help="An environment variable."),
+    click.option("--secret", "secrets", metavar="KEY=env:NAME|file:PATH|secret:NAME", multiple=True,
+                 help="A secret for the environment; batchmill stores only the reference."),
+    click.option("--include", metavar="FILE", multiple=True, help="Additional files, folders or globs."),
+    click.option("--workers", type=COUNT, help="Worker processes [1]."),
+    click.option("--memory", "memory_bytes", type=ByteCount(), metavar="SIZE", help="Memory of a worker: 512MB, 2GiB."),
+    click.option("--timeout", "timeout_s", type=Seconds(), metavar="SPAN", help="Time limit of one call: 30s [600s]."),
+    click.option("--gpus", type=click.IntRange(min=0), help="GPUs of each worker [0]."),
+    click.option("--batch-size", type=COUNT, help="The most rows in one call, from all callers."),
+    click.option("--batch-window", "batch_window_s", type=Seconds(), metavar="SPAN",
+                 help="How long an idle worker waits for a batch to fill: 5ms [0]."),
+    click.option("--dataframe", metavar="COLUMNS|FILE", help="Columns of the data frame, or an example of it."),
+    click.option("--idempotent", "is_idempotent", is_flag=True, help="Calls may be repeated after their worker died."),
+    click.option("--shared/--private", "is_shared", default=None,
+                 help="Whether other projects may call it [unchanged; new: yes without a key, no with one]."),
+    click.option("--received-shapes", is_flag=True, help="Pass tensors of one element as single values."),
+    click.option("--example", "examples", metavar="JSON|FILE", multiple=True,
+                 help="Arguments of a call that must succeed first."),
+    click.option("--input-json", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+                 help="Inferless's older sample input: the schema, and a call that must succeed."),
+    click.option("--output-json", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+                 help="Inferless's sample output: names that the function must return."),
+)  # fmt: skip
+
+
+def _options(command: Any) -> Any:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_options
+@global_options
+@click.pass_obj
+def deploy(session: Session, source: str, **options: Any) -> int:
+    """Deploy a Python function as a model with typed inputs and versions. Its code, and that of the packages it
+    requires, runs as the user of the server (or of this command): deploy what you trust.
+
+    SOURCE is FILE.py:NAME, package.module:NAME, a FOLDER (with FOLDER:FILE.py:NAME, or an app.py of Inferless's kind
+    or Modelbit's source.py), or git+https://HOST/REPO@REVISION#subdirectory=FOLDER:FILE.py:NAME. The new version is
+    started and called once before it is the latest; one that does not work is refused with its traceback.
+    """
+    return session.run(_deploy(session, source, options))
+
+
+async def _deploy(session: Session, source: str, options: dict[str, Any]) -> int:
+    include = options.pop("include")
+    samples = {"input.json": options.pop("input_json"), "output.json": options.pop("output_json")}
+    settings = settings_of(session, options)
+    chosen = {name: Path(path).absolute() for name, path in samples.items() if path is not None}
+    config = session.config()
+    with bundled(source, settings, include=include, samples=chosen, cwd=session.cwd) as (order, bundle):
+        if not session.as_json:
+            session.say(f"deploying {clean(order.source)} as {clean(order.name)} …")
+        async with session.open() as opened:
+            reply = await session.app.deploy(opened, config, bundle)
+    show_deployed(session, reply)
+    return EXIT_OK
+
+
+def settings_of(session: Session, options: dict[str, Any]) -> dict[str, Any]:
+    """The given options as fields of an order. Raises: InvalidInput."""
+    told = {name: value for name, value in options.items() if value not in (None, False, ()) or name == "is_shared"}
+    if (path := told.pop("requirements_file", None)) is not None:
+        told["requirements"] = _read(Path(path))
+    if "python" in told and "/" in told["python"]:
+        told["python"] = str(session.cwd / Path(told["python"]).expanduser())
+    if "variables" in told:
+        told["environment"] = pairs(told.pop("variables"), "--env")
+    if "secrets" in told:
+        told["secrets"] = {name: _secret(session, value) for name, value in pairs(told["secrets"], "--secret").items()}
+    if "dataframe" in told:
+        told["frame_columns"] = columns_of(told.pop("dataframe"), session.cwd)
+    if "examples" in told:
+        told["examples"] = [_example(text, session.cwd) for text in told["examples"]]
+    return told
+
+
+def _secret(session: Session, reference: str) -> str:
+    """A path is of this machine, unless a server is to read it."""
+    kind, _, place = reference.partition(":")
+    if kind == "file" and session.server_url is None:
+        return f"file:{session.cwd / Path(place).expanduser()}"
+    return reference
+
+
+def columns_of(text: str, cwd: Path) -> list[str]:
+    """The columns that are named, or those of an example: CSV with a head, or JSON rows. Raises: InvalidInput."""
+    path = cwd / Path(text).expanduser()
+    if not path.is_file():
+        columns = [each.strip() for each in text.split(",")]
+    elif path.suffix.lower() == ".csv":
+        columns = next(csv.reader(_read(path).splitlines()), [])
+    else:
+        columns = _json_columns(_read(path), text)
+    if not columns or not all(columns) or len(set(columns)) < len(columns):
+        raise InvalidInput(f"--dataframe {text!r} names no columns, or one of them twice", code="missing_example")
+    return columns
+
+
+def _json_columns(text: str, shown: str) -> list[str]:
+    lines = text.strip().splitlines()
+    try:
+        first = json.loads(lines[0] if len(lines) > 1 and not text.lstrip().startswith("[") else text)
+    except (ValueError, IndexError):
+        raise InvalidInput(f"--dataframe {shown!r} is neither CSV nor JSON rows", code="missing_example") from None
+    row = first[0] if isinstance(first, list) and first else first
+    return [str(name) for name in row] if isinstance(row, dict) else []
+
+
+def _example(text: str, cwd: Path) -> Any:
+    """Arguments by name, by position, or the one argument of a function that has one."""
+    path = cwd / Path(text).expanduser() if not text.lstrip().startswith(("{", "[")) else None
+    if path is not None and path.is_file():
+        text = _read(path)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise InvalidInput(f"--example {text[:80]!r} is neither JSON nor a file", code="invalid_example") from None
+    return value if isinstance(value, dict | list) else [value]
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(EXAMPLE_BYTES_MAX + 1)
+        if len(data) > EXAMPLE_BYTES_MAX:
+            raise InvalidInput(f"{path} is longer than {EXAMPLE_BYTES_MAX:,} bytes", code="unreadable_file")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}", code="unreadable_file") from None
+
+
+def show_deployed(session: Session, reply: DeployReply) -> None:
+    if session.as_json:
+        session.emit("deployed", version=reply.version, is_new=reply.is_new)
+        return
+    version = reply.version
+    if not reply.is_new:
+        session.print(f"already version {version.number}: {clean(version.reference)} is this very code")
+        return
+    session.print(f"{clean(version.reference)} is ready: {clean(signature_of(version), NAMES_CHARS_MAX)}")
+    session.say(
+        f"call it at a server with POST /v1/{version.name}/latest; `batchmill models show {version.name}` says how"
+    )
+
+
+def signature_of(version: VersionInfo) -> str:
+    """What it takes, as one would write it."""
+    if version.interface is None:
+        return version.name
+    told = []
+    for tensor in version.interface.inputs:
+        kind = tensor.datatype or "any"
+        shape = "" if tensor.shape == [1] else str(tensor.shape).replace(" ", "")
+        told.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
+    if version.interface.takes_more:
+        told.append("…")
+    return f"{version.name}({', '.join(told)})"

@@ -1,0 +1,379 @@
+"""`batchmill llms`: language models that batchmill serves itself. A running server has them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from msgspec.structs import replace
+
+from batchmill.cli.admin.keys import Lifetime
+from batchmill.cli.jobs.order_options import pairs, scalar
+from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.text import clean, moment, table
+from batchmill.client import llm_calls
+from batchmill.errors import InvalidInput
+from batchmill.models import secrets
+from batchmill.types.machines import size_of, size_text
+from batchmill.wire.native import QuotaInfo
+from batchmill.wire.native_models import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient
+
+
+T = TypeVar("T", NewLlm, LlmChange)
+
+SHOWN_CHARS, MESSAGE_CHARS = 60, 4_000
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(refuse_half_text(each) for each in value)
+    return None if value is None else refuse_half_text(value)
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else size_of(value, "--memory")
+
+
+name_argument = click.argument("name", metavar="NAME", callback=_text)
+project_option = click.option(
+    "--project", metavar="NAME", callback=_text, help="The project, on this machine [default]."
+)
+
+
+def settings_options(command):
+    """What can be said of an engine. Nothing said: as the base model has it."""
+    options = (
+        click.option(
+            "--engine-arg", "args", metavar="NAME=VALUE", multiple=True, callback=_text,
+            help="A flag of vLLM, such as max-model-len=4096. An update replaces all flags.",
+        ),
+        click.option(
+            "--hf-token", metavar="REFERENCE", callback=_text,
+            help='A token for the model hub: "env:NAME", "file:PATH", on this machine also "secret:NAME".',
+        ),
+        click.option("--replicas-min", type=click.IntRange(0), metavar="N", help="Replicas that always stay [0]."),
+        click.option("--replicas-max", type=click.IntRange(1), metavar="N", help="The most replicas [1]."),
+        click.option("--cooldown", type=Lifetime(), metavar="SPAN", help="Stop a replica that is idle for 10m, 2h …"),
+        click.option(
+            "--scale-up-requests", type=click.IntRange(1), metavar="N", help="Scale up above this load [128]."
+        ),
+        click.option("--memory", metavar="SIZE", callback=_size, help="Memory of each replica: 12GiB."),
+        click.option("--gpus", type=click.IntRange(0), metavar="N", help="GPUs of each replica."),
+        click.option("--adapters/--no-adapters", "takes_adapters", default=None, help="Serve adapters [yes]."),
+        click.option(
+            "--preload", "preloaded", metavar="ADAPTER", multiple=True, callback=_text,
+            help="An adapter to load when the engine starts.",
+        ),
+        click.option("--description", metavar="TEXT", callback=_text),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _told(flags: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body that flags say something of."""
+    args = {name: scalar(value) for name, value in pairs(flags.pop("args"), "--engine-arg", bare="true").items()}
+    told = {"cooldown_s": flags.pop("cooldown"), "memory_bytes": flags.pop("memory")} | flags
+    told |= {"engine_args": args or None, "preloaded_adapters": list(told.pop("preloaded")) or None}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _with_token(session: Session, asked: T) -> T:
+    """A server is given the token itself, which is read here and kept there; the owner of a data directory a reference,
+    a file's with its absolute path. Raises: InvalidInput for a plain token, which everybody on the machine could see.
+    """
+    token = asked.hf_token
+    if not isinstance(token, str):
+        return asked
+    if not token.startswith(secrets.KINDS):
+        raise InvalidInput(
+            '--hf-token is "env:NAME", "file:PATH" or "secret:NAME", never the token itself', code="invalid_secret"
+        )
+    if session.server_url is None:
+        return replace(asked, hf_token=session.absolute(token))
+    if token.startswith("secret:"):
+        raise InvalidInput(
+            'a server\'s secrets are not for its callers: --hf-token is "env:NAME" or "file:PATH" of this machine',
+            code="invalid_secret",
+        )
+    return replace(asked, hf_token=secrets.resolve(token).reveal())
+
+
+@click.group()
+def llms() -> None:
+    """Language models that batchmill serves itself. Their engines start on demand."""
+
+
+@llms.command()
+@name_argument
+@click.argument("base_model", metavar="BASE", callback=_text)
+@settings_options
+@project_option
+@global_options
+@click.pass_obj
+def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
+    """Deploy BASE as NAME. BASE is a configured model, or a model hub id that the configuration allows."""
+    asked = NewLlm(name, base_model, **_told(flags))
+    return _changed(
+        session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, asked))), "is deployed"
+    )
+
+
+@llms.command("list")
+@project_option
+@global_options
+@click.pass_obj
+def list_llms(session: Session, project: str | None) -> int:
+    """List the language models and the state of their engines."""
+
+    async def show_all(opened: AsyncClient) -> None:
+        found: LlmList = await opened.call(llm_calls.llms())
+        if session.as_json:
+            for each in found.llms:
+                session.emit("llm", llm=each)
+        elif not found.llms:
+            session.print("there are no language models: `batchmill llms create NAME BASE` deploys one")
+        else:
+            head = ["NAME", "BASE", "STATE", "REPLICAS", "USD PER MILLION TOKENS", "BY"]
+            for line in table([head, *(_columns(each) for each in found.llms)]):
+                session.print(line)
+
+    return _with(session, project, show_all)
+
+
+def _columns(info: LlmInfo) -> list[str]:
+    return [
+        clean(info.name, SHOWN_CHARS), clean(info.base_model, SHOWN_CHARS), _state(info),
+        f"{info.ready} of {info.replicas_min}-{info.replicas_max}", "-" if info.price is None else info.price.in_words,
+        "configuration" if info.is_configured else "API",
+    ]  # fmt: skip
+
+
+def _state(info: LlmInfo) -> str:
+    if info.is_stopped:
+        return "stopped by hand"
+    return f"{info.state}, updating" if info.is_updating else info.state
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def show(session: Session, name: str, project: str | None) -> int:
+    """Show a language model: its settings, adapters and the state of its engine."""
+
+    async def tell(opened: AsyncClient) -> None:
+        info = await opened.llm(name)
+        if session.as_json:
+            session.emit("llm", llm=info)
+        else:
+            first, *more = _lines(info)
+            session.print(clean(first, MESSAGE_CHARS))
+            for line in more:
+                session.print(f"  {clean(line, MESSAGE_CHARS, lines=True)}")
+
+    return _with(session, project, tell)
+
+
+def _lines(info: LlmInfo) -> list[str]:
+    needs = [f"{info.memory_bytes:,} bytes of memory"] if info.memory_bytes else []
+    needs += [f"{info.gpus} GPUs"] if info.gpus else []
+    lines = [
+        f"{info.name}: {info.base_model}, {_state(info)}",
+        f"replicas: {info.ready} ready of {info.replicas}; {info.replicas_min} to {info.replicas_max}",
+        *([f"each takes {' and '.join(needs)}"] if needs else []),
+        *(f"{name} = {value}" for name, value in info.engine_args.items()),
+        *(["has a token for the model hub"] if info.has_hf_token else []),
+        *([f"adapters: {', '.join(info.adapters)}"] if info.adapters else []),
+        *([f"loaded ahead: {', '.join(info.preloaded_adapters)}"] if info.preloaded_adapters else []),
+        *([f"USD per million tokens: {info.price.in_words}"] if info.price is not None else []),
+        *([f"{info.description}"] if info.description else []),
+    ]
+    return [*lines, f"{info.message}"] if info.message else lines
+
+
+@llms.command()
+@name_argument
+@click.option("--base", "base_model", metavar="BASE", callback=_text, help="Another base model.")
+@settings_options
+@project_option
+@global_options
+@click.pass_obj
+def update(session: Session, name: str, base_model: str | None, project: str | None, **flags: Any) -> int:
+    """Update a deployment. Omitted settings are unchanged. The old engine answers until the new one is ready."""
+    told = _told(flags) | ({} if base_model is None else {"base_model": base_model})
+    if not told:
+        raise InvalidInput("nothing to update: see `batchmill llms update --help`")
+    asked = _with_token(session, LlmChange(**told))
+    return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, asked)), "is changed")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def delete(session: Session, name: str, project: str | None) -> int:
+    """Remove a deployment. Running jobs continue."""
+    return _changed(session, project, lambda opened: opened.remove_llm(name), "is deleted")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def start(session: Session, name: str, project: str | None) -> int:
+    """Start an engine now."""
+    return _changed(session, project, lambda opened: opened.start_llm(name), "starts")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def stop(session: Session, name: str, project: str | None) -> int:
+    """Stop a deployment until it is started again. Its engine stops when it is idle."""
+    return _changed(session, project, lambda opened: opened.stop_llm(name), "is stopped")
+
+
+@llms.command()
+@name_argument
+@project_option
+@global_options
+@click.pass_obj
+def events(session: Session, name: str, project: str | None) -> int:
+    """Print recent events: starts, failures with the engine's last lines, preloaded adapters."""
+
+    async def tell(opened: AsyncClient) -> None:
+        for each in await opened.llm_events(name):
+            if session.as_json:
+                session.emit("event", event=each)
+                continue
+            replica = "" if each.replica is None else f" (replica {each.replica})"
+            if (own := sum(each.by_project.values()) if each.in_flight is None else each.in_flight) or each.by_project:
+                replica += f", {own} requests in flight"
+            told = f": {each.message}" if each.message else ""
+            session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{told}", MESSAGE_CHARS, lines=True))
+
+    return _with(session, project, tell)
+
+
+def _changed(session: Session, project: str | None, do: Callable[[AsyncClient], Awaitable[LlmInfo]], told: str) -> int:
+    """Do something to a deployment and say what became of it."""
+
+    async def work(opened: AsyncClient) -> None:
+        info = await do(opened)
+        if session.as_json:
+            session.emit("llm", llm=info)
+            return
+        why = f": {info.message}" if info.message else ""
+        session.print(clean(f"{info.name} {told}{why}", MESSAGE_CHARS, lines=True))
+
+    return _with(session, project, work)
+
+
+def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
+    async def run() -> None:
+        async with session.open(project) as opened:
+            await work(opened)
+
+    return session.run(run())
+
+
+ROW_SHOWN_CHARS = 60
+DIGEST_CHARS = 12  # shown, and enough to name one
+
+
+@click.group()
+def quarantine() -> None:
+    """Requests that crashed engines of language models. They are refused for a while."""
+
+
+@quarantine.command("list")
+@project_option
+@global_options
+@click.pass_obj
+def list_requests(session: Session, project: str | None) -> int:
+    """List quarantined requests; on this machine, those of all projects."""
+
+    async def run() -> None:
+        async with session.open(project) as opened:
+            found = await opened.quarantine()
+        if session.as_json:
+            for each in found:
+                session.emit("request", request=each)
+        elif not found:
+            session.print("no engine has died of a request lately")
+        else:
+            head = ["REQUEST", "PROJECT", "MODEL", "URL", "DEATHS", "IT", "LAST"]
+            for line in table([head, *map(_row_columns, found)]):
+                session.print(line)
+
+    return session.run(run())
+
+
+def _row_columns(each: QuarantinedRequest) -> list[str]:
+    return [
+        each.digest[:DIGEST_CHARS], clean(each.project, ROW_SHOWN_CHARS), clean(each.model, ROW_SHOWN_CHARS),
+        clean(each.url, ROW_SHOWN_CHARS), str(each.deaths), "is refused" if each.is_refused else "runs alone",
+        moment(each.at),
+    ]  # fmt: skip
+
+
+@quarantine.command()
+@click.argument("digest", metavar="[REQUEST]", required=False)
+@click.option("--all", "everything", is_flag=True, help="Release all requests.")
+@project_option
+@global_options
+@click.pass_obj
+def clear(session: Session, digest: str | None, everything: bool, project: str | None) -> int:
+    """Release a request, by a prefix of its digest, or all requests."""
+    if (digest is None) != everything:
+        raise InvalidInput("name a request of `batchmill quarantine list`, or give --all")
+
+    async def run() -> None:
+        async with session.open(project) as opened:
+            gone = await opened.clear_quarantine(digest)
+        if session.as_json:
+            for each in gone:
+                session.emit("request", request=each)
+        else:
+            session.print(f"{len(gone)} requests may run again")
+
+    return session.run(run())
+
+
+DISK = "disk"  # the one that is in bytes
+
+
+@click.command()
+@project_option
+@global_options
+@click.pass_obj
+def quotas(session: Session, project: str | None) -> int:
+    """Show a project's usage and limit of each quota."""
+
+    async def run() -> None:
+        async with session.open(project) as opened:
+            found = await opened.quotas()
+        if session.as_json:
+            for each in found:
+                session.emit("quota", quota=each)
+        else:
+            for line in table([["QUOTA", "HAS", "MAY HAVE"], *map(_quota_columns, found)]):
+                session.print(line)
+
+    return session.run(run())
+
+
+def _quota_columns(each: QuotaInfo) -> list[str]:
+    shown = size_text if each.quota == DISK else "{:,}".format
+    return [each.quota, shown(each.used), shown(each.most)]

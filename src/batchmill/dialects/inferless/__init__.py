@@ -1,1 +1,0 @@
-"""Inferless' API for calling apps. Source: inferless 0.2.15."""

@@ -1,0 +1,354 @@
+"""A lease in a worker's hands: what of it is under way, and what an engine that outlives the worker needs to know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from batchmill import faults
+from batchmill.datasets.sealed import SealedRows
+from batchmill.errors import InvalidRow, JobPaused
+from batchmill.states import PauseReason
+from batchmill.store.segments import BlockRows, SegmentFile
+from batchmill.types import AdapterSet, Lease, Outcome, Price, Row, RowError, SegmentRef, Usage
+from batchmill.wire.forms import Form
+from batchmill.wire.messages import Note, Noted, Spending
+
+OUTPUT_GUESS = 4096  # tokens that a row without a bound is taken to write, until one such row was answered
+# Rows from which that is learned; while they are fewer than KNOWN, it is twice what the longest wrote.
+KNOWN, MEMORY = 8, 256
+TINY = 1e-9  # USD: sums of fractions are not exact
+SHARE = 0.9  # of them that write no more
+UNREADABLE = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_WRITES_NOTHING = ("/embeddings", "/rerank", "/score", "/pooling", "/classify", "/moderations")
+
+
+class _Bounds(Struct, gc=False):
+    """What a body says of how much it may be answered with."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+    def tokens(self, url: str) -> int | None:
+        """The most that it is answered with; None: as many as the model likes."""
+        if url.endswith("/responses"):
+            told = [self.max_output_tokens]
+        elif url.endswith("/completions"):  # which may read one of the two or the other
+            told = [self.max_completion_tokens, self.max_tokens]
+        else:
+            told = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens]
+        most = max((each for each in told if each is not None), default=None)
+        if most is None or most < 0:
+            return None
+        return most * max(self.n or 1, self.best_of or 1, 1) * self._prompts()
+
+    def _prompts(self) -> int:
+        """A body of /completions may hold several, and each is answered."""
+        prompt = bytes(self.prompt)
+        if not prompt.startswith(b"["):
+            return 1
+        prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+        are_tokens = bool(prompts) and bytes(prompts[0])[:1].isdigit()
+        return 1 if are_tokens else max(len(prompts), 1)
+
+
+_bounds = msgspec.json.Decoder(_Bounds)
+
+
+class _Reserved(Struct, gc=False):
+    usd: float
+    base: float | None = None  # what its prompt may cost, of a row that does not bound itself; None: it does
+
+
+class Allowance:
+    """One job's at this worker. `free` is what no row has reserved; it comes from the owner, and goes back to it."""
+
+    def __init__(
+        self, job: str, price: Price, *, has_requests: bool, tell: Callable[[Spending], None], takes_all: bool = False
+    ) -> None:
+        """Args:
+        has_requests: its rows are requests to a model, not arguments.
+        takes_all: they are handed over together, and paid then.
+        """
+        self.takes_all = takes_all
+        self.free = 0.0
+        self.is_lean = False  # the budget is nearly spent: what a row leaves of its reservation goes back at once
+        self._job, self._price, self._has_requests, self._tell = job, price, has_requests, tell
+        self._input = max(price.input, price.cached or 0.0) / 1e6
+        self._reserved: dict[int, _Reserved] = {}  # position -> what its row has reserved
+        self._written: deque[float] = deque(maxlen=MEMORY)  # USD for what rows without a bound were answered with
+        self._usual = price.output / 1e6 * OUTPUT_GUESS
+        self._done = self._heard = 0
+        self._needs = 0.0  # what the next row would reserve, where that is too much
+        self._told: Spending | None = None
+
+    def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
+        """How many of these rows, from the first on, may go: their most is reserved.
+
+        Where that is none and no row `is_first` before them, the owner is asked for more. Rows that are paid already
+        go `at_any_price`.
+        """
+        for count, row in enumerate(rows):
+            most = self._most(row)
+            if most.usd > self.free + TINY and not at_any_price:
+                if count == 0 and is_first:
+                    self._needs = most.usd
+                    self.report(gives_back=True)
+                return count
+            self.free -= most.usd
+            self._reserved[row.position] = most
+        self._needs = 0.0
+        if self.free < -TINY:
+            self.report(gives_back=True)  # the owner is to know what it has not given
+        return len(rows)
+
+    def settle(self, outcomes: Iterable[Outcome]) -> bool:
+        """These rows have cost what they have cost; the rest of what they reserved is free again.
+
+        Returns: whether that is enough for the row that waits.
+        """
+        for outcome in outcomes:
+            self._done += 1
+            cost = 0.0 if outcome.usage is None else self._price.cost(outcome.usage)
+            most = self._reserved.pop(outcome.row.position, None)
+            self.free += (0.0 if most is None else most.usd) - cost
+            if most is not None and most.base is not None and outcome.error is None and outcome.usage is not None:
+                self._learn(self._price.output / 1e6 * outcome.usage.output_tokens)
+        if self.is_lean:
+            self.report(gives_back=True)
+        return 0 < self._needs <= self.free
+
+    def add(self, usd: float, *, is_lean: bool) -> None:
+        """The owner allows so much more."""
+        self.free += usd
+        self._heard += 1
+        self._told = None
+        if is_lean and not (self.is_lean and usd):
+            self.is_lean = True
+            self.report(gives_back=True)
+        if usd:
+            self._needs = 0.0
+
+    def look(self) -> None:
+        """Time has passed: what nobody uses goes back, where others may need it."""
+        self.report(gives_back=self.is_lean and not self._reserved)
+
+    def report(self, *, gives_back: bool = False) -> None:
+        """Tell the owner how things stand, where it does not know."""
+        given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
+        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._written else 0
+        beyond = unbounded * (max(self._written) - self._usual) if unbounded else 0.0
+        told = Spending(
+            self._job,
+            given,
+            self._needs,
+            len(self._reserved),
+            self._done,
+            max(0.0, beyond),
+            self._heard,
+            self.takes_all,
+        )
+        if told != self._told or given:
+            self._told = told
+            self._tell(told)
+
+    def _most(self, row: Row) -> _Reserved:
+        """What a row may cost. One that cannot be read is never sent."""
+        if not self._has_requests:
+            base = self._input * len(row.raw)
+            return _Reserved(max(0.0, base + self._usual), base)
+        try:
+            request = row.form.request(row)
+        except UNREADABLE:
+            return _Reserved(0.0)
+        base = self._input * len(request.body)
+        try:
+            bounds = _bounds.decode(request.body)
+            tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
+        except UNREADABLE:  # a service may understand what we do not
+            tokens = None
+        if tokens is None:
+            return _Reserved(max(0.0, base + self._usual), base)
+        return _Reserved(base + self._price.output / 1e6 * tokens)
+
+    def _learn(self, written: float) -> None:
+        self._written.append(written)
+        if len(self._written) >= KNOWN:
+            self._usual = sorted(self._written)[int(SHARE * len(self._written))]
+        else:
+            self._usual = 2 * max(self._written)
+
+
+PAUSE, OVER = "pause", "over"
+REFUSED = Noted(0, is_kept=False)
+
+
+class OpenJob(Struct, eq=False):
+    """A job that this worker holds leases of."""
+
+    id: str
+    form: Form
+    rows: SealedRows
+    segment: SegmentFile
+    revoked: bool = False
+    adapters: AdapterSet = AdapterSet()
+    ending: str = ""  # how its leases are to be let go, once it is revoked
+    project: str = ""
+    allowance: Allowance | None = None  # where the job has a budget
+
+
+class Unsent(Struct, eq=False):
+    """Outcomes in a segment that no commit names yet: adjacent blocks of one lease."""
+
+    ref: SegmentRef
+    positions: list[int]
+    rows_ok: int
+    rows_failed: int
+    usage: Usage
+    errors: dict[str, int]
+    samples: dict[str, str]
+
+
+class LeaseHost(Protocol):
+    """What a lease asks of the worker that holds it."""
+
+    async def note(self, held: Held, key: str, data: bytes) -> Noted:
+        """What became of it; where it is kept, everything put before it has been counted."""
+
+    def leave(self, held: Held) -> None: ...
+
+    def fail(self, held: Held, error: JobPaused) -> None: ...
+
+
+class Held(Struct, eq=False):
+    """A lease in this worker's hands: `ports.LeaseHandle`. Rows carry it as `row.lease`."""
+
+    lease: Lease
+    job: OpenJob
+    seq: int
+    base: int
+    key: str  # of the job and generation, for idempotency keys
+    undone: int  # rows granted and not yet put
+    isolated: bool
+    ok: BlockRows
+    failed: BlockRows
+    ok_usage: Usage
+    failed_usage: Usage
+    failures: list[RowError]
+    unsent: list[Unsent]
+    stale: bool = False  # a commit was refused: nothing of it counts any more
+    rows: int = 0  # granted
+    noted: dict[str, bytes] = msgspec.field(default_factory=dict)
+    lease_host: LeaseHost | None = None
+    ending: str = ""
+    is_afforded: bool = False  # what its rows may cost together is reserved
+    is_cut: bool = False  # the budget did not bear all of its rows: the others go back
+    is_left: bool = False  # no more outcomes of it come
+    waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def adapters(self) -> AdapterSet:
+        return self.job.adapters
+
+    @property
+    def project(self) -> str:
+        return self.job.project
+
+    @property
+    def job_id(self) -> str:
+        return self.job.id
+
+    @property
+    def notes(self) -> Mapping[str, bytes]:
+        return self.noted
+
+    async def note(self, key: str, data: bytes) -> None:
+        """See `ports.LeaseHandle`: also, everything put before it has been counted once it returns."""
+        told = (
+            REFUSED
+            if self.lease_host is None or self.stale or self.is_left
+            else await self.lease_host.note(self, key, data)
+        )
+        if not told.is_kept:
+            if not told.reason:
+                self.stale = True
+                self.end(PAUSE)
+            raise JobPaused(
+                told.message or f"the shard {self.lease.shard} of {self.lease.job} is another worker's meanwhile",
+                reason=PauseReason(told.reason or PauseReason.INTERRUPTED),
+            )
+        if data:
+            self.noted[key] = data
+        else:
+            self.noted.pop(key, None)
+
+    def end(self, how: str) -> None:
+        """It is to be let go: "pause" or "over"."""
+        if self.ending == OVER:
+            return
+        self.ending = how
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+    async def until_ending(self) -> str:
+        while not self.ending:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self.waiters:
+                    self.waiters.remove(waiter)
+        return self.ending
+
+    def leave(self) -> None:
+        assert self.ending, "a lease is left once it is to be let go"
+        self._leave()
+
+    def fail(self, error: JobPaused) -> None:
+        if self.lease_host is not None and not self.is_left and not self.stale:
+            self.lease_host.fail(self, error)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.lease_host is not None and not self.is_left:
+            self.is_left = True
+            self.lease_host.leave(self)
+
+
+class NoteClient:
+    """Notes on their way to the owner, each until it has said what became of it."""
+
+    def __init__(self, send: Callable[[Struct], None]) -> None:
+        self._send = send
+        self._next = 0
+        self._waiting: dict[int, asyncio.Future[Noted]] = {}
+
+    async def send(self, lease: Lease, key: str, data: bytes) -> Noted:
+        """Return once the owner has said what became of it."""
+        faults.point("before_note")
+        self._next += 1
+        number = self._next
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send(Note(number, lease, key, data))
+        try:
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    def hear(self, noted: Noted) -> None:
+        """The owner has said what became of a note."""
+        answer = self._waiting.get(noted.id)
+        if answer is not None and not answer.done():
+            answer.set_result(noted)

@@ -1,0 +1,301 @@
+"""Rows that came as JSON and arrays, read into the arguments of user code: what is missing or unknown is named.
+
+A row function gets one item for each row in `calls`, to be called as `how` says. A function of many rows gets columns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+
+from . import installed as json_text
+from . import values as arrays
+from .installed import installed
+
+ONE, STAR, NAMED = "one", "star", "named"  # how a row is called: f(item), f(*item), f(**item)
+SHOWN = 20  # names told in an error
+
+_READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError, IndexError, AttributeError, arrays.Unreadable)
+
+
+class Parameters:
+    """What a function can be given.
+
+    Args:
+        positional: the names that a position can fill, in order.
+        required, names: of all parameters. `names` None: any.
+        array_names: parameters that take numpy arrays -> their datatype, or None for any.
+        models: parameters that take an object made of a dict -> what makes it; "" for the whole row.
+        is_dict: a row is one dict, not arguments.
+        defaults: of those that are not required.
+    """
+
+    def __init__(self, positional, required, names, *, array_names=None, models=None, is_dict=False, defaults=None):
+        self.positional = list(positional)
+        self.required = frozenset(required)
+        self.names = None if names is None else frozenset(names)
+        self.arrays = dict(array_names or {})
+        self.models = dict(models or {})
+        self.is_dict = is_dict
+        self.defaults = dict(defaults or {})
+        self.keeps_ids = False  # the ids of rows matter to the function
+        self.order = self.positional + sorted((self.names or self.required) - set(self.positional))
+        last = [at for at, name in enumerate(self.positional) if name in self.required]
+        self.fewest = last[-1] + 1 if last else 0  # positions that must be filled
+        self.only_named = self.required - set(self.positional)
+
+
+class Bound:
+    """The rows of one ask as arguments. `errors` has those that cannot be called, with None in their place."""
+
+    __slots__ = ("how", "calls", "errors", "ids", "columns")
+
+    def __init__(self, how, calls, errors, columns=None):
+        self.how, self.calls, self.errors, self.columns = how, calls, errors, columns
+        self.ids = None
+
+
+def read_rows(meta, buffers, parameters, *, as_columns=False):
+    """The rows of an `ask` or `open` as calls of a row function; or as columns, where they came so and are in order."""
+    try:
+        if as_columns and meta["layout"] == "columns":
+            bound = _whole_columns(meta, buffers, parameters)
+            if bound is not None:
+                return bound
+        bound = _read(meta, buffers, parameters)
+        if len(bound.calls) != meta["rows"]:
+            raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} came")
+    except _READ_ERRORS as error:
+        told = ["invalid_json", f"the rows cannot be read: {error}", ""]
+        return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), told))
+    return bound
+
+
+def as_columns(bound, parameters):
+    """The rows as a list for each parameter; None where they have to be looked at one by one."""
+    names = parameters.positional
+    if bound.errors or parameters.is_dict or len(parameters.names) != len(names):
+        return None
+    if bound.how == ONE:
+        return {names[0]: bound.calls}
+    if bound.how == STAR and set(map(len, bound.calls)) == {len(names)}:
+        return dict(zip(names, map(list, zip(*bound.calls))))
+    return None
+
+
+def as_dicts(bound, parameters):
+    """The same rows, each as a dict by name."""
+    if bound.how == NAMED or parameters.is_dict:
+        return bound.calls
+    names = parameters.positional
+    if bound.how == ONE:
+        name = names[0]
+        return [None if row in bound.errors else {name: item} for row, item in enumerate(bound.calls)]
+    return [None if item is None else dict(zip(names, item)) for item in bound.calls]
+
+
+def _read(meta, buffers, parameters):
+    calls, layout = json_text.load(buffers[0]), meta["layout"]
+    extra = buffers[1:]
+    if layout == "columns":
+        return _of_columns(calls, meta["rows"], extra, parameters, meta["train"])
+    skip = layout == "with_ids"
+    if layout == "named":
+        return _named(_with_arrays(calls, extra, parameters), parameters, is_lenient=meta["train"])
+    if parameters.is_dict or extra or parameters.arrays or parameters.models:
+        rows = [_dict_of(row[skip:], parameters) for row in calls]
+        bound = _named(_with_arrays(rows, extra, parameters), parameters, is_lenient=False)
+    else:
+        bound = _positional(calls, skip, parameters)
+    if skip and parameters.keeps_ids:
+        bound.ids = [row[0] for row in calls]
+    return bound
+
+
+def _positional(calls, skip, parameters):
+    names = parameters.positional
+    if len(names) == 1 and not parameters.only_named:
+        try:  # every row has just this one
+            return Bound(ONE, [item for _, item in calls] if skip else [item for (item,) in calls], {})
+        except ValueError:
+            pass
+    most, fewest = len(names) + skip, parameters.fewest + skip
+    lengths = set(map(len, calls))
+    is_fit = not parameters.only_named and all(fewest <= length <= most for length in lengths)
+    rows = [row[skip:] for row in calls] if skip else calls
+    if is_fit:
+        return Bound(STAR, rows, {})
+    errors = {}
+    for number, row in enumerate(rows):
+        told = _misfit(len(row), parameters)
+        if told is not None:
+            errors[number] = told
+            rows[number] = None
+    return Bound(STAR, rows, errors)
+
+
+def _misfit(count, parameters):
+    """Why so many arguments by position cannot be passed, or None."""
+    names = parameters.positional
+    if count > len(names):
+        return ["invalid_argument", f"{count} arguments came, and the function takes {_list(names)}", ""]
+    missing = [name for name in names[count:] if name in parameters.required] + sorted(parameters.only_named)
+    if missing:
+        return ["missing_argument", f"the function needs {_list(missing)}, and {_count(count)} came", ""]
+    return None
+
+
+def _dict_of(row, parameters):
+    """Arguments by position, by name; or what is wrong with them."""
+    if parameters.is_dict and len(row) == 1 and isinstance(row[0], dict):
+        return row[0]
+    if len(row) > len(parameters.positional):
+        return _misfit(len(row), parameters)
+    return dict(zip(parameters.positional, row))
+
+
+def _named(rows, parameters, *, is_lenient):
+    """`is_lenient`: what the function does not take is left out, as a table may have more columns."""
+    whole = _all_alike(rows, parameters)
+    if whole is not None:
+        return whole
+    errors, required, names = {}, parameters.required, parameters.names
+    for number, row in enumerate(rows):
+        if type(row) is not dict:
+            errors[number] = row if type(row) is list else _no_object(row)
+        elif required and not row.keys() >= required:
+            missing = [name for name in parameters.order if name in required and name not in row]
+            text = f"the function needs {_list(missing)}, and the row has {_list(row) if row else 'nothing'}"
+            errors[number] = ["missing_argument", text, ""]
+        elif names is not None and not names.issuperset(row):
+            if is_lenient:
+                rows[number] = {name: value for name, value in row.items() if name in names}
+            else:
+                strange = _list([name for name in row if name not in names])
+                text = f"the function does not take {strange}; it takes {_list(parameters.order)}"
+                errors[number] = ["unknown_argument", text, ""]
+    for number in errors:
+        rows[number] = None
+    if parameters.models or parameters.arrays:
+        _convert(rows, parameters, errors)
+    if parameters.is_dict:
+        return Bound(ONE, rows, errors)
+    return Bound(NAMED, rows, errors)
+
+
+def _all_alike(rows, parameters):
+    """The rows by position, where every one has each parameter and nothing else."""
+    names = parameters.positional
+    is_plain = names and parameters.names is not None and len(parameters.names) == len(names)
+    if not is_plain or parameters.is_dict or parameters.models or parameters.arrays:
+        return None
+    if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(names)}:
+        return None
+    try:
+        return Bound(ONE if len(names) == 1 else STAR, list(map(operator.itemgetter(*names), rows)), {})
+    except KeyError:
+        return None
+
+
+def _no_object(row):
+    return ["invalid_argument", f"a row must be an object of arguments by name, not {type(row).__name__}", ""]
+
+
+def _convert(rows, parameters, errors):
+    """Make arrays of lists and objects of dicts, where the function takes such."""
+    for number, row in enumerate(rows):
+        if row is None:
+            continue
+        try:
+            for name in parameters.arrays:
+                if name in row:
+                    row[name] = as_array(row[name], parameters.arrays[name])
+            for name, make in parameters.models.items():
+                if not name:
+                    rows[number] = make(row)
+                elif isinstance(row.get(name), dict):
+                    row[name] = make(row[name])
+        except Exception as error:  # user code: the validators of its classes
+            errors[number] = ["invalid_argument", f"{name + ': ' if name else ''}{error}", ""]
+            rows[number] = None
+
+
+def as_array(value, datatype):
+    """A numpy array of what came as one, or as nested lists."""
+    numpy = installed("numpy")
+    if type(value) is numpy.ndarray:
+        return value
+    array = numpy.asarray(value, dtype=None if datatype is None else arrays.DTYPES.get(datatype))
+    if array.dtype == object and datatype is None and not isinstance(value, (str, bytes)):
+        raise ValueError("its lists are of different lengths")
+    return array
+
+
+def _with_arrays(rows, buffers, parameters):
+    """The rows with their arrays in place of what stands for them."""
+    if buffers:
+        for row in rows:
+            for name, value in row.items() if type(row) is dict else ():
+                if arrays.is_array(value):
+                    row[name] = _array(value, name, buffers, parameters)
+    return rows
+
+
+def _array(value, name, buffers, parameters):
+    if name in parameters.arrays:
+        return arrays.read(value, buffers)
+    return arrays.read_list(value, buffers)
+
+
+def _of_columns(columns, rows, buffers, parameters, is_train):
+    names, lists = list(columns), []
+    for name, column in columns.items():
+        if arrays.is_array(column):
+            column = _array(column, name, buffers, parameters)
+        elif buffers:
+            column = [_array(each, name, buffers, parameters) if arrays.is_array(each) else each for each in column]
+        if len(column) != rows:
+            raise ValueError(f"{name} has {len(column)} values for {rows} rows")
+        lists.append(column)
+    dicts = [dict(zip(names, values)) for values in zip(*lists)] if lists else [{} for _ in range(rows)]
+    return _named(dicts, parameters, is_lenient=is_train)
+
+
+def _whole_columns(meta, buffers, parameters):
+    """Columns just as they came, for a function that takes columns; None where rows have to be looked at."""
+    columns, extra, rows = json_text.load(buffers[0]), buffers[1:], meta["rows"]
+    names = parameters.names
+    is_fit = not (parameters.models or parameters.is_dict) and names.issuperset(columns)
+    if not is_fit or not parameters.required.issubset(columns):
+        return None
+    whole = {}
+    for name in parameters.order:
+        column = columns.get(name)
+        if name not in columns:
+            column = [parameters.defaults[name]] * rows
+        elif arrays.is_array(column):
+            column = _array(column, name, extra, parameters)
+        elif name in parameters.arrays or extra:
+            return None
+        if len(column) != rows:
+            raise ValueError(f"{name} has {len(column)} values for {rows} rows")
+        whole[name] = column
+    return Bound(NAMED, [], {}, columns=whole)
+
+
+def column_of(dicts, name, parameters):
+    """The values of one parameter in rows by name, defaults filled in."""
+    default = parameters.defaults.get(name, inspect.Parameter.empty)
+    if default is inspect.Parameter.empty:
+        return [row[name] for row in dicts]
+    return [row.get(name, default) for row in dicts]
+
+
+def _list(names):
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "nothing") + more
+
+
+def _count(count):
+    return {0: "none", 1: "one"}.get(count, str(count))

@@ -1,0 +1,304 @@
+"""The socket between a function's process and its worker: frames of a little JSON and the bytes that go with it."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import zlib
+
+from . import installed
+
+MAGIC = b"bmf1"
+HEAD = struct.Struct("<4sIII")
+HEAD_OF_ONE = struct.Struct("<4sIIIQ")  # of a frame with one buffer
+BUFFERS_MAX = 1 << 16
+TEXT_BYTES_MAX = 1 << 28
+BYTES_MAX = 1 << 31
+ROOM_BYTES = 256 * 1024  # received at once
+LARGE_BYTES = 32 * 1024  # a frame from here up is received into memory of its own, and its buffers are parts of that
+ALIGN = 64  # where the first large buffer of a frame begins, from the frame's own begin
+
+
+class BrokenFrame(Exception):
+    """The other side does not speak this protocol, or somebody else wrote into its socket."""
+
+
+def pack(meta, buffers=()):
+    """The pieces of a frame, to be written one after another; large buffers are not copied."""
+    return pack_text(installed.dump(meta), buffers)
+
+
+def pack_text(text, buffers=()):
+    """As `pack`, of JSON that is written already."""
+    count = len(buffers)
+    sizes = [each.nbytes if type(each) is memoryview else len(each) for each in buffers]
+    if count == 1 and sizes[0] < LARGE_BYTES:
+        return [b"%b%b%b" % (HEAD_OF_ONE.pack(MAGIC, len(text), 1, zlib.crc32(text), sizes[0]), text, buffers[0])]
+    text += b" " * _padding(HEAD.size + 8 * count + len(text), sizes)
+    head = HEAD.pack(MAGIC, len(text), count, zlib.crc32(text))
+    return [b"%b%b%b" % (head, struct.pack("<%dQ" % count, *sizes), text), *buffers]  # noqa: UP031
+
+
+def _padding(place, sizes):
+    """How many bytes are to go before the buffers, such that the first large one lies as its numbers want it."""
+    for size in sizes:
+        if size >= LARGE_BYTES:
+            return -place % ALIGN
+        place += size
+    return 0
+
+
+class Reader:
+    """Frames out of bytes that come in pieces.
+
+    Either `feed` it what came; or receive into `room()` and say with `received` how much that was: this saves a copy.
+    The buffers of a large frame are parts of one piece of memory, which lives as long as any of them.
+    """
+
+    def __init__(self):
+        self._view = memoryview(bytearray(ROOM_BYTES))
+        self._begin = self._end = 0  # what has come and was not taken
+        self._large = None  # the memory of a large frame that is on its way
+        self._filled = 0
+
+    def feed(self, data):
+        """The frames that are whole now, as (meta, buffers). Raises: BrokenFrame."""
+        data = memoryview(data)
+        frames = []
+        while len(data):
+            room = self.room()
+            size = min(len(room), len(data))
+            room[:size] = data[:size]
+            frames += self.received(size)
+            data = data[size:]
+        return frames
+
+    def room(self):
+        """Where the next bytes belong; never empty."""
+        if self._large is not None:
+            return self._large[self._filled :]
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._end == len(self._view):
+            self._move(len(self._view))
+        return self._view[self._end :]
+
+    def received(self, size):
+        """The frames that are whole now that `size` bytes more lie in what `room` gave. Raises: BrokenFrame."""
+        if self._large is not None:
+            self._filled += size
+            if self._filled < len(self._large):
+                return []
+            whole, self._large = self._large, None
+            return [_take(whole, 0, len(whole), is_large=True)]
+        self._end += size
+        frames = self._small()
+        while self._end - self._begin >= HEAD.size:
+            frame = self._next()
+            if frame is None:
+                break
+            frames.append(frame)
+        return frames
+
+    def _small(self):
+        """The frames of one buffer at the front: nearly all are such, and this is a shorter way."""
+        data, at = bytes(self._view[self._begin : self._end]), 0
+        frames, have = [], len(data)
+        while have - at >= HEAD_OF_ONE.size:
+            magic, text_size, count, crc, size = HEAD_OF_ONE.unpack_from(data, at)
+            middle = at + HEAD_OF_ONE.size + text_size
+            if count != 1 or magic != MAGIC or middle + size > have:
+                break
+            text = data[at + HEAD_OF_ONE.size : middle]
+            if zlib.crc32(text) != crc:
+                raise BrokenFrame("a frame whose checksum is wrong")
+            at = middle + size
+            frames.append((installed.load(text), [data[middle:at]]))
+        self._begin += at
+        return frames
+
+    def _next(self):
+        view, begin, have = self._view, self._begin, self._end - self._begin
+        magic, text_size, count, _ = HEAD.unpack_from(view, begin)
+        if magic != MAGIC or count > BUFFERS_MAX or text_size > TEXT_BYTES_MAX:
+            raise BrokenFrame("what came is no frame")
+        need = HEAD.size + 8 * count
+        if have < need:
+            if need > len(view) - begin:
+                self._move(max(need, ROOM_BYTES))
+            return None
+        size = need + text_size + sum(struct.unpack_from(f"<{count}Q", view, begin + HEAD.size))
+        if size > BYTES_MAX:
+            raise BrokenFrame(f"a frame of {size} bytes")
+        if have >= size:
+            self._begin += size
+            return _take(view, begin, size, is_large=False)
+        if size >= LARGE_BYTES:
+            self._large, self._filled = memoryview(bytearray(size)), have
+            self._large[:have] = view[begin : self._end]
+            self._begin = self._end = 0
+        elif size > len(view) - begin:
+            self._move(len(view))
+        return None
+
+    def _move(self, size):
+        """Begin again at the front, with room for `size` bytes."""
+        rest = bytes(self._view[self._begin : self._end])
+        if size > len(self._view):
+            self._view = memoryview(bytearray(size))
+        assert len(rest) < len(self._view), "what fills the room would have been a frame, or a large one"
+        self._view[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
+
+def _take(view, begin, size, *, is_large):
+    """The frame that lies in `view` from `begin`: parts of that memory, or copies of them."""
+    _, text_size, count, crc = HEAD.unpack_from(view, begin)
+    place = begin + HEAD.size + 8 * count + text_size
+    text = view[place - text_size : place]
+    if zlib.crc32(text) != crc:
+        raise BrokenFrame("a frame whose checksum is wrong")
+    buffers = []
+    for length in struct.unpack_from(f"<{count}Q", view, begin + HEAD.size):
+        part = view[place : place + length]
+        buffers.append(part if is_large else bytes(part))
+        place += length
+    assert place == begin + size
+    return installed.load(text), buffers
+
+
+PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024
+JOIN_BYTES_MAX = 64 * 1024  # pieces up to here together are copied into one
+SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
+HIGH_FD = 512  # user code that closes or reuses low descriptors does not meet ours by chance
+_PR_SET_PDEATHSIG = 1
+
+GONE, BROKEN = 0, 70  # exit codes: the worker has gone; what it said, or our own state, cannot be relied on
+
+
+class WorkerSocket:
+    """One end of a socket pair, taken over.
+
+    `is_child` becomes true in a process that user code forks: there the socket is closed, and whoever comes back into
+    this program must end.
+    """
+
+    def __init__(self, fd):
+        self._socket = socket.socket(fileno=high(fd))
+        self._socket.setblocking(True)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
+        self._inode = os.fstat(self._socket.fileno()).st_ino
+        self._pid = os.getpid()
+        self._reader = Reader()
+        self._poll = select.poll()
+        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._out = []
+        self.is_child = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def fileno(self):
+        return self._socket.fileno()
+
+    def _forked(self):
+        self.is_child = True
+        self._out = []
+        self._socket.close()
+
+    def wait(self, timeout_s=None):
+        """Whether frames, or the end, have come."""
+        if self.is_child:
+            os._exit(0)
+        return bool(self._poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+
+    def receive(self):
+        """The frames that have come; never waits. Ends the process when the worker has gone."""
+        frames, is_more = [], True
+        while is_more:
+            room = self._reader.room()
+            try:
+                size = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # user code has closed it
+                os._exit(GONE)
+            if size == 0:
+                os._exit(GONE)
+            try:
+                frames += self._reader.received(size)
+            except BrokenFrame:
+                os._exit(BROKEN)
+            is_more = size == len(room)
+        return frames
+
+    def put(self, pieces):
+        """Queue the pieces of a frame until `flush`."""
+        self._out += pieces
+
+    def flush(self):
+        """Hand everything queued to the worker."""
+        out = self._out
+        if not out:
+            return
+        if os.getpid() != self._pid:
+            os._exit(0)
+        self._out = []
+        if len(out) > 1 and sum(map(len, out)) <= JOIN_BYTES_MAX:
+            out = [b"".join(out)]
+        try:
+            if os.fstat(self._socket.fileno()).st_ino != self._inode:
+                os._exit(BROKEN)  # user code has closed it, and something else has its number now
+            while out:
+                out = _rest(out, self._socket.sendmsg(out[:PIECES_MAX]))
+        except OSError:
+            os._exit(GONE)
+
+
+def _rest(pieces, sent):
+    """What is left of the pieces when so many bytes have gone."""
+    for number, piece in enumerate(pieces):
+        size = len(piece)
+        if sent < size:
+            return [memoryview(piece)[sent:], *pieces[number + 1 :]]
+        sent -= size
+    return []
+
+
+def high(fd):
+    """The same descriptor with a high number, closed when another program is run."""
+    try:
+        high = _duplicate(fd)
+    except OSError:  # fewer descriptors are allowed
+        os.set_inheritable(fd, False)
+        return fd
+    os.close(fd)
+    return high
+
+
+def _duplicate(fd):
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+
+
+def end_with_worker(fd):
+    """End this process when the worker has gone, whatever user code is doing then."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(GONE)
+        return
+    threading.Thread(target=_watch, args=(fd,), name="batchmill-worker-watch", daemon=True).start()
+
+
+def _watch(fd):
+    poll = select.poll()
+    poll.register(fd, 0)  # the other side's end is told without being asked for
+    poll.poll()
+    os._exit(GONE)

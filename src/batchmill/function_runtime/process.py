@@ -1,0 +1,329 @@
+"""The function's process: loads what `start` names, then answers what the worker asks until `stop` or the end.
+
+Of `start`, `received_shapes` is heeded in the worker, by the form that reads a body. To the worker go `ready`
+{interface, batch_size, batch_window_s}; `failed` {message}, then the exit; `results` and `piece` as `replies` has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import sys
+import time
+import traceback
+
+from . import inferless_app, installed, marks, printing
+from .async_caller import AsyncLoop
+from .frames import BROKEN, WorkerSocket, end_with_worker, high, pack, pack_text
+from .loading import LoadError, run_user_code, trace_of
+from .printing import Progress
+from .requests import write_columns, write_values
+from .streams import Streams
+from .sync_callers import ListCaller, RowCaller
+from .user_code import ROW, load
+
+STAGE_NS = 50_000_000  # results of a train leave this often
+FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
+BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself, not a dict of one
+
+
+class Replies:
+    """Puts results on the link. Whoever calls user code says what it took with `count`."""
+
+    def __init__(self, link):
+        self._link = link
+        self._ran = {}  # rows in a call -> [calls, input_ns, infer_ns, output_ns]
+        self._flushed_ns = 0
+
+    def count(self, size, calls, input_ns, infer_ns):
+        """So many calls of user code with `size` rows each."""
+        ran = self._ran.get(size)
+        if ran is None:
+            ran = self._ran[size] = [0, 0, 0, 0]
+        ran[0] += calls
+        ran[1] += input_ns
+        ran[2] += infer_ns
+
+    def _count_output(self, size, output_ns):
+        ran = self._ran.get(size)
+        if ran is not None:
+            ran[3] += output_ns
+
+    def finish(self, ask, size=1):
+        """Everything of this ask that has not left."""
+        if not ask.is_abandoned:
+            self._results(ask, ask.sent, ask.rows, size)
+
+    def stage(self, ask, upto, size=1):
+        """The rows of a train up to here, if it is time for them."""
+        now = time.perf_counter_ns()
+        if ask.is_train and upto > ask.sent and now - ask.sent_ns >= STAGE_NS:
+            ask.sent_ns = now
+            self._results(ask, ask.sent, upto, size)
+            ask.values[ask.sent : upto] = [None] * (upto - ask.sent)
+            ask.sent = upto
+            self.flush()
+
+    def _results(self, ask, first, end, size):
+        began = time.perf_counter_ns()
+        layout, (values, buffers) = self._values(ask, first, end)
+        errors = ask.errors
+        if ask.sent or end < ask.rows:
+            errors = {row: error for row, error in errors.items() if first <= row < end}
+        self._count_output(size, time.perf_counter_ns() - began)
+        ran = self._taken()
+        if not errors:
+            text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":{},"ran":%b,"queue_ns":%d}'
+            text %= (ask.id, first, end - first, layout, ran, ask.queue_ns)
+        else:
+            text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":%b,"ran":%b,"queue_ns":%d}'
+            told = installed.dump({str(row): error for row, error in errors.items()})
+            text %= (ask.id, first, end - first, layout, told, ran, ask.queue_ns)
+        self._link.put(pack_text(text, [values, *buffers]))
+
+    def _values(self, ask, first, end):
+        if ask.pieces:
+            pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
+            if ask.is_exact and not ask.errors and sum(rows for _, rows, _ in pieces) == end - first:
+                written = write_columns(pieces)
+                if written is not None:
+                    return b"columns", written
+            for piece in pieces:
+                spread(ask, *piece)
+            ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
+        values = ask.values if end - first == ask.rows else ask.values[first:end]
+        return b"rows", write_values(values, ask.errors, first, exact=ask.is_exact)
+
+    def _taken(self):
+        if not self._ran:
+            return b"[]"
+        told = b"[%b]" % b",".join([b"[%d,%d,%d,%d,%d]" % (size, *ran) for size, ran in self._ran.items()])
+        self._ran.clear()
+        return told
+
+    def piece(self, stream_id, value, *, exact):
+        """One event of a stream."""
+        errors = {}
+        text, buffers = write_values([value], errors, 0, exact=exact)
+        if errors:
+            self.end_stream(stream_id, errors[0])
+            return False
+        meta = {"kind": "piece", "id": stream_id, "ended": False, "error": None}
+        self._link.put(pack(meta, [text[1:-1], *buffers]))
+        return True
+
+    def end_stream(self, stream_id, error=None):
+        """No event comes any more."""
+        self._link.put(pack({"kind": "piece", "id": stream_id, "ended": True, "error": error}))
+
+    def note(self, error):
+        """Write down what user code raised where nobody waits for it."""
+        print(trace_of(error), file=sys.stderr)
+
+    def flush(self):
+        """Hand over what has been put."""
+        self._flushed_ns = time.perf_counter_ns()
+        self._link.flush()
+
+    def flush_in_time(self):
+        """Hand over what has been put, if it has waited long enough for more."""
+        if time.perf_counter_ns() - self._flushed_ns > FLUSH_NS:
+            self.flush()
+
+
+def _first_of(piece):
+    return piece[0]
+
+
+def spread(ask, first, rows, columns):
+    """Results that are arrays as one result for each row: for JSON, or beside rows that failed."""
+    lists = {name: list(each) if ask.is_exact else each.tolist() for name, each in columns.items()}
+    if BARE_NAMES.issuperset(lists):
+        [items] = lists.values()
+    else:
+        items = [dict(zip(lists, each)) for each in zip(*lists.values())]
+    ask.values[first : first + rows] = items
+
+
+FAILED, MEMORY = 1, 71  # exit codes
+# Objects made between two collections: Python's own number is less than the rows of one body.
+GC_OBJECTS_DEFAULT, GC_OBJECTS = gc.get_threshold()[0], 20_000
+FULL_SHARE = 0.9  # of the memory it may have; a function that was refused more and still holds so much is replaced
+
+try:
+    import resource
+except ImportError:
+    resource = None
+
+
+class FunctionProcess:
+    """One process, one function, one worker."""
+
+    def __init__(self, socket_fd, progress_fd):
+        self._link = WorkerSocket(socket_fd)
+        end_with_worker(self._link.fileno())
+        self._progress = Progress(progress_fd)
+        os.register_at_fork(after_in_child=self._progress.forget)
+        self._replies = Replies(self._link)
+        self._loop = None  # of a function that is async, or whose setup is
+        self._memory_bytes = None
+        self._lines = None  # of what is printed, where the worker keeps that
+        self._is_stopped = False
+        self._code = self._caller = self._streams = None
+
+    def run(self):
+        """Serve until told to stop; returns the exit code."""
+        try:
+            early = self._start()
+        except LoadError as error:
+            self._link.put(pack({"kind": "failed", "message": str(error)}))
+            self._link.flush()
+            return FAILED
+        if self._code.is_async:
+            parts = (self._loop, self._code, self._replies, self._progress, self._link)
+            AsyncLoop(*parts, when_full=self._replace_when_full, memory_bytes=self._memory_bytes).run(early)
+        else:
+            self._make_caller()
+            self._serve(early)
+        self._finish()
+        return 0
+
+    def _start(self):
+        frames = []
+        while not frames:
+            self._link.wait()
+            frames = self._link.receive()
+        start = frames[0][0]
+        self._limit_memory(start.get("memory_bytes"))
+        if start.get("log_fd") is not None:
+            self._lines = printing.begin(high(start["log_fd"]), self._progress)
+        marks.stand_in()
+        inferless_app.stand_in()
+        self._code = load(start)
+        if self._code.setup is not None:
+            run_user_code(lambda: self._call_or_await(self._code.setup), f"setting up {start['source']}")
+        if self._code.is_async and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        if self._link.is_child:
+            os._exit(0)
+        gc.freeze()  # what is there now stays: no collection needs to look at it
+        if gc.get_threshold()[0] == GC_OBJECTS_DEFAULT:  # user code has not set another
+            gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
+        if self._lines is not None:
+            self._lines.stage = printing.CALL
+        told = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
+        self._link.put(pack({"kind": "ready", "interface": self._code.interface, **told}))
+        self._link.flush()
+        return frames[1:]
+
+    def _limit_memory(self, memory_bytes):
+        self._memory_bytes = memory_bytes
+        if memory_bytes is not None and resource is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_DATA)
+            if most == resource.RLIM_INFINITY or memory_bytes <= most:
+                resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+    def _call_or_await(self, call):
+        result = call()
+        if inspect.isawaitable(result):
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            self._loop.run_until_complete(_awaited(result))
+
+    def _make_caller(self):
+        code, parts = self._code, (self._replies, self._progress, self._link)
+        if code.streams:
+            self._streams = Streams(code, self._replies, self._progress, memory_bytes=self._memory_bytes)
+        kind = RowCaller if code.calls == ROW else ListCaller
+        self._caller = kind(code, *parts, look=self._look, memory_bytes=self._memory_bytes)
+
+    def _serve(self, frames):
+        caller, link = self._caller, self._link
+        self._handle(frames)
+        while not self._is_stopped:
+            wait_s = caller.wait_s()
+            if wait_s != 0:
+                link.wait(wait_s)
+            self._look()
+            if self._streams is not None:
+                self._streams.turn()
+            caller.turn()
+            link.flush()
+            if caller.met_memory_limit:
+                caller.met_memory_limit = False
+                self._replace_when_full()
+
+    def _look(self):
+        """Take over what has come; whether something goes before a train."""
+        frames = self._link.receive()
+        if frames:
+            self._handle(frames)
+        return self._caller.has_live or self._is_stopped or (self._streams is not None and self._streams.is_waiting)
+
+    def _handle(self, frames):
+        for meta, buffers in frames:
+            kind = meta["kind"]
+            if kind == "ask":
+                self._caller.add(meta, buffers)
+            elif kind == "abandon":
+                self._caller.abandon(meta["id"])
+            elif kind == "stop":
+                self._is_stopped = True
+            elif self._streams is not None:
+                self._streams.add(meta, buffers)
+            elif kind == "open":
+                message = "the function does not answer in events: ask without a stream"
+                self._replies.end_stream(meta["id"], ["invalid_argument", message, ""])
+
+    def _replace_when_full(self):
+        """End, to be started afresh, if what the function holds leaves it no room."""
+        gc.collect()
+        if self._memory_bytes is not None and _data_bytes() > FULL_SHARE * self._memory_bytes:
+            os._exit(MEMORY)
+
+    def _finish(self):
+        if self._streams is not None:
+            self._streams.close_all()
+        if self._code.finish is not None:
+            try:
+                self._call_or_await(self._code.finish)
+            except BaseException as error:  # user code; it ends anyway
+                print(trace_of(error), file=sys.stderr)
+
+
+async def _awaited(result):
+    return await result
+
+
+def _data_bytes():
+    """What RLIMIT_DATA counts; 0 where nothing tells."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line for line in file if line.startswith("VmData:")]
+        return int(lines[0].split()[1]) * 1024
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def main(socket_fd, progress_fd):
+    """Run the program; never returns. An error of our own ends it, and the worker asks a new process again."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    if nothing != 0:
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    sys.dont_write_bytecode = True
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    try:
+        code = FunctionProcess(socket_fd, progress_fd).run()
+    except BaseException:  # at the edge of the process: user code's signal handlers may raise anywhere
+        traceback.print_exc()
+        code = BROKEN
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or FAILED  # user code has closed it
+    os._exit(code)

@@ -1,0 +1,272 @@
+"""Requests on their way through this process, and which of their rows go together in one call of user code."""
+
+from __future__ import annotations
+
+import collections
+import time
+
+from . import installed
+from . import values as arrays
+from .loading import text_of
+from .values import SIMPLE, Unserializable, Writer
+
+
+class PendingRequest:
+    """`values[row]` is the result of a row that has been called; rows that failed have None there and an error."""
+
+    __slots__ = (
+        "id", "rows", "is_train", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
+        "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
+    )  # fmt: skip
+
+    def __init__(self, meta, bound):
+        self.id, self.rows, self.is_train, self.is_exact = meta["id"], meta["rows"], meta["train"], meta["exact"]
+        self.of = meta.get("of") or ()  # project, and request or job; of a train with the number of its first row too
+        self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
+        self.bound = bound
+        self.errors = bound.errors
+        self.values = [None] * self.rows
+        self.done = None  # of rows that end in any order: a byte for each
+        self.sent = 0  # rows whose results have left
+        self.left = self.rows - len(bound.errors)  # rows without a result or an error
+        self.runs = good_runs(self.rows, bound.errors)  # (first, end) of rows that can be called, the last ones first
+        self.is_abandoned = False
+        self.columns = None  # of a function of many rows: by parameter, a list or an array
+        self.pieces = []  # results that are arrays: (first, rows, {name: array})
+
+    def keep_done(self):
+        """From now on its rows end in any order."""
+        self.done = bytearray(self.rows)
+        for row in self.errors:
+            self.done[row] = 1
+
+    def begin(self):
+        """Some of its rows are about to be called."""
+        if not self.begun_ns:
+            self.begun_ns = self.sent_ns = time.perf_counter_ns()
+
+    def end_rows(self, first, end):
+        """These rows have their results or errors."""
+        self.left -= end - first
+        if self.done is not None:
+            self.done[first:end] = b"\x01" * (end - first)
+
+    @property
+    def queue_ns(self):
+        return max(self.begun_ns - self.arrived_ns, 0)
+
+
+def good_runs(rows, errors):
+    """(first, end) of the rows that can be called, the last ones first."""
+    if not errors:
+        return [(0, rows)] if rows else []
+    runs, end = [], rows
+    for bad in [*sorted(errors, reverse=True), -1]:
+        if bad + 1 < end:
+            runs.append((bad + 1, end))
+        end = bad
+    return runs
+
+
+def write_values(values, errors, first, *, exact):
+    """(JSON of the values, buffers). Rows whose result has no form get an error in `errors`, numbered from `first`."""
+    if not exact and SIMPLE.issuperset(map(type, values)):
+        try:
+            return installed.dump(values), []
+        except (ValueError, TypeError, OverflowError):  # text that is not UTF-8: told row by row
+            pass
+    writer = Writer(exact=exact)
+    plain = []
+    for row, value in enumerate(values, first):
+        try:
+            plain.append(None if row in errors else writer.value(value))
+        except (Exception, RecursionError) as error:  # what runs here may be the result's own code
+            errors[row] = bad_return(error)
+            plain.append(None)
+    try:
+        return installed.dump(plain), writer.buffers
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        parts = []
+    for row, value in enumerate(plain, first):
+        try:
+            parts.append(installed.dump(value))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            errors[row] = bad_return(error)
+            parts.append(b"null")
+    return b"[" + b",".join(parts) + b"]", writer.buffers
+
+
+def write_columns(pieces):
+    """(JSON, buffers) of results that are arrays, their parts joined.
+
+    None where they are of different shapes, or of a type that has no datatype.
+    """
+    kinds = {tuple((name, each.dtype, each.shape[1:]) for name, each in columns.items()) for *_, columns in pieces}
+    if len(kinds) > 1:
+        return None
+    buffers, told = [], {}
+    for name in pieces[0][2]:
+        parts = [columns[name] for *_, columns in pieces]
+        array = parts[0] if len(parts) == 1 else arrays.joined(parts)
+        written = arrays.write(array, buffers)
+        if written is None:
+            return None
+        told[name] = written
+    return installed.dump(told), buffers
+
+
+def bad_return(error):
+    """The error of a row whose result has no form."""
+    if isinstance(error, Unserializable):
+        return ["bad_return", str(error), ""]
+    return ["bad_return", f"the result cannot be serialized\n{type(error).__name__}: {text_of(error)}", ""]
+
+
+PARTS_MAX = 4000  # asks in one batch: what `progress` can hold
+
+
+class BatchQueue:
+    """Rows that wait, by group: only rows of one group go together. Within it live asks are first come, first served.
+
+    Args:
+        size: rows in one batch, at most.
+        window_ns: how long the oldest may wait for a batch to fill while nothing else is to be done.
+    """
+
+    def __init__(self, size, window_ns=0):
+        self.size, self.window_ns = size, window_ns
+        self._live = {}  # key -> deque of (ask, first, end)
+        self._batcher = {}
+        self._rows = collections.Counter()  # key -> rows that wait
+
+    def __bool__(self):
+        return bool(self._live or self._batcher)
+
+    @property
+    def has_live(self):
+        return bool(self._live)
+
+    def add(self, ask, first, end, key=None):
+        """These rows wait from now on."""
+        groups = self._batcher if ask.is_train else self._live
+        groups.setdefault(key, collections.deque()).append((ask, first, end))
+        self._count(key, end - first)
+
+    def drop(self, ask):
+        """What waits of this ask never runs."""
+        for groups in (self._live, self._batcher):
+            for key, runs in list(groups.items()):
+                kept = collections.deque(run for run in runs if run[0] is not ask)
+                self._count(key, _rows_of(kept) - _rows_of(runs))
+                groups[key] = kept
+                if not kept:
+                    del groups[key]
+
+    def due_ns(self, now_ns, size=None):
+        """How long to wait until `take` has something to give; None: for ever."""
+        key, wait_ns = self._choose(now_ns, size or self.size)
+        return None if key is _NOTHING else wait_ns
+
+    def take(self, now_ns, size=None):
+        """The next batch, as (ask, first, end); empty where none is due."""
+        size = size or self.size
+        key, wait_ns = self._choose(now_ns, size)
+        if key is _NOTHING or wait_ns > 0:
+            return []
+        parts = []
+        for groups in (self._live, self._batcher):
+            if key in groups:
+                size -= self._take_of(groups[key], size, parts)
+                if not groups[key]:
+                    del groups[key]
+        self._count(key, -_rows_of(parts))
+        return parts
+
+    @staticmethod
+    def _take_of(runs, size, parts):
+        """Move up to `size` rows from what waits to `parts`; returns how many."""
+        left = size
+        while runs and left and len(parts) < PARTS_MAX:
+            ask, first, end = runs[0]
+            stop = min(end, first + left)
+            parts.append((ask, first, stop))
+            left -= stop - first
+            if stop == end:
+                runs.popleft()
+            else:
+                runs[0] = (ask, stop, end)
+        return size - left
+
+    def _choose(self, now_ns, size):
+        """The key of the next batch, and how long it is to wait yet: a full one first, else the oldest."""
+        best, best_age = _NOTHING, 0
+        for groups in (self._live, self._batcher):
+            for key, runs in groups.items():
+                age = now_ns - runs[0][0].arrived_ns
+                if self.window_ns and self._rows[key] >= size:
+                    age += self.window_ns + _AHEAD_NS
+                if best is _NOTHING or age > best_age:
+                    best, best_age = key, age
+            if best is not _NOTHING:
+                break
+        return best, max(self.window_ns - best_age, 0)
+
+    def _count(self, key, rows):
+        self._rows[key] += rows
+        if not self._rows[key]:
+            del self._rows[key]
+
+
+class Bisection:
+    """How a batch that raised is cut, learned from what happened to the rows before it.
+
+    `share` is the estimated share of rows that raise.
+    """
+
+    SINGLES_ROWS = 4  # up to here, one by one is no dearer than halves
+    MEMORY_ROWS = 256  # rows after which an estimate has mostly gone
+    RAISING_MAX = 2.0  # expected rows that raise in a batch, from which on halves would all raise too
+    FULL_SHARE = 0.7  # expected rows that raise in a batch that is made
+
+    def __init__(self):
+        self.share = 0.0
+
+    def learn(self, rows, raised):
+        """Of so many rows so many raised."""
+        self.share += (raised / rows - self.share) * rows / (rows + self.MEMORY_ROWS)
+
+    def size(self, size):
+        """The rows of a batch that is likely to succeed."""
+        if self.share * size <= self.FULL_SHARE:
+            return size
+        return max(1, int(self.FULL_SHARE / self.share))
+
+    def goes_by_singles(self, rows):
+        """Whether the rows of a batch that raised are called one by one, not in halves."""
+        return rows <= self.SINGLES_ROWS or self.share * rows >= self.RAISING_MAX
+
+
+_NOTHING = object()
+_AHEAD_NS = 1 << 60
+
+
+def _rows_of(parts):
+    return sum(end - first for _, first, end in parts)
+
+
+def halves(parts):
+    """The parts of a batch in two, as even as can be."""
+    left, right, half = [], [], _rows_of(parts) // 2
+    for ask, first, end in parts:
+        count = min(end - first, half)
+        if count:
+            left.append((ask, first, first + count))
+            half -= count
+        if first + count < end:
+            right.append((ask, first + count, end))
+    return left, right
+
+
+def singles(parts):
+    """Every row of a batch as a batch of its own."""
+    return [[(ask, row, row + 1)] for ask, first, end in parts for row in range(first, end)]

@@ -1,0 +1,453 @@
+"""Calls of sync functions on this thread: row by row, or many rows at a time."""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import itertools
+import os
+import time
+
+from . import printing
+from . import values as arrays
+from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows
+from .installed import loaded
+from .loading import row_error
+from .printing import FIRST
+from .requests import BatchQueue, Bisection, PendingRequest, bad_return, halves, singles
+from .streams import collected
+from .user_code import FRAME, OUTPUT
+from .values import detached
+
+TRACES_MAX = 4  # of the rows of a live ask that fail: its reply shows one at most
+LOOK_NS = 500_000  # rows are called for this long, then the socket is looked at
+STRIDE_MAX = 16  # rows between two looks at the clock, where they are quick
+QUICK_NS = LOOK_NS // 8
+
+
+class RowCaller:
+    """
+    Args:
+        code: a user_code.UserCode of single rows; `code.call` returns the result itself.
+        look: reads the socket and hands over what has come; returns whether something goes before a train.
+    """
+
+    def __init__(self, code, replies, progress, link, *, look, memory_bytes=None):
+        self._code, self._replies, self._progress, self._link = code, replies, progress, link
+        self._look, self._memory_bytes = look, memory_bytes
+        self._call = collected(code) if code.streams else code.call
+        self._result = None if code.streams else code.result
+        self._live = collections.deque()
+        self._batcher = collections.deque()
+        self.met_memory_limit = False
+
+    def add(self, meta, buffers):
+        """Take an ask over."""
+        began = time.perf_counter_ns()
+        ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
+        self._replies.count(1, 0, time.perf_counter_ns() - began, 0)
+        (self._batcher if ask.is_train else self._live).append(ask)
+
+    def abandon(self, ask_id):
+        """Rows of this ask that have not begun never run; nothing is said of it any more."""
+        for ask in itertools.chain(self._live, self._batcher):
+            if ask.id == ask_id:
+                ask.is_abandoned = True
+
+    @property
+    def has_live(self):
+        return bool(self._live)
+
+    def wait_s(self):
+        """How long nothing is to be done; None: until something comes."""
+        return 0 if self._live or self._batcher else None
+
+    def turn(self):
+        """Call what waits: every live ask, or a train for as long as nothing goes before it."""
+        while self._live:
+            ask = self._live[0]
+            self._run(ask)
+            self._live.popleft()
+            self._replies.flush_in_time()
+        if self._batcher and self._run(self._batcher[0]):
+            self._batcher.popleft()
+
+    def _run(self, ask):
+        """Call the rows of an ask that are left; false where something goes before them."""
+        ask.begin()
+        printing.calling((ask,))
+        try:
+            return self._run_calls(ask)
+        finally:
+            printing.idle()
+
+    def _run_calls(self, ask):
+        runs = ask.runs
+        while runs and not ask.is_abandoned:
+            first, end = runs.pop()
+            at = self._call_some(ask, first, end)
+            if at < end:
+                runs.append((at, end))
+            if runs:
+                goes_first = self._look()
+                self._replies.stage(ask, at)
+                if goes_first and ask.is_train:
+                    return False
+        self._replies.finish(ask)
+        return True
+
+    def _call_some(self, ask, first, end):
+        """Call rows from `first` on, for a moment; returns the first that was not called."""
+        values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
+        step = self._steps(ask.bound, first, end)
+        self._progress.one(ask.id, first)
+        began = last = clock()
+        at, stride = first, 1
+        while at < end and last - began < LOOK_NS:
+            stop = min(at + stride, end)
+            for row in range(at, stop):
+                words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
+                try:
+                    values[row] = step()
+                except BaseException as error:  # SystemExit and the like too: one row must not end the process
+                    self._fail(ask, row, error)
+            at, now = stop, clock()
+            stride = min(2 * stride, STRIDE_MAX) if now - last < QUICK_NS else 1
+            last = now
+        if self._link.is_child:
+            os._exit(0)
+        self._progress.none()
+        self._replies.count(1, at - first, 0, last - began)
+        if self._result is not None:
+            self._check(ask, first, at)
+        return at
+
+    def _steps(self, bound, first, end):
+        """What calls the next row, each time it is called."""
+        rows, call = itertools.islice(bound.calls, first, end), self._call
+        if bound.how == ONE:
+            return map(call, rows).__next__
+        if bound.how == STAR:
+            return itertools.starmap(call, rows).__next__
+        return map(lambda named: call(**named), rows).__next__  # noqa: C417 (a generator ends with its first error)
+
+    def _fail(self, ask, row, error):
+        if self._link.is_child:
+            os._exit(0)
+        is_shown = ask.is_train or len(ask.errors) < TRACES_MAX
+        ask.errors[row] = row_error(error, self._memory_bytes, with_trace=is_shown)
+        self.met_memory_limit |= isinstance(error, MemoryError)
+
+    def _check(self, ask, first, end):
+        """See to it that results are what the app may return."""
+        for row in range(first, end):
+            if row not in ask.errors:
+                try:
+                    ask.values[row] = self._result(ask.values[row])
+                except Exception as error:  # the result's own code may run here
+                    ask.errors[row] = bad_return(error)
+                    ask.values[row] = None
+
+
+def prepare(ask, code):
+    """Put the rows of an ask into columns, and say what groups they are of: (first, end, key) of its runs."""
+    parameters = code.parameters
+    if ask.bound.columns is not None:
+        ask.columns = ask.bound.columns
+    elif code.takes_rows or code.calls == FRAME or (columns := as_columns(ask.bound, parameters)) is None:
+        dicts = as_dicts(ask.bound, parameters)
+        if code.takes_rows or code.calls == FRAME:
+            ask.columns = {"": dicts}
+        else:
+            empty = dict.fromkeys(parameters.order)
+            whole = [empty if row is None else row for row in dicts] if ask.errors else dicts
+            ask.columns = {name: column_of(whole, name, parameters) for name in parameters.order}
+    else:
+        ask.columns = columns
+    ask.keep_done()
+    if not parameters.arrays:
+        return [(first, end, None) for first, end in reversed(ask.runs)]
+    return [run for first, end in reversed(ask.runs) for run in _groups(ask, first, end, parameters)]
+
+
+def _groups(ask, first, end, parameters):
+    """Runs of rows whose arrays are of the same shapes and types."""
+    columns = [ask.columns[name] for name in parameters.arrays if name in ask.columns]
+    numpy = loaded("numpy")
+    if all(type(each) is numpy.ndarray for each in columns):
+        return [(first, end, tuple((each.shape[1:], each.dtype.str) for each in columns))]
+    keys = [
+        tuple((getattr(item, "shape", None), getattr(getattr(item, "dtype", None), "str", None)) for item in items)
+        for items in zip(*[each[first:end] for each in columns])
+    ]
+    runs, begin = [], 0
+    for at in range(1, len(keys) + 1):
+        if at == len(keys) or keys[at] != keys[begin]:
+            runs.append((first + begin, first + at, keys[begin]))
+            begin = at
+    return runs
+
+
+def arguments_of(parts, code):
+    """The arguments, by position and by name, of one call with the rows of all parts."""
+    if code.calls == FRAME:
+        return (_frame(parts, code),), {}
+    if code.takes_rows:
+        return (_items(parts, ""),), {}
+    is_array, names = code.parameters.arrays, code.parameters.order
+    return (), {name: _array(parts, name) if name in is_array else _items(parts, name) for name in names}
+
+
+def _items(parts, name):
+    if len(parts) == 1:
+        ask, first, end = parts[0]
+        return list(ask.columns[name][first:end])
+    return [item for ask, first, end in parts for item in ask.columns[name][first:end]]
+
+
+def _array(parts, name):
+    numpy = loaded("numpy")
+    pieces = []
+    for ask, first, end in parts:
+        piece = ask.columns[name][first:end]
+        if type(piece) is not numpy.ndarray:
+            piece = numpy.stack(piece) if all(each is not None for each in piece) else piece
+        pieces.append(piece)
+    if len(pieces) == 1:
+        return pieces[0]
+    return arrays.joined(pieces)
+
+
+def _frame(parts, code):
+    """A data frame of the rows; its index are their ids where they came with ids."""
+    pandas = loaded("pandas")
+    rows = [row for ask, first, end in parts for row in ask.columns[""][first:end]]
+    index = None
+    if all(ask.bound.ids is not None for ask, _, _ in parts):
+        index = [each for ask, first, end in parts for each in ask.bound.ids[first:end]]
+    data = {name: [row.get(name) for row in rows] for name in code.frame_columns}
+    return pandas.DataFrame(data, index=index)
+
+
+def share_out(parts, rows, result, code):
+    """Give every row of the parts its result, or all of them the error of a result that does not fit them."""
+    found = _arrays_of(result, rows)
+    if found is not None:
+        for ask, first, end in parts:
+            part, found = _cut(found, end - first)
+            ask.pieces.append((first, end - first, part))
+            ask.end_rows(first, end)
+        return
+    items = _list_of(result)
+    if items is None or len(items) != rows:
+        _refuse(parts, rows, result, items)
+        return
+    at = 0
+    for ask, first, end in parts:
+        ask.values[first:end] = items[at : at + end - first]
+        at += end - first
+        for row in range(first, end) if code.result is not None or _has_errors(ask.values[first:end]) else ():
+            settle(ask, row, code)
+        ask.end_rows(first, end)
+
+
+def _has_errors(items):
+    return any(isinstance(each, BaseException) for each in items)
+
+
+def settle(ask, row, code):
+    """An exception among the results is that row's error."""
+    value = ask.values[row]
+    try:
+        if isinstance(value, BaseException):
+            ask.errors[row] = row_error(value)
+        elif code.result is not None:
+            ask.values[row] = code.result(value)
+            return
+        else:
+            return
+    except Exception as error:  # the result's own code may run here
+        ask.errors[row] = bad_return(error)
+    ask.values[row] = None
+
+
+def _arrays_of(result, rows):
+    """The result as {name: array} where it is numpy's with the rows on its first axis, else None."""
+    numpy = loaded("numpy")
+    if numpy is None:
+        return None
+    if hasattr(result, "detach"):
+        result = detached(result)
+    if type(result) is dict:
+        named = {name: detached(each) if hasattr(each, "detach") else each for name, each in result.items()}
+    elif isinstance(result, numpy.ndarray):
+        named = {OUTPUT: result}
+    else:
+        return None
+    fits = all(
+        isinstance(each, numpy.ndarray) and each.ndim and len(each) == rows and each.dtype.kind in "biuf"
+        for each in named.values()
+    )
+    return named if named and fits else None
+
+
+def _cut(named, rows):
+    return {name: each[:rows] for name, each in named.items()}, {name: each[rows:] for name, each in named.items()}
+
+
+def _list_of(result):
+    """The result as a list of one for each row; None for what is none."""
+    pandas = loaded("pandas")
+    if pandas is not None and isinstance(result, pandas.DataFrame):
+        return result.to_dict(orient="records")
+    if hasattr(result, "tolist") and getattr(result, "shape", (1,)) != ():
+        return list(result) if getattr(getattr(result, "dtype", None), "kind", "") in "OSUmM" else result.tolist()
+    if isinstance(result, collections.abc.Sequence) and not isinstance(result, (str, bytes)):
+        return list(result)
+    return None
+
+
+def _refuse(parts, rows, result, items):
+    kind = type(result).__name__
+    article = "an" if kind[:1].lower() in "aeiou" else "a"
+    if items is None:
+        message = f"the function returned {article} {kind} for a list of {rows} rows, not a list"
+    else:
+        message = f"the function returned {len(items)} results for {rows} rows"
+    fail(parts, ["bad_return", message, ""])
+
+
+def fail(parts, error):
+    """All rows of the parts have this error."""
+    for ask, first, end in parts:
+        for row in range(first, end):
+            ask.errors[row] = error
+        ask.end_rows(first, end)
+
+
+class ListCaller:
+    """
+    Args:
+        code: a user_code.UserCode of many rows.
+        look: reads the socket and hands over what has come; returns whether something goes before a train.
+    """
+
+    def __init__(self, code, replies, progress, link, *, look, memory_bytes=None):
+        self._code, self._replies, self._progress, self._link = code, replies, progress, link
+        self._look, self._memory_bytes = look, memory_bytes
+        self._batches = BatchQueue(code.batch_size, int(code.batch_window_s * 1e9))
+        self._bisection = Bisection()
+        self._asks = {}
+        self._failed = 0  # rows whose own call raised, ever
+        self._reading_ns = 0  # of asks whose rows have not been called
+        self.met_memory_limit = False
+
+    def add(self, meta, buffers):
+        """Take an ask over."""
+        began = time.perf_counter_ns()
+        ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters, as_columns=True))
+        if not ask.left:
+            self._replies.finish(ask)
+            return
+        self._asks[ask.id] = ask
+        for first, end, key in prepare(ask, self._code):
+            self._batches.add(ask, first, end, key)
+        self._reading_ns += time.perf_counter_ns() - began
+
+    def abandon(self, ask_id):
+        """Rows of this ask that have not begun never run; nothing is said of it any more."""
+        ask = self._asks.pop(ask_id, None)
+        if ask is not None:
+            ask.is_abandoned = True
+            self._batches.drop(ask)
+
+    @property
+    def has_live(self):
+        return self._batches.has_live
+
+    def wait_s(self):
+        """How long nothing is to be done; None: until something comes."""
+        if not self._batches:
+            return None
+        return self._batches.due_ns(time.perf_counter_ns(), self._size()) / 1e9
+
+    def _size(self):
+        return self._bisection.size(self._batches.size)
+
+    def turn(self):
+        """Call one batch, if one is due."""
+        parts = self._batches.take(time.perf_counter_ns(), self._size())
+        if not parts:
+            return
+        rows = sum(end - first for _, first, end in parts)
+        for ask, _, _ in parts:
+            ask.begin()
+        before = self._failed
+        if not self._try(parts, rows):
+            self._cut(parts, rows)
+        self._bisection.learn(rows, self._failed - before)
+        for ask in dict.fromkeys(ask for ask, _, _ in parts):
+            self._reply(ask, rows)
+
+    def _reply(self, ask, size):
+        if ask.left == 0:
+            self._asks.pop(ask.id, None)
+            self._replies.finish(ask, size)
+        elif ask.is_train:
+            upto = ask.done.find(0, ask.sent)
+            self._replies.stage(ask, ask.rows if upto < 0 else upto, size)
+
+    def _try(self, parts, rows):
+        """Call with these rows; false where it raised, and then nothing is settled."""
+        error = self._call(parts, rows)
+        if error is None:
+            return True
+        if rows == 1:
+            fail(parts, row_error(error, self._memory_bytes))
+            self.met_memory_limit |= isinstance(error, MemoryError)
+            self._failed += 1
+            return True
+        return False
+
+    def _call(self, parts, rows):
+        """What one call raised, or None: then every row has its result."""
+        began = time.perf_counter_ns()
+        self._progress.many([(ask.id, first, end - first) for ask, first, end in parts])
+        called = began
+        printing.calling(tuple(dict.fromkeys([ask for ask, _, _ in parts])))
+        try:
+            args, named = arguments_of(parts, self._code)
+            called = time.perf_counter_ns()
+            result = self._code.call(*args, **named)
+        except BaseException as error:  # SystemExit and the like too: one batch must not end the process
+            return error
+        finally:
+            if self._link.is_child:
+                os._exit(0)
+            printing.idle()
+            self._progress.none()
+            self._replies.count(rows, 1, called - began + self._reading_ns, time.perf_counter_ns() - called)
+            self._reading_ns = 0
+        share_out(parts, rows, result, self._code)
+        return None
+
+    def _cut(self, parts, rows):
+        """Find the rows that raise in a batch that raised, and settle all of it."""
+        if self._bisection.goes_by_singles(rows):
+            for part in singles(parts):
+                self._try(part, 1)
+            return
+        left, right = halves(parts)
+        left_rows = rows // 2
+        failed = self._failed
+        if not self._try(left, left_rows):
+            self._cut(left, left_rows)
+            self._settle(right, rows - left_rows)
+        elif self._failed == failed and rows - left_rows > 1:
+            self._cut(right, rows - left_rows)  # what raised is in there: to call it whole again would say no more
+        else:
+            self._settle(right, rows - left_rows)
+
+    def _settle(self, parts, rows):
+        if not self._try(parts, rows):
+            self._cut(parts, rows)

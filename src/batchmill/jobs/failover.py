@@ -1,0 +1,77 @@
+"""A running job's ways to its models: how fast they have been, when one must be left, and where its rows go then."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from batchmill.errors import BatchmillError, JobPaused
+from batchmill.jobs.intake import orders, routing
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger.files import read_spec
+from batchmill.jobs.pools.job_run import JobRun
+from batchmill.ports import Clock
+from batchmill.states import PauseReason
+from batchmill.store.database import Database
+from batchmill.types import ModelSpec
+from batchmill.wire.job_spec import JobSpec
+
+JOBS_MEASURED = 200  # the newest, for how fast a way is
+LOOK_S = 60.0  # rows come back from providers, and deadlines are moved
+
+
+class RouteFailover:
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database, self._clock = database, clock
+        self.rates: dict[str, float] = {}  # see routing.choose
+
+    async def measure(self, models: list[ModelSpec]) -> None:
+        """Look how fast earlier jobs were, if any of these models has a choice."""
+        if any(model.routes for model in models):
+            found = await self._database.read(records.finished_lately, JOBS_MEASURED)
+            self.rates = routing.measured([(read_spec(spec), rows, seconds) for spec, rows, seconds in found])
+
+    async def watch(self, run: JobRun) -> None:
+        """Fail the way of a model whose rows would come too late, as long as another is still fast enough."""
+        while not run.ended.done():
+            now = self._clock.now()
+            spans = {number: self._late(run, number) for number in run.models_left}
+            due = {number for number, (start, end) in spans.items() if start <= now <= end}
+            if due:
+                names = ", ".join(run.spec.models[number].name for number in sorted(due))
+                run.failing |= due
+                run.pause(JobPaused(f"the deadline of {names} would pass otherwise", reason=PauseReason.ROUTE_FAILED))
+                return
+            ahead = [start - now for start, _ in spans.values() if start > now]
+            await self._clock.sleep(min([LOOK_S, *ahead]))
+
+    def _late(self, run: JobRun, number: int) -> tuple[float, float]:
+        model, deadline = run.spec.models[number], run.spec.policy.deadline
+        return routing.late_between(model, run.rows_left_of(number), deadline, self.rates) or (math.inf, math.inf)
+
+    @staticmethod
+    def may_change(spec: JobSpec) -> bool:
+        """Whether a way of this job may have to be left for another."""
+        return any(model.is_handed_over and model.routes for model in spec.models)
+
+    def next(self, run: JobRun, failure: BatchmillError | None) -> JobSpec | None:
+        """The description of a job that goes on another way; None where there is none, or nothing has failed."""
+        if not isinstance(failure, JobPaused) or failure.reason is not PauseReason.ROUTE_FAILED or not run.failing:
+            return None
+        spec, now = run.spec, self._clock.now()
+        ways = {
+            number: routing.next_way(
+                spec.models[number], run.rows_left_of(number), spec.policy.deadline, now, self.rates
+            )
+            for number in run.failing
+        }
+        if None in ways.values():
+            return None
+        return with_code(routing.gone_on(spec, ways, failure.message))
+
+
+def with_code(spec: JobSpec) -> JobSpec:
+    """The description with the code of the functions that its rows go to now."""
+    code = orders.code_of(spec.models, by_frontend=spec.origin is not None)
+    return replace(spec, code={**code, **{name: spec.code[name] for name in code if name in spec.code}})

@@ -1,0 +1,1 @@
+"""From an order to rows that may run: checked, estimated, planned, routed."""

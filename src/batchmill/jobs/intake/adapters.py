@@ -1,0 +1,254 @@
+"""The adapters that a job's rows name: fetched where a model hub has them, and checked, before any row runs.
+
+What cannot be used stays in the description, with the reason: its rows fail with that, and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.children.offload import Offload
+from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.plan import Plan, Progress
+from batchmill.models.adapters import reading
+from batchmill.ports import Adapters, FetchedAdapter
+from batchmill.types import ModelSpec
+from batchmill.wire.job_spec import JobSpec
+
+CHECK = "batchmill.jobs.intake.adapters:check_offloaded"
+OURS = "llm"  # the engine that loads adapters; a service has its own
+READY = "ready"
+TOKEN = "HF_TOKEN"  # the variable with the token that a model hub is shown
+SHOWN_MAX = 3  # adapters that are named where it is said what is waited for
+
+ByModel = Mapping[int, Sequence[str]]  # number of a model -> names
+
+
+class NoAdapters:
+    """Where nobody registers adapters."""
+
+    async def ensure(
+        self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
+    ) -> Mapping[str, FetchedAdapter]:
+        raise InvalidInput(
+            f"rows name {hub_ids[0]!r}, and adapters cannot be fetched here: register it, or omit adapter_patterns",
+            code="no_adapters",
+        )
+
+
+class AdapterCheck(Struct, frozen=True):
+    """Adapters to look at before rows run with them."""
+
+    models: list[ModelSpec]
+    names: dict[int, list[str]]  # own names
+
+
+def check_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: AdapterCheck in, {number of the model: {own name: why it cannot be used}} out, both as JSON."""
+    asked = msgspec.json.decode(order, type=AdapterCheck)
+    total, done = sum(map(len, asked.names.values())), 0
+    bad: dict[int, dict[str, str]] = {}
+    for number, names in asked.names.items():
+        model = asked.models[number]
+        for name in names:
+            if why := flaw_of(model, model.adapters[name]):
+                bad.setdefault(number, {})[name] = why
+            done += 1
+            progress(done / total)
+    return msgspec.json.encode(bad)
+
+
+def flaw_of(model: ModelSpec, place: str) -> str:
+    """Why the adapter in a folder cannot be used with a model; empty: nothing speaks against it."""
+    try:
+        facts = reading.read_adapter(Path(place))
+    except InvalidInput as error:
+        return error.message
+    room = reading.settled_room(model.engine_args) or model.adapter_rank
+    return reading.flaw(facts, base_source=model.source, rank_max=room)
+
+
+def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
+    """The adapters that rows of a plan go to and that an engine of ours has to load, by their own names."""
+    found: dict[int, list[str]] = {}
+    for target in plan.targets:
+        if target.adapter is not None and (target.rows or target.folded) and models[target.model].engine == OURS:
+            found.setdefault(target.model, []).append(target.adapter)
+    return found
+
+
+def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
+    """The description without adapters that no row goes to: a job may be given thousands, and goes far with it.
+
+    Where an engine is started with its adapters they stay: it is shared by jobs that were given the same.
+    """
+    models = [
+        _without_others(model, used.get(number, ())) if model.engine == OURS and model.adapter_rank else model
+        for number, model in enumerate(spec.models)
+    ]
+    return replace(spec, models=models)
+
+
+def _without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
+    wanted, own = frozenset(used), model.adapter_names
+    allowed = model.allowed
+    if allowed is not None:
+        allowed = [name for name in allowed if (it := own.get(name, name)) not in model.adapters or it in wanted]
+    return replace(
+        model, adapters={name: place for name, place in model.adapters.items() if name in wanted},
+        adapter_names={name: it for name, it in own.items() if it in wanted},
+        bad_adapters={name: why for name, why in model.bad_adapters.items() if name in wanted}, allowed=allowed,
+    )  # fmt: skip
+
+
+def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
+    """An order that is a known job again: its rows go to the adapters that they went to."""
+    before = {model.name: model for model in earlier.models}
+    models = [_kept(model, before.get(model.name)) for model in spec.models]
+    return replace(spec, models=models)
+
+
+def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
+    if before is None or before.engine != model.engine:
+        return model
+    return replace(
+        model, adapters=before.adapters, adapter_names=before.adapter_names, bad_adapters=before.bad_adapters,
+        adapter_rank=max(model.adapter_rank, before.adapter_rank), allowed=before.allowed,
+    )  # fmt: skip
+
+
+def with_fetched(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
+    """A model with adapters that were fetched for it: id -> what became of it. Its engine gets room for their ranks."""
+    names = {hub_id: adapter.own_name for hub_id, adapter in found.items()}
+    places = {adapter.own_name: _place_of(hub_id, adapter) for hub_id, adapter in found.items()}
+    bad = {adapter.own_name: _why(adapter) for adapter in found.values() if adapter.state != READY}
+    allowed = None if model.allowed is None else list(dict.fromkeys([*model.allowed, *names, *places]))
+    return replace(
+        model, adapters=model.adapters | places, adapter_names=model.adapter_names | names,
+        bad_adapters=model.bad_adapters | bad, adapter_rank=_room_with(model, found), allowed=allowed,
+    )  # fmt: skip
+
+
+def _room_with(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> int:
+    """The rank that the engine of a model has room for, with these adapters."""
+    ranks = [adapter.rank for adapter in found.values() if adapter.state == READY]
+    if not ranks or reading.settled_room(model.engine_args) is not None:
+        return model.adapter_rank
+    return reading.room_for([model.adapter_rank, reading.RANK_LEAST, *ranks])
+
+
+def _place_of(hub_id: str, adapter: FetchedAdapter) -> str:
+    """Of one that could not be had its id: a retry tries it again."""
+    return adapter.folder if adapter.state == READY else hub_id
+
+
+def _why(adapter: FetchedAdapter) -> str:
+    return adapter.message or f"it is {adapter.state}"
+
+
+def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
+    """A server's job is given every model its caller may use: remember those that its rows go to."""
+    if spec.origin is None:
+        return spec
+    used = [target.adapter or spec.models[target.model].name for target in plan.targets if target.rows or target.folded]
+    return replace(spec, used=used)
+
+
+class AdapterWork:
+    """Fetches and checks for one job. `told`: what is being waited for, empty while nothing is."""
+
+    def __init__(self, source: Adapters, offload: Offload) -> None:
+        self._source, self._offload = source, offload
+        self.told = ""
+
+    async def fetch(self, spec: JobSpec, wanted: ByModel) -> JobSpec:
+        """The description with adapters that rows name by their ids at a model hub."""
+        self.told = _waiting([name for names in wanted.values() for name in names])
+        try:
+            models = list(spec.models)
+            for number, names in wanted.items():
+                found = await self._ensure(spec.project, models[number], names)
+                models[number] = await asyncio.to_thread(with_fetched, models[number], found)
+            return replace(spec, models=models)
+        finally:
+            self.told = ""
+
+    async def _ensure(self, project: str, model: ModelSpec, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
+        """Registered for the base of a model that settings made, so that others of that base have them too; with the
+        token that the model brings."""
+        return await self._source.ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
+
+    async def check(self, spec: JobSpec, used: ByModel) -> JobSpec:
+        """The description that says of every adapter in use why it cannot be used, if it cannot."""
+        spec = await self._place(spec, _sound(spec, used))
+        order = AdapterCheck(spec.models, _sound(spec, used))
+        if not order.names:
+            return spec
+        answer = await self._offload(CHECK, msgspec.json.encode(order), lambda _: None)
+        return _with_bad(spec, msgspec.json.decode(answer, type=dict[int, dict[str, str]]))
+
+    async def check_again(self, spec: JobSpec) -> JobSpec:
+        """As `check`, of those that could not be used before: they may have been mended."""
+        used = {number: list(model.bad_adapters) for number, model in enumerate(spec.models) if model.bad_adapters}
+        models = [replace(model, bad_adapters={}) if model.bad_adapters else model for model in spec.models]
+        return await self.check(replace(spec, models=models), used) if used else spec
+
+    async def _place(self, spec: JobSpec, used: ByModel) -> JobSpec:
+        """Have what lies at a model hub fetched: its rows know it by other names."""
+        hubs = {
+            number: {name: place for name in names if not os.path.isabs(place := spec.models[number].adapters[name])}
+            for number, names in used.items()
+        }
+        self.told = _waiting([place for places in hubs.values() for place in places.values()])
+        try:
+            models = list(spec.models)
+            for number, places in hubs.items():
+                if places:
+                    ids = list(dict.fromkeys(places.values()))
+                    found = await self._ensure(spec.project, models[number], ids)
+                    models[number] = _placed(models[number], {name: found[place] for name, place in places.items()})
+            return replace(spec, models=models)
+        finally:
+            self.told = ""
+
+
+def _sound(spec: JobSpec, used: ByModel) -> dict[int, list[str]]:
+    """Those of which nothing bad is known."""
+    bad = {number: spec.models[number].bad_adapters for number in used}
+    found = {number: [name for name in names if name not in bad[number]] for number, names in used.items()}
+    return {number: names for number, names in found.items() if names}
+
+
+def _placed(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
+    """A model whose adapters, by their own names, lie where they were fetched to."""
+    bad = {name: _why(adapter) for name, adapter in found.items() if adapter.state != READY}
+    places = {name: adapter.folder for name, adapter in found.items() if name not in bad}
+    return replace(
+        model, adapters=model.adapters | places, bad_adapters=model.bad_adapters | bad,
+        adapter_rank=_room_with(model, found),
+    )  # fmt: skip
+
+
+def _with_bad(spec: JobSpec, bad: Mapping[int, Mapping[str, str]]) -> JobSpec:
+    if not bad:
+        return spec
+    models = list(spec.models)
+    for number, why in bad.items():
+        models[number] = replace(models[number], bad_adapters=models[number].bad_adapters | dict(why))
+    return replace(spec, models=models)
+
+
+def _waiting(names: Iterable[str]) -> str:
+    shown = list(dict.fromkeys(names))
+    if not shown:
+        return ""
+    more = f" and {len(shown) - SHOWN_MAX:,} more" if len(shown) > SHOWN_MAX else ""
+    what = "1 adapter" if len(shown) == 1 else f"{len(shown):,} adapters"
+    return f"fetching {what}: {', '.join(shown[:SHOWN_MAX])}{more}"

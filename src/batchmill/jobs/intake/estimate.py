@@ -1,0 +1,313 @@
+"""What a job is going to take, before anything is spent: tokens, cost and time, from the plan and a sample of rows.
+
+What is not known is said, not guessed. No numpy: the command line reads the structs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
+from batchmill.datasets.sealed import SealedRows
+from batchmill.errors import InvalidRow
+from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
+from batchmill.types import ModelSpec, Request, Row, Usage
+from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE, TableForm
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.json_bytes import decode, encode
+from batchmill.wire.native import Estimate, EstimateRange, ModelEstimate
+
+MESSAGE_TOKENS = 4  # what a chat template puts around a message, about
+ANSWERLESS_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
+TOKENIZER = "tokenizer.json"  # in a model's folder
+
+
+class RowTokens(Struct, frozen=True, gc=False):
+    """Tokens of one request. `output`: the most its answer may have, or the default where it sets no limit."""
+
+    input: int = 0
+    output: int = 0
+    is_unlimited: bool = False
+    has_media: bool = False  # parts that are no text: not counted
+
+
+class Counter(Protocol):
+    name: str
+    note: str  # what to know about its figures, or ""
+
+    def count(self, text: str) -> int: ...
+
+
+class ByLength:
+    """Four bytes a token: right within a factor of two for most texts and tokenizers."""
+
+    name = f"bytes / {BYTES_A_TOKEN}"
+
+    def __init__(self, why: str) -> None:
+        self.note = f"tokens are guessed as {BYTES_A_TOKEN} bytes each, {why}"
+
+    def count(self, text: str) -> int:
+        return -(-len(text.encode()) // BYTES_A_TOKEN)
+
+
+class ByTokenizer:
+    """Counts with a tokenizer of Hugging Face's: as the model reads the text, but for its chat template."""
+
+    name, note = TOKENIZER, ""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def counter_for(model: ModelSpec) -> Counter:
+    """The model's own tokenizer where it lies in the model's folder and its library is there; else by length."""
+    path = Path(model.source) / TOKENIZER
+    if not path.is_file():
+        return ByLength("as the model's tokenizer is not here")
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ModuleNotFoundError as error:
+        if error.name != "tokenizers":
+            raise
+        return ByLength("as the Python package tokenizers is not installed")
+    return ByTokenizer(tokenizers.Tokenizer.from_file(str(path)))
+
+
+def tokens_of(request: Request, counter: Counter) -> RowTokens:
+    """Count a request. Raises: MsgspecError for a body that cannot be read."""
+    body = decode(request.body)
+    parts = list(_parts(body))
+    given = sum(part if isinstance(part, int) else counter.count(part) for part in parts if part is not None)
+    media = any(part is None for part in parts)
+    if request.url in ANSWERLESS_URLS:
+        return RowTokens(given, has_media=media)
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
+    answers = body.get("n") or 1
+    return RowTokens(given, (limit or OUTPUT_TOKENS_DEFAULT) * answers, limit is None, media)
+
+
+def _parts(body: dict[str, Any]) -> Iterator[str | int | None]:
+    """The prompt in pieces: text, a number of tokens, or None for what is no text."""
+    if body.get("tools"):
+        yield encode(body["tools"]).decode()
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        yield MESSAGE_TOKENS
+        yield from _text(message.get("content") if isinstance(message, dict) else message)
+    for name in ("instructions", "prompt", "input", "query", "documents", "text_1", "text_2"):
+        yield from _text(body.get(name))
+
+
+def _text(value: Any) -> Iterator[str | int | None]:
+    match value:
+        case None:
+            return
+        case str():
+            yield value
+        case int():
+            yield 1  # a token by its number
+        case list():
+            for item in value:
+                yield from _text(item)
+        case {"text": str(text)}:
+            yield text
+        case {"content": content}:
+            yield MESSAGE_TOKENS
+            yield from _text(content)
+        case _:
+            yield None
+
+
+SAMPLE_ROWS = 1000  # of all models together, at most
+SAMPLE_BYTES = 16 * 1024 * 1024
+RESAMPLES = 200
+SAMPLE_SHARE = 0.9  # of the progress
+NEWLINE = b"\n"
+
+
+class EstimateOrder(Struct, frozen=True):
+    """What to estimate: a sealed and planned job. `rows_per_s`: measured when the same models ran before."""
+
+    spec: JobSpec
+    dataset: str
+    plan: str
+    rows_per_s: float | None = None
+
+
+def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: EstimateOrder in, Estimate out, both as JSON."""
+    return msgspec.json.encode(estimate(msgspec.json.decode(order, type=EstimateOrder), progress))
+
+
+def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimate:
+    """Estimate a job. The same job gives the same figures: the sample is drawn with the plan's checksum as its seed.
+
+    Raises: InputChanged when the rows are not what was sealed.
+    """
+    reader = PlanReader(Path(order.plan))
+    rows = SealedRows(Path(order.dataset))
+    try:
+        samples = list(_samples(order.spec, reader, rows, progress))
+    finally:
+        rows.close()
+        reader.close()
+    plan, models = reader.plan, [sample.estimate() for sample in samples]
+    known = [sample for sample in samples if sample.counter is not None]
+    sizes = [target for target in plan.targets if target.input_bytes]
+    size = sum(target.input_bytes for target in sizes)
+    sampled = sum(len(sample.tokens) for sample in known)
+    unlimited = sum(row.is_unlimited for sample in known for row in sample.tokens)
+    found = Estimate(
+        rows=plan.rows, run=plan.leaders, folded=plan.followers, rejected=plan.rejected, sampled=sampled,
+        input_tokens=_sum([model.input_tokens for model in models], known),
+        output_tokens=_sum([model.output_tokens for model in models], known),
+        rows_unlimited=unlimited / sampled if sampled else 0.0,
+        shared_prefix=sum(target.shared_bytes for target in sizes) / size if size else None,
+        cost=_sum([model.cost for model in models], known),
+        cost_input=_sum([model.cost_input for model in models], known),
+        time_s=plan.leaders / order.rows_per_s if order.rows_per_s else None,
+        time_s_min=max(filter(None, map(_time_s_min, samples, models)), default=None),
+        models=models, notes=[],
+    )  # fmt: skip
+    progress(1.0)
+    return msgspec.structs.replace(found, notes=list(_notes(found, samples)))
+
+
+class _Sample:
+    """Sampled rows of one model, and what follows for all of them."""
+
+    def __init__(self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str) -> None:
+        self.model, self.counter = model, counter
+        self.rows = sum(target.rows for target in targets)
+        self.input_bytes = sum(target.input_bytes for target in targets)
+        self.tokens: list[RowTokens] = []
+        self.bytes: list[int] = []
+        self._random = random.Random(seed)
+
+    def read(self, spec: JobSpec, rows: SealedRows, numbers: list[int]) -> None:
+        """Count the tokens of these rows, in an order that lets it end anywhere and still be a sample."""
+        assert self.counter is not None
+        prompt, size = (spec.form.prompt or "") if isinstance(spec.form, TableForm) else "", 0
+        for number in self._random.sample(numbers, len(numbers)):
+            raw = rows.read_many([number])[0]
+            try:
+                request = spec.form.request(Row(position=-1, number=number, raw=raw, form=spec.form))
+                counted = tokens_of(request, self.counter)
+            except (InvalidRow, msgspec.MsgspecError):  # such a row ends as an error and uses no tokens
+                counted = RowTokens()
+            self.tokens.append(counted)
+            self.bytes.append(len(raw) + len(NEWLINE) + len(prompt.encode()))  # as the plan counts them
+            size += len(raw)
+            if size >= SAMPLE_BYTES:
+                return
+
+    def estimate(self) -> ModelEstimate:
+        usages = self._usages() if self.tokens else []
+        price = self.model.price
+        has_cost = price is not None and usages
+        return ModelEstimate(
+            model=self.model.name, rows=self.rows, sampled=len(self.tokens),
+            input_tokens=_range([usage.input_tokens for usage in usages]) if usages else None,
+            output_tokens=_range([usage.output_tokens for usage in usages]) if usages else None,
+            cost=_range([price.cost(usage) for usage in usages]) if has_cost else None,
+            cost_input=_range([price.cost(Usage(usage.input_tokens)) for usage in usages]) if has_cost else None,
+            counted_by="" if self.counter is None else self.counter.name,
+        )  # fmt: skip
+
+    def _usages(self) -> list[Usage]:
+        """The tokens of all rows, as each of many resamples has them; sorted out by `_range`."""
+        every = range(len(self.tokens))
+        if len(every) == self.rows:
+            return [self._usage(every)]
+        return [self._usage(self._random.choices(every, k=len(every))) for _ in range(RESAMPLES)]
+
+    def _usage(self, chosen: range | list[int]) -> Usage:
+        """Input goes with the rows' bytes, which are known of all; output with their number."""
+        tokens, sizes = self.tokens, self.bytes
+        size = sum(sizes[index] for index in chosen)
+        per_byte = sum(tokens[index].input for index in chosen) / size
+        total = self.input_bytes if len(tokens) < self.rows else size
+        output = sum(tokens[index].output for index in chosen) / len(chosen)
+        return Usage(input_tokens=round(total * per_byte), output_tokens=round(output * self.rows))
+
+
+def _samples(
+    spec: JobSpec, reader: PlanReader, rows: SealedRows, progress: Callable[[float], None]
+) -> Iterator[_Sample]:
+    """A sample for each model that has rows."""
+    plan, lo, done = reader.plan, 0, 0
+    share = max(1, SAMPLE_ROWS // max(1, len({target.model for target in plan.targets})))
+    for number, model in enumerate(spec.models):
+        targets = [target for target in plan.targets if target.model == number]
+        hi = lo + sum(target.rows for target in targets)
+        if hi == lo:
+            continue
+        counter = None if model.takes_columns else counter_for(model)
+        sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}")
+        if counter is not None:
+            chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))
+            numbers = [reader.row_numbers(position, position + 1)[0] for position in chosen]
+            sample.read(spec, rows, numbers)
+        done += hi - lo
+        progress(SAMPLE_SHARE * done / plan.leaders)
+        lo = hi
+        yield sample
+
+
+def _time_s_min(sample: _Sample, found: ModelEstimate) -> float | None:
+    """Seconds that the model's own limits ask for at least."""
+    limits, tokens = sample.model.limits, found.input_tokens
+    per_row = found.rows / limits.requests_per_minute * 60 if limits.requests_per_minute else None
+    per_token = tokens.low / limits.tokens_per_minute * 60 if limits.tokens_per_minute and tokens else None
+    return max(filter(None, (per_row, per_token)), default=None)
+
+
+def _range(values: list[float] | list[int]) -> EstimateRange:
+    """The 10th, 50th and 90th percentile."""
+    ordered = sorted(values)
+    low, mid, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    return EstimateRange(low, mid, high)
+
+
+def _sum(ranges: list[EstimateRange | None], known: list[_Sample]) -> EstimateRange | None:
+    """All models together; None where one of those with tokens has no figure. The ends are those of the worst case."""
+    there = [each for each in ranges if each is not None]
+    if not known or len(there) < len(known):
+        return None
+    return EstimateRange(
+        sum(each.low for each in there), sum(each.mid for each in there), sum(each.high for each in there)
+    )
+
+
+def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
+    for sample in samples:
+        name = sample.model.name
+        if sample.counter is None:
+            yield f"{name} is a function: what it does with tokens or money is not known before it runs"
+            continue
+        if sample.counter.note:
+            yield f"{name}: {sample.counter.note}"
+        if sample.model.price is None:
+            yield f"{name} has no price in the configuration: its cost is not known"
+        if any(row.has_media for row in sample.tokens):
+            yield f"{name}: images, audio and files in the rows are not counted"
+    if found.rows_unlimited:
+        yield (
+            f"{found.rows_unlimited:.0%} of the rows set no limit on their answer: the output has no upper bound, each "
+            f"of them counts with {OUTPUT_TOKENS_DEFAULT} tokens"
+        )
+    if found.output_tokens is not None and not found.rows_unlimited:
+        yield "output tokens are the most that the rows allow; answers are often shorter"
+    if found.time_s is None:
+        yield "time is not known: these models have not run here before"

@@ -1,0 +1,292 @@
+"""From what a caller asks for to a job's description: its form, its identity, and whether it is known already."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+from msgspec.structs import replace
+
+from batchmill.datasets import formats, sealing
+from batchmill.datasets import formats as sources
+from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
+from batchmill.jobs.ledger.files import JobFiles, read_spec
+from batchmill.jobs.results.results import check_kind, check_output, errors_path, stored_name
+from batchmill.models import functions, registry
+from batchmill.states import JobState
+from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
+from batchmill.wire import forms
+from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.job_spec import JobSpec
+
+PRIORITY_MAX = 100
+WAITING_ENGINES = frozenset({"connector", "http"})  # a row that failed waits there until its service is back
+CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
+
+
+def check(policy: Policy, models: list[ModelSpec], now: float) -> None:
+    """Raises: InvalidInput, naming the value."""
+    for name, allowed in CHOICES.items():
+        if getattr(policy, name) not in allowed:
+            raise InvalidInput(
+                f"{name} is {getattr(policy, name)!r}; it can be {' or '.join(allowed)}", code="invalid_policy"
+            )
+    if not -PRIORITY_MAX <= policy.priority <= PRIORITY_MAX:
+        raise InvalidInput(
+            f"the priority must be {-PRIORITY_MAX} to {PRIORITY_MAX}, not {policy.priority}", code="invalid_priority"
+        )
+    if policy.deadline is not None and not (math.isfinite(policy.deadline) and policy.deadline > now):
+        raise InvalidInput(
+            f"the deadline {policy.deadline} is not ahead: give a time after {now:.0f}, in seconds since the epoch",
+            code="invalid_deadline",
+        )
+    if policy.budget is not None and not (math.isfinite(policy.budget) and policy.budget > 0):
+        raise InvalidInput(f"the budget must be more than 0 USD, not {policy.budget}", code="invalid_budget")
+    registry.checked_budget(policy.budget, models)
+
+
+def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
+    """The policy after a change. Raises: InvalidInput."""
+    told = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
+    if not told:
+        raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
+    policy = replace(spec.policy, **told)
+    # A deadline that has passed meanwhile is left alone: it ends the job by itself.
+    check(policy if "deadline" in told else replace(policy, deadline=None), spec.models, now)
+    return policy
+
+
+def check_rows_may_wait(spec: JobSpec, state: str) -> None:
+    """Raises: InvalidTransition for a job none of whose rows waits for a service."""
+    engines = {model.engine for model in spec.models}
+    if engines.isdisjoint(WAITING_ENGINES):
+        raise InvalidTransition(
+            f"the job {spec.id} runs on {', '.join(sorted(engines))}: only rows of services that are called row by row "
+            f"({', '.join(sorted(WAITING_ENGINES))}) wait after they failed; `cancel` ends a job without its other rows"
+        )
+    if state not in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED):
+        raise InvalidTransition(f"the job {spec.id} is {state}: rows wait only while a job runs or is paused")
+
+
+def without_past_deadline(spec: JobSpec, now: float) -> JobSpec:
+    """What runs again is not to expire at once."""
+    deadline = spec.policy.deadline
+    if deadline is None or deadline > now:
+        return spec
+    return replace(spec, policy=replace(spec.policy, deadline=None))
+
+
+UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
+APART = b'{"type":"openai","id_prefix":"batch_req_"}'  # a job's form in its identity, since before there was another
+PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
+
+
+def describe(order: JobOrder, now: float) -> JobSpec:
+    """The job that an order asks for, under a new id. Raises: InvalidInput when it cannot be run as it is."""
+    if not order.models:
+        raise InvalidInput("a job needs a model: name one with --model", code="no_model")
+    detected = formats.detect(order.dataset)
+    job_id = f"job_{secrets.token_hex(10)}"
+    form = _form(order, detected.format, job_id)
+    if order.output is not None:
+        check_output(order.output, detected.format)
+        _refuse_inputs(order.dataset.paths, outputs(order.output, form))
+    else:
+        check_kind(stored_name(order.output_format), detected.format)
+    check(order.policy, order.models, now)
+    return JobSpec(
+        id=job_id,
+        dataset=order.dataset,
+        models=order.models,
+        form=form,
+        policy=order.policy,
+        output=order.output,
+        output_format=order.output_format,
+        identity=identity(order, form) if order.origin is None else f"only {job_id}",
+        code=code_of(order.models, by_frontend=order.origin is not None),
+        created=now,
+        endpoint=order.endpoint,
+        rows_max=order.rows_max,
+        default_model=order.default_model,
+        project=order.project,
+        labels=order.labels,
+        origin=order.origin,
+    )
+
+
+def code_of(models: list[ModelSpec], *, by_frontend: bool) -> dict[str, str]:
+    """Model -> sha256 of its function's source, as it is now.
+
+    `by_frontend`: a job is given all models of a server; a model whose file is gone stops only jobs whose rows need it.
+    Raises: ModelFailed for a file that cannot be read, otherwise.
+    """
+    code = {}
+    for model in models:
+        if model.engine == "function":
+            try:
+                code[model.name] = functions.digest(model.source)
+            except ModelFailed:
+                if not by_frontend:
+                    raise
+                code[model.name] = UNREADABLE
+    return code
+
+
+def outputs(output: str, form: Form) -> list[str]:
+    """The files that results may be written to."""
+    return [output, str(errors_path(Path(output)))] if form.errors_apart else [output]
+
+
+def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
+    """An input is never written over, by whatever name it goes."""
+    for path in written:
+        for source in inputs:
+            same = os.path.realpath(path) == os.path.realpath(source)
+            if same or (os.path.exists(path) and os.path.samefile(path, source)):
+                raise InvalidInput(f"{path} is an input: results cannot be written over it", code="output_is_input")
+
+
+def has_run(record: sa.RowMapping) -> bool:
+    """Whether an outcome of the job was counted that came from a model."""
+    return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
+
+
+def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:
+    """Raises: InvalidInput when a function that the job's rows need is not the one it began with."""
+    for model in spec.models:
+        if (spec.used and model.name not in spec.used) or spec.code.get(model.name) == UNREADABLE:
+            continue
+        if spec.code.get(model.name) != now.get(model.name):
+            raise InvalidInput(f"{model.source} changed since the job {spec.id} began: {way_out}", code="code_changed")
+
+
+def _form(order: JobOrder, format_: str, job_id: str) -> Form:
+    mapped = {"--prompt": order.prompt, "--system": order.system, "--url": order.url, "--param": order.params or None}
+    given = [flag for flag, value in mapped.items() if value is not None]
+    if format_ == "openai":
+        if given:
+            raise InvalidInput(
+                f"{given[0]} makes requests from the columns of a table, but {order.dataset.paths[0]} holds OpenAI "
+                "batch rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
+                code="prompt_without_table",
+            )
+        return OpenAIForm(id_prefix=_id_prefix(job_id), together=order.together)
+    calls = [model.name for model in order.models if not model.takes_columns]
+    if order.prompt is None:
+        if given:
+            raise InvalidInput(f"{given[0]} has no effect without --prompt", code="missing_prompt")
+        if calls:
+            raise InvalidInput(
+                f"{order.dataset.paths[0]} is a table: say how a row becomes a request to {calls[0]!r} with --prompt "
+                '"… {column} …"',
+                code="missing_prompt",
+            )
+        return TableForm(is_text=format_ == "csv")
+    if not calls:
+        raise InvalidInput(
+            "--prompt is for language models: a function takes the columns by name", code="needless_prompt"
+        )
+    url = order.url or CHAT
+    if url not in PROMPT_URLS:
+        raise InvalidInput(f"--prompt cannot fill {url!r}: use one of {', '.join(PROMPT_URLS)}", code="invalid_url")
+    if order.system is not None and url not in (CHAT, RESPONSES):
+        raise InvalidInput(f"{url} knows no system prompt: put the text into --prompt", code="invalid_url")
+    for text in (order.prompt, order.system):
+        forms.parse(text or "")
+    return TableForm(prompt=order.prompt, system=order.system, url=url, params=order.params)
+
+
+def _id_prefix(job_id: str) -> str:
+    return f"batch_req_{job_id.removeprefix('job_')}_"
+
+
+def identity(order: JobOrder, form: Form) -> str:
+    """sha256 of what a job computes and where to; not of its input and code, nor of workers, limits and prices."""
+    told: Form | msgspec.Raw = form
+    if isinstance(form, OpenAIForm):
+        told = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
+    what = {
+        "form": told,
+        "format": order.dataset.format,
+        "models": [_computed(model) for model in order.models],
+        "dedupe": order.policy.dedupe,
+        "output": order.output,
+    }
+    return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
+
+
+def _computed(model: ModelSpec) -> list[object]:
+    told: list[object] = [model.name, model.engine, model.source, model.adapters, model.base_url]
+    if model.function is not None:
+        told += [model.function.version, model.function.digest]
+    if model.connector is not None:
+        told.append(model.connector)
+    if model.provider is not None:
+        told.append(model.provider)
+    return [*told, *map(_computed, model.routes)]
+
+
+def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:
+    """The same description as another job's: when an order turns out to be that job."""
+    form = spec.form
+    if isinstance(form, OpenAIForm):
+        form = msgspec.structs.replace(form, id_prefix=_id_prefix(job_id))
+    return msgspec.structs.replace(spec, id=job_id, form=form)
+
+
+def same_input(spec: JobSpec, files: JobFiles) -> bool:
+    """Whether the files an order names are, to the byte, those of an earlier job."""
+    try:
+        sealed = msgspec.json.decode((files.dataset / "seal.json").read_bytes(), type=Seal)
+    except FileNotFoundError:
+        # It was never read to its end: it is read again. Where even its description is gone, so is the job.
+        return files.spec.exists() and files.read_spec().dataset.paths == spec.dataset.paths
+    if [file.path for file in sealed.sources] == spec.dataset.paths and all(map(sources.unchanged, sealed.sources)):
+        return True
+    sizes = [file.size_bytes for file in sealed.sources]
+    if [os.stat(path).st_size for path in spec.dataset.paths] != sizes:
+        return False
+    return sealing.digest(spec.dataset.paths) == sealed.sha256
+
+
+def refuse_if_taken(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
+    """Two jobs never write to one file. `finished` is when this job published; who published later owns the file.
+
+    Raises: InvalidInput, naming the other job.
+    """
+    if spec.output is None:
+        return
+    mine = set(outputs(spec.output, spec.form))
+    for record in records:
+        other, state = read_spec(record["spec"]), JobState(record["state"])
+        if other.id == spec.id or other.output is None:
+            continue
+        shared = sorted(mine.intersection(outputs(other.output, other.form)))
+        if not shared:
+            continue
+        if not state.is_at_rest:
+            raise InvalidInput(
+                f"the unfinished job {other.id} writes to {shared[0]}: let it end, cancel it or choose another output",
+                code="output_taken",
+            )
+        if finished is not None and state is JobState.COMPLETED and record["finished"] > finished:
+            raise InvalidInput(
+                f"the job {other.id} has written {shared[0]} since: run the command again with another output",
+                code="output_taken",
+            )
+
+
+def refuse_if_there(spec: JobSpec) -> None:
+    """A file that is there is not written over unasked. Raises: InvalidInput."""
+    for path in [] if spec.output is None else outputs(spec.output, spec.form):
+        if os.path.exists(path):
+            raise InvalidInput(
+                f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",
+                code="output_exists",
+            )

@@ -1,0 +1,246 @@
+"""Before a row runs: seal the dataset and plan its rows; for a retry, plan those that failed or never ran.
+
+It runs in a child process of the owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.sealing import seal_patiently
+from batchmill.datasets.validation import HubPatterns
+from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.jobs.intake import routing
+from batchmill.jobs.intake.routing import Choice
+from batchmill.jobs.ledger import plan
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, put
+from batchmill.jobs.ledger.plan import Plan, PlanOrder
+from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, stored_name
+from batchmill.models.paths import paths_of
+from batchmill.store.segments import read_ref
+from batchmill.types import ModelSpec, Problem, SegmentRef
+from batchmill.wire.features import features_of
+from batchmill.wire.forms import URLS, TableForm
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.native import SealReport
+
+SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know fields of their own
+TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
+SEALING_SHARE = 0.85  # of the progress that is shown
+
+
+class PrepareOrder(Struct, frozen=True):
+    spec: JobSpec
+    dataset: str  # folders to write to
+    plan: str
+    now: float = 0.0  # seconds since the epoch; as the following, for models with routes
+    rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
+    bytes_left: int | None = None  # as in SealOrder
+    no_room: str = ""
+    is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
+
+
+class Prepared(Struct, frozen=True):
+    """`plan` is None when the dataset was refused, and no row runs, or while adapters are `wanted`."""
+
+    report: SealReport
+    plan: Plan | None
+    rejected: dict[str, tuple[int, str]] = {}  # code -> (refused rows, one message)
+    choices: dict[int, Choice] = {}  # number of a model with routes -> the one that is taken
+    wanted: dict[int, list[str]] = {}  # number of a model -> ids of a hub that rows name: without them there is no plan
+
+
+def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
+    asked = msgspec.json.decode(order, type=PrepareOrder)
+    spec = asked.spec
+    sealing = msgspec.structs.replace(seal_order(spec), bytes_left=asked.bytes_left, no_room=asked.no_room)
+    report = seal_patiently(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    planned = None
+    choices: dict[int, Choice] = {}
+    causes: dict[str, tuple[int, str]] = {}
+    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip"
+    if may_run and report.adapters and not asked.is_preview:
+        return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
+    if may_run:
+        wanted = plan_order(spec, report.seal.rows)
+
+        def cut(targets: list[plan.TargetPlan]) -> list[int]:
+            choices.update(choose_routes(asked, targets))
+            models = routing.with_choices(spec, choices).models
+            return [plan.shard_rows(model, report.seal.rows) for model in models]
+
+        folders = Path(asked.dataset), Path(asked.plan)
+        planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
+        for refused in plan.iter_rejected(Path(asked.dataset)):
+            rows, sample = causes.get(refused.code, (0, refused.message))
+            causes[refused.code] = rows + 1, sample
+    return msgspec.json.encode(Prepared(report, planned, causes, choices))
+
+
+def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
+    """Adapters yet to be fetched, by the number of the model that they are for."""
+    patterns, found = HubPatterns(order.patterns), {}
+    for name in adapters:
+        base = patterns.base_of(name)
+        assert base is not None, f"{name!r} was found by these patterns"
+        found.setdefault(base[0], []).append(name)
+    return found
+
+
+def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
+    """The way of every model that has several, given the rows that each has: number of the model -> choice."""
+    choices = {}
+    for number, model in enumerate(asked.spec.models):
+        if model.engine == routing.ROUTES:
+            mine = [target for target in targets if target.model == number]
+            tokens = [target.tokens for target in mine]
+            rows, total = sum(target.rows for target in mine), None if None in tokens else sum(filter(None, tokens))
+            deadline = asked.spec.policy.deadline
+            choices[number] = routing.choose(model, rows, total or None, deadline, asked.now, asked.rates)
+    return choices
+
+
+def seal_order(spec: JobSpec) -> SealOrder:
+    """What of the dataset this job allows, and which columns its plan needs."""
+    names: dict[str, tuple[int, int]] = {}
+    known = {target: at for at, target in enumerate(targets(spec.models))}
+    if len(known) > TARGETS_MAX:
+        raise InvalidInput(
+            f"the job has {len(known):,} models and adapters, and can tell {TARGETS_MAX:,} apart: name fewer models, "
+            "or use a key that may use fewer",
+            code="too_many_models",
+        )
+    for number, model in enumerate(spec.models):
+        for name, adapter in model.targets().items():
+            if model.allowed is None and not spec.default_model and name == model.source != model.name:
+                continue  # a server's callers know its models by their names
+            place = number, known[number, adapter]
+            if names.setdefault(name, place) != place:
+                raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
+    paths = [paths_of(model) for model in spec.models]
+    output = spec.output or stored_name(spec.output_format)
+    return SealOrder(
+        dataset=spec.dataset,
+        form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
+        targets=names,
+        patterns=[
+            (pattern, number, known[number, None])
+            for number, model in enumerate(spec.models)
+            for pattern in model.adapter_patterns
+        ],
+        default=(0, 0) if spec.default_model and spec.models[0].name in names else None,
+        endpoint=spec.endpoint,
+        rows_max=spec.rows_max,
+        services=[number for number, model in enumerate(spec.models) if model.engine in SERVICES],
+        features=[None if spec.origin is None else sorted(features_of(model)) for model in spec.models],
+        pathless=[number for number, known in enumerate(paths) if known is None],
+        urls=[
+            None if model.takes_columns else frozenset(URLS) if known is None else known
+            for model, known in zip(spec.models, paths, strict=True)
+        ],
+        keys=needs_keys(spec),
+        columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
+        fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
+    )
+
+
+def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
+    """How the rows are to be ordered and cut."""
+    return PlanOrder(
+        targets=targets(spec.models),
+        shard_rows=[plan.shard_rows(model, rows) for model in spec.models],
+        keys=needs_keys(spec),
+        file_order=[number for number, model in enumerate(spec.models) if model.keeps_order],
+        prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,
+    )
+
+
+def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
+    """Every (model number, adapter) that rows can go to: the index is the target's number."""
+    return [(number, adapter) for number, model in enumerate(models) for adapter in (None, *model.adapters)]
+
+
+def needs_keys(spec: JobSpec) -> bool:
+    """Whether rows are ordered or folded: functions keep the file's order."""
+    return spec.policy.dedupe or len(spec.models) > 1 or calls_language_models(spec.models)
+
+
+def calls_language_models(models: list[ModelSpec]) -> bool:
+    return any(not model.takes_columns for model in models)
+
+
+def listed(problems: list[Problem]) -> bytes:
+    return msgspec.json.encode(problems)
+
+
+# -- a retry -----------------------------------------------------------------------------------------------------------
+
+
+class RetryOrder(Struct, frozen=True):
+    """What a retry is planned from."""
+
+    spec: JobSpec
+    data_dir: str
+    committed: list[tuple[int, SegmentRef]]  # the oldest generation first
+    generation: int  # that is to be opened
+
+
+class Opened(Struct, frozen=True):
+    """What a retry would run."""
+
+    rows: int
+    rows_ok: int  # leaders whose outcome stands
+    settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
+
+
+async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]) -> Opened:
+    """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
+    answer = await offload(
+        "batchmill.jobs.intake.preparation:plan_retry_offloaded", msgspec.json.encode(order), lambda _: None
+    )
+    opened = msgspec.json.decode(answer, type=Opened)
+    if opened.rows == 0:
+        raise InvalidTransition(f"the job {order.spec.id} has no failed rows that could be run again")
+    return opened
+
+
+def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: RetryOrder in, Opened out, both as JSON."""
+    asked = msgspec.json.decode(order, type=RetryOrder)
+    files = JobFiles(Path(asked.data_dir), asked.spec.id)
+    return msgspec.json.encode(plan_failed(asked.spec, files, asked.committed, asked.generation))
+
+
+def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
+    """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
+    state = bytearray(rows)
+    for _, ref in blocks:  # the oldest generation first
+        for block in read_ref(segments, ref):
+            put(state, block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
+    return state
+
+
+def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentRef]], generation: int) -> Opened:
+    """Write the plan of `generation` and say what it holds. With no row to run nothing is written."""
+    first = plan.PlanReader(files.plan(0))
+    try:
+        state = outcomes(files.segments, blocks, first.plan.rows)
+        settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
+        done = state.count(OK)
+        rows = first.leaders - done
+        if rows:
+            home = files.plan(generation)
+            home.mkdir(parents=True, exist_ok=True)
+            sizes = [plan.shard_rows(model, rows) for model in spec.models]
+            plan.make_again(first, lambda number: state[number] != OK, sizes, home)
+        return Opened(rows, done, dict(settled))
+    finally:
+        first.close()

@@ -1,0 +1,125 @@
+"""What would happen: validate, plan and estimate an order in a folder that is gone afterwards. No row runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from batchmill.children.offload import Offload, offload
+from batchmill.jobs.intake import orders, routing
+from batchmill.jobs.intake.estimate import EstimateOrder
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
+from batchmill.jobs.ledger.plan import PlanReader, explain
+from batchmill.store.disk_room import DiskQuota, preparing
+from batchmill.types import JobOrder
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.native import Estimate, Explanation, SealReport
+
+Progress = Callable[[float], None]
+PREVIEWS = "preview-"  # folders of the data directory
+
+
+async def seal_and_plan(order: PrepareOrder, room: DiskQuota | None, offload: Offload, progress: Progress) -> Prepared:
+    """Seal and plan in a child process. `room`: where what is written meanwhile counts; None: nowhere.
+
+    Raises: OverQuota where its project has no room for it.
+    """
+    async with preparing(room, order.spec.project, Path(order.dataset)) as writing:
+
+        def show(share: float) -> None:
+            progress(share)
+            writing.look()
+
+        order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_room=writing.no_room)
+        work = offload("batchmill.jobs.intake.preparation:prepare", msgspec.json.encode(order), show)
+        return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
+
+
+@asynccontextmanager
+async def _prepared(
+    order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None
+) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
+    """The order's dataset, sealed and planned in a folder of its own, which goes with the context."""
+    spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
+    home = new_home(data_dir)
+    try:
+        (home / "dataset").mkdir()
+        (home / "plan").mkdir()
+        folders = str(home / "dataset"), str(home / "plan")
+        asked = PrepareOrder(spec, *folders, spec.created, is_preview=True)
+        prepared = await seal_and_plan(asked, room, offload, progress)
+        yield routing.with_choices(spec, prepared.choices), home, prepared
+    finally:
+        shutil.rmtree(home)
+
+
+def new_home(data_dir: Path) -> Path:
+    """A folder that goes with whoever made it: its name tells which process that is."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREVIEWS}{os.getpid()}-", dir=data_dir))
+
+
+def sweep(data_dir: Path, old_s: float) -> None:
+    """Remove the folders of processes that were killed, and those that are older than any preview takes."""
+    for home in data_dir.glob(f"{PREVIEWS}*"):
+        maker = home.name.removeprefix(PREVIEWS).partition("-")[0]
+        is_there = maker.isdigit() and os.path.exists(f"/proc/{maker}")
+        with suppress(FileNotFoundError):
+            if maker == str(os.getpid()) or not is_there or time.time() - home.stat().st_mtime > old_s:
+                shutil.rmtree(home, ignore_errors=True)
+
+
+async def validate(order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None = None) -> SealReport:
+    """Check every row. `room`: where what is unpacked meanwhile counts; None: nowhere."""
+    async with _prepared(order, data_dir, progress, room) as (_, _, prepared):
+        return prepared.report
+
+
+async def plan(
+    order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None = None
+) -> tuple[SealReport, Explanation | None]:
+    """Explain in which order the rows would run. The explanation is None where the dataset was refused."""
+    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
+        if prepared.plan is None:
+            return prepared.report, None
+        reader = PlanReader(home / "plan")
+        try:
+            told = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
+            notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
+            return prepared.report, msgspec.structs.replace(told, notes=notes)
+        finally:
+            reader.close()
+
+
+async def estimate(
+    order: JobOrder,
+    data_dir: Path,
+    progress: Progress,
+    rows_per_s: float | None,
+    room: DiskQuota | None = None,
+) -> tuple[SealReport, Estimate | None]:
+    """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused."""
+    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
+        if prepared.plan is None:
+            return prepared.report, None
+        asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
+        answer = await offload(
+            "batchmill.jobs.intake.estimate:estimate_offloaded", msgspec.json.encode(asked), progress
+        )
+        found = msgspec.json.decode(answer, type=Estimate)
+        notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
+        return prepared.report, msgspec.structs.replace(found, notes=notes)
+
+
+def _unfetched(report: SealReport) -> list[str]:
+    """What is said of adapters that only a job has fetched."""
+    if not report.adapters:
+        return []
+    adapters = "1 adapter" if len(report.adapters) == 1 else f"{len(report.adapters):,} adapters"
+    return [f"{adapters} are fetched when the job comes ({report.adapters[0]} …): their rows count as their base's"]

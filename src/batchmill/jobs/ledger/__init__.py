@@ -1,0 +1,1 @@
+"""The record of which rows are done: plans, commits, recovery and audit."""

@@ -1,0 +1,184 @@
+"""The one line that commits and notes stand in: drained into the ledger many at a time, in the order they came.
+
+Whoever stands in it is told what became of it, also when the line itself has broken. A note is written down only once
+everything before it has been counted: what could not be counted must not be said to be settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError, LedgerBroken
+from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
+from batchmill.models import redaction
+from batchmill.types import Commit, Lease
+
+BATCH_MAX = 256
+# Workers commit only rows that they were granted, so the line is short unless the disk is slower than they are: then
+# whoever reads a worker's messages waits here, and with it the worker.
+QUEUE_MAX = 1024
+REFUSED_MAX = 10_000  # leases with a commit that could not be counted; their jobs pause, so they are few
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Told = Callable[[Verdict | BatchmillError], None]
+
+
+Kept = Callable[[bool | BatchmillError], None]  # False: the lease is another's meanwhile
+
+
+class _Entry(Struct, frozen=True, eq=False):
+    commit: Commit
+    cost: float | None
+    told: Told
+
+
+class _NoteEntry(Struct, frozen=True, eq=False):
+    note: ShardNote
+    told: Kept
+
+
+_Any = _Entry | _NoteEntry | asyncio.Future[None]
+
+
+class CommitLog:
+    """The ledger, and the queue before it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._queue: asyncio.Queue[_Any] = asyncio.Queue(QUEUE_MAX)
+        self._batch: list[_Any] = []  # taken from the queue and not yet answered
+        self._refused: dict[Lease, None] = {}  # with a commit that could not be counted
+        self._broken: LedgerBroken | None = None
+        self._draining = asyncio.create_task(self._drain())
+        self._draining.add_done_callback(self._stopped)
+
+    @property
+    def is_broken(self) -> bool:
+        """Nothing is counted any more."""
+        return self._broken is not None
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of the ledger that writes. Raises: StorageFull when the disk is full, LedgerBroken."""
+        return await self.ledger.database.call(function, *args, **kwargs)
+
+    async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of the ledger that only reads; it waits for no commit."""
+        return await self.ledger.database.look(function, *args, **kwargs)
+
+    async def commit(self, commit: Commit, cost: float | None, told: Told) -> None:
+        """Queue a commit, once there is room; `told` hears what became of it, on the event loop.
+
+        Should `told` raise, it is told that too, as LedgerBroken.
+        """
+        await self._put(_Entry(commit, cost, told))
+
+    async def note(self, note: ShardNote, told: Kept) -> None:
+        """Queue a note, once there is room; `told` hears, on the event loop, whether it is kept."""
+        await self._put(_NoteEntry(note, told))
+
+    async def settle(self) -> None:
+        """Wait until everything queued so far has been decided and told. Raises: LedgerBroken when it never will be."""
+        done = asyncio.get_running_loop().create_future()
+        await self._put(done)
+        await done
+
+    async def _put(self, entry: _Any) -> None:
+        if self._broken is None:
+            await self._queue.put(entry)
+            if self._broken is None:
+                return
+            entry = self._queue.get_nowait()  # the line broke while this waited for room: nobody will read it
+        self._fail(entry, self._broken)
+
+    async def _drain(self) -> None:
+        while True:
+            self._batch = [await self._queue.get()]
+            while len(self._batch) < BATCH_MAX and not self._queue.empty():
+                self._batch.append(self._queue.get_nowait())
+            await self._answer([entry for entry in self._batch if isinstance(entry, _Entry)])
+            await self._keep([entry for entry in self._batch if isinstance(entry, _NoteEntry)])
+            for entry in self._batch:
+                if isinstance(entry, asyncio.Future) and not entry.done():
+                    entry.set_result(None)
+            self._batch = []
+
+    async def _answer(self, entries: Sequence[_Entry]) -> None:
+        """One transaction for all; where that fails, one for each, so that one job's trouble stays its own.
+
+        Each is told before the next transaction begins: what the ledger says is never ahead of what was told.
+        """
+        if not entries:
+            return
+        try:
+            verdicts = await self.call(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
+        except Exception as error:  # a bug over one commit must not end the line for all jobs
+            if len(entries) > 1:
+                for entry in entries:
+                    await self._answer([entry])
+                return
+            if not isinstance(error, BatchmillError):
+                error = _bug("a commit could not be counted", error)
+            self._tell(entries[0], error)
+            return
+        for entry, verdict in zip(entries, verdicts, strict=True):
+            self._tell(entry, verdict)
+
+    async def _keep(self, entries: Sequence[_NoteEntry]) -> None:
+        """Write notes down, all in one transaction; none of a lease whose outcomes could not be counted."""
+        wanted = [entry for entry in entries if entry.note.lease not in self._refused]
+        kept: dict[int, bool | BatchmillError] = {}
+        if wanted:
+            try:
+                told = await self.call(self.ledger.keep_notes, [entry.note for entry in wanted])
+                kept = {id(entry): is_kept for entry, is_kept in zip(wanted, told, strict=True)}
+            except BatchmillError as error:
+                kept = {id(entry): error for entry in wanted}
+        for entry in entries:
+            self._batch.remove(entry)
+            entry.told(kept.get(id(entry), False))
+
+    def _tell(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
+        self._batch.remove(entry)
+        if isinstance(verdict, BatchmillError):
+            self._refused[entry.commit.lease] = None
+            if len(self._refused) > REFUSED_MAX:
+                del self._refused[next(iter(self._refused))]
+        try:
+            entry.told(verdict)
+        except Exception as error:  # the job whose commit this is must hear of it; the others go on
+            entry.told(_bug("what a commit sets off failed", error))
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """Without the drain nothing is ever decided: everyone who waits, or comes later, is told so."""
+        why = "it was closed" if task.cancelled() else f"{type(task.exception()).__name__}: {task.exception()}"
+        self._broken = LedgerBroken(f"commits are counted no more: {why}")
+        waiting, self._batch = self._batch, []
+        while not self._queue.empty():
+            waiting.append(self._queue.get_nowait())
+        for entry in waiting:
+            self._fail(entry, self._broken)
+
+    @staticmethod
+    def _fail(entry: _Any, error: LedgerBroken) -> None:
+        if isinstance(entry, _Entry):
+            asyncio.get_running_loop().call_soon(entry.told, error)  # one that raises does not keep it from the next
+        elif isinstance(entry, _NoteEntry):
+            asyncio.get_running_loop().call_soon(entry.told, error)
+        elif not entry.done():
+            entry.set_exception(error)
+
+    def close(self) -> None:
+        """Decide nothing more and close the ledger."""
+        self._draining.cancel()
+        self.ledger.close()
+
+
+def _bug(what: str, error: Exception) -> LedgerBroken:
+    redaction.print_exception(error)
+    return LedgerBroken(f"{what}: {type(error).__name__}: {error}")

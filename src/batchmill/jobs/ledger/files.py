@@ -1,0 +1,195 @@
+"""The files of a job below the data directory, each written whole before it has its name."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from batchmill.datasets import sealing
+from batchmill.errors import StorageFull
+from batchmill.store.segments import sync_folder
+from batchmill.wire.job_spec import JobSpec
+
+BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PartFile:
+    """Bytes on their way to `path`. Left without `publish`, nothing of it stays.
+
+    Raises: StorageFull from `write` and `publish` when the disk or the quota is full. Any other error of the file
+    system is final: the part is not to be published.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.size_bytes = 0
+        self._digest = hashlib.sha256()
+        self._buffer: list[bytes | memoryview] = []
+        self._buffered = 0
+        with suppress(FileNotFoundError):
+            self.part.unlink()  # what a crash left: it is written anew, with the same bytes
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.part, flags, mode)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; the caller leaves its bytes as they are."""
+        size = len(data)
+        if not size:
+            return 0
+        self._buffer.append(data)
+        self._buffered += size
+        self.size_bytes += size
+        if self._buffered >= BUFFER_BYTES:
+            self.flush()
+        return size
+
+    def flush(self) -> None:
+        """Hand everything written so far to the kernel."""
+        data: bytes | memoryview = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
+        self._buffer.clear()
+        self._buffered = 0
+        self._digest.update(data)
+        view = memoryview(data)
+        with full_disk_named(self.part):
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+    def publish(self) -> str:
+        """Make the file durable under its name. Returns its sha256."""
+        self.flush()
+        with full_disk_named(self.part):
+            os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        os.replace(self.part, self.path)
+        sync_folder(self.path.parent)
+        return self._digest.hexdigest()
+
+    def discard(self) -> None:
+        """Drop the part unless it was published. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with suppress(FileNotFoundError):
+                self.part.unlink()
+
+    def __enter__(self) -> PartFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+def remove_files(paths: Sequence[Path]) -> None:
+    """Remove those of `paths` that are there, durably. They lie in one folder."""
+    gone = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            path.unlink()
+            gone += 1
+    if gone:
+        sync_folder(paths[0].parent)
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raises: StorageFull where the file system says that it is full while `path` is being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        message = f"there is no room to write {path}: {error.strerror}; free some, then resume the job"
+        raise StorageFull(message) from error
+
+
+class JobFiles:
+    def __init__(self, data_dir: Path, job_id: str) -> None:
+        self.data_dir = data_dir
+        self.home = data_dir / "jobs" / job_id
+
+    @property
+    def spec(self) -> Path:
+        return self.home / "job.json"
+
+    @property
+    def ending(self) -> Path:
+        """The record of a job of which only the results are left."""
+        return self.home / "ending.json"
+
+    @property
+    def dataset(self) -> Path:
+        return self.home / "dataset"
+
+    @property
+    def segments(self) -> Path:
+        return self.home / "segments"
+
+    def plan(self, generation: int) -> Path:
+        """The plan of a generation: the first runs every row, a later one those that failed."""
+        return self.home / f"plan-{generation}"
+
+    def write_spec(self, spec: JobSpec) -> None:
+        """Make the folders and describe the job in them, durably."""
+        is_first = not self.home.parent.exists()
+        for folder in (self.dataset, self.segments, self.plan(0)):
+            folder.mkdir(parents=True, exist_ok=True)
+        with PartFile(self.spec, 0o600) as file:
+            file.write(msgspec.json.encode(spec))
+            file.publish()
+        sync_folder(self.home.parent)
+        if is_first:
+            sync_folder(self.data_dir)
+
+    def remove(self) -> None:
+        """Leave nothing of a job that was never stored."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def is_untouched(self) -> bool:
+        """Nothing was read or run for this job."""
+        traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
+        return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
+
+    def clear_unsealed(self) -> None:
+        """Remove what was written of a dataset that was never sealed: it is begun again, or not at all."""
+        if not (self.dataset / "seal.json").exists():
+            sealing.clear(self.dataset)
+
+    def clear_refused(self) -> None:
+        """Remove the dataset and plan of a job of which no row will run."""
+        sealing.clear(self.dataset)
+        for path in self.plan(0).glob("*"):
+            path.unlink()
+
+    def read_spec(self) -> JobSpec:
+        return read_spec(self.spec.read_bytes())
+
+
+def clear_unsealed(data_dir: Path, job_ids: Iterable[str]) -> None:
+    """Remove what a kill left of datasets that were being unpacked."""
+    for job_id in job_ids:
+        JobFiles(data_dir, job_id).clear_unsealed()
+
+
+def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
+    """Remove the folders of jobs that the ledger never knew: a crash came between the one and the other.
+
+    One with work in it stays, whatever the ledger says: a lost ledger is rebuilt from it.
+    """
+    for home in (data_dir / "jobs").glob("job_*"):
+        files = JobFiles(data_dir, home.name)
+        if home.name not in known and files.is_untouched():
+            files.remove()
+
+
+def read_spec(data: bytes) -> JobSpec:
+    """A job's description as it was written."""
+    return msgspec.json.decode(data, type=JobSpec)

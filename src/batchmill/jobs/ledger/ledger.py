@@ -1,0 +1,505 @@
+"""The ledger: which outcomes count. Every method is one transaction; the caller gives it one thread.
+
+Order is the whole protocol: outcome bytes durable -> commit record durable -> anything visible. A commit is a
+compare-and-set on (shard, epoch, seq): whoever lost the lease is refused, and no position is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill import faults
+from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
+from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger import snapshot as ledger_snapshot
+from batchmill.jobs.ledger.files import read_spec
+from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
+from batchmill.states import ENDED, NEXT, JobState
+from batchmill.store.database import Database
+from batchmill.store.segments import Span, merged, unpack_positions
+from batchmill.store.tables import commits, error_counts, jobs, notes, shards
+from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
+from batchmill.wire.job_spec import JobSpec
+
+NOTES_MAX = 1000  # of one shard; an engine that wants more has lost count
+KEY_CHARS_MAX = 128
+DATA_BYTES_MAX = 256 * 1024
+
+INTENT, UNKNOWN, SUBMITTED, FORGOTTEN = "intent", "unknown", "submitted", "forgotten"
+AT_REST = frozenset({"ended", "collected", FORGOTTEN})  # states of remote jobs that run no more
+
+
+class ShardNote(Struct, frozen=True):
+    """A note as it is handed over: empty `data` takes it back."""
+
+    lease: Lease
+    key: str
+    data: bytes
+    at: float  # seconds since the epoch
+
+
+def keep(db: sa.Connection, note: ShardNote) -> bool:
+    """Write a note down where its lease is still the newest of its shard; False where it is not.
+
+    That the job has ended meanwhile is no matter: a note may say that all it was about has been seen to.
+    """
+    lease = note.lease
+    key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
+    if db.execute(sa.select(shards.c.epoch).where(key)).scalar() != lease.epoch:
+        return False
+    place = _place(lease.job, lease.generation, lease.shard, note.key)
+    if not note.data:
+        db.execute(notes.delete().where(place))
+        return True
+    values = {"data": note.data, "changed": note.at}
+    if db.execute(notes.update().where(place).values(**values)).rowcount == 0:
+        if not _has_room(db, note):
+            return False
+        db.execute(
+            notes.insert().values(job=lease.job, generation=lease.generation, shard=lease.shard, key=note.key, **values)
+        )
+    return True
+
+
+def _has_room(db: sa.Connection, note: ShardNote) -> bool:
+    lease = note.lease
+    place = (notes.c.job == lease.job) & (notes.c.generation == lease.generation) & (notes.c.shard == lease.shard)
+    count = db.execute(sa.select(sa.func.count()).where(place)).scalar_one()
+    return count < NOTES_MAX and len(note.key) <= KEY_CHARS_MAX and len(note.data) <= DATA_BYTES_MAX
+
+
+def of_shard(db: sa.Connection, job_id: str, generation: int, shard: int) -> dict[str, bytes]:
+    """Key -> what was noted."""
+    place = (notes.c.job == job_id) & (notes.c.generation == generation) & (notes.c.shard == shard)
+    return {key: bytes(data) for key, data in db.execute(sa.select(notes.c.key, notes.c.data).where(place))}
+
+
+def remote_jobs(db: sa.Connection, job_id: str, generation: int | None = None) -> list[RemoteJob]:
+    """The jobs at providers that a generation's notes tell of, or those of all, in the order of their making.
+
+    One whose shard has all its outcomes has been collected, though nobody may have come to note it.
+    """
+    at = (shards.c.job == notes.c.job) & (shards.c.generation == notes.c.generation) & (shards.c.shard == notes.c.shard)
+    query = sa.select(notes.c.shard, notes.c.data, shards.c.done == shards.c.hi - shards.c.lo).join(shards, at)
+    query = query.where(notes.c.job == job_id)
+    if generation is not None:
+        query = query.where(notes.c.generation == generation)
+    found = [_shown(read(bytes(data), shard), is_full=is_full) for shard, data, is_full in db.execute(query)]
+    return sorted(filter(None, found), key=lambda job: (job.created, job.shard, job.tag))
+
+
+def _shown(remote: RemoteJob | None, *, is_full: bool) -> RemoteJob | None:
+    is_done = remote is not None and is_full and remote.state in ("submitted", "cancelling", "ended")
+    return msgspec.structs.replace(remote, state="collected") if is_done else remote
+
+
+def read(data: bytes, shard: int) -> RemoteJob | None:
+    """A note as the job at a provider that it tells of; None for a note of another kind."""
+    try:
+        return msgspec.structs.replace(msgspec.json.decode(data, type=RemoteJob), shard=shard)
+    except msgspec.MsgspecError:
+        return None
+
+
+def settle(
+    db: sa.Connection, job_id: str, generation: int, *, tag: str, remote_id: str | None, now: float
+) -> RemoteJob:
+    """Write down what somebody says became of an unknown submission. Raises: UnknownName, InvalidTransition."""
+    query = sa.select(notes).where(notes.c.job == job_id, notes.c.generation == generation, notes.c.key == tag)
+    found = db.execute(query).first()
+    if found is None:
+        known = [each.tag for each in remote_jobs(db, job_id, generation) if each.state == UNKNOWN]
+        told = f"those that are unknown: {', '.join(known)}" if known else "none of its submissions is unknown"
+        raise UnknownName(f"the job {job_id} has no submission {tag!r}; {told}", code="unknown_submission")
+    remote = read(bytes(found.data), found.shard)
+    if remote is None or remote.state != UNKNOWN:
+        told = "something else" if remote is None else remote.state
+        raise InvalidTransition(f"the submission {tag} is {told}: only one that is unknown is adopted or forgotten")
+    settled = _settled(remote, remote_id, now)
+    stored = msgspec.json.encode(msgspec.structs.replace(settled, shard=-1))
+    db.execute(notes.update().where(_place(job_id, generation, found.shard, tag)).values(data=stored, changed=now))
+    return settled
+
+
+def _settled(remote: RemoteJob, remote_id: str | None, now: float) -> RemoteJob:
+    if remote_id is None:
+        return msgspec.structs.replace(remote, state=FORGOTTEN, changed=now, message="somebody said that it never was")
+    return msgspec.structs.replace(
+        remote, state=SUBMITTED, id=remote_id, submitted=now, changed=now, message="somebody said that it is this one"
+    )
+
+
+def uncollected_shards(remotes: Sequence[RemoteJob]) -> frozenset[int]:
+    """Shards of which a provider may have outcomes that nobody has read yet."""
+    settled = {"collected", FORGOTTEN, UNKNOWN}
+    return frozenset(remote.shard for remote in remotes if remote.state not in settled)
+
+
+def _place(job_id: str, generation: int, shard: int, key: str) -> sa.ColumnElement[bool]:
+    of_shard_ = (notes.c.job == job_id) & (notes.c.generation == generation) & (notes.c.shard == shard)
+    return of_shard_ & (notes.c.key == key)
+
+
+ERROR_CODES_MAX = 100  # distinct codes that a job's errors are counted by; user code may raise without end
+OTHER_ERRORS = "other"  # the code that all further ones are counted under
+
+
+class LeasedShard(Struct, frozen=True):
+    """A shard under a fresh lease: what is done already."""
+
+    lease: Lease
+    seq: int
+    bitmap: int  # bit i: position lo + i has its outcome
+    notes: dict[str, bytes] = {}  # what engines noted with earlier leases of it
+
+
+class Verdict(StrEnum):
+    COUNTED = "counted"
+    REPEATED = "repeated"  # this very commit is in the ledger already: its acknowledgement was lost
+    STALE = "stale"  # somebody else holds the shard, or the job has ended
+
+
+_TIMES = ("started", "finalizing", "cancelling", "finished")
+
+
+def _after_all(at: object) -> sa.ColumnElement[float]:
+    """This time, or the latest that a job has."""
+    return sa.func.max(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
+
+
+class Ledger:
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._engine, self._reader = database.writer, database.reader
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def create(self, spec: JobSpec) -> None:
+        with self._engine.begin() as db:
+            ledger_snapshot.insert_job(db, spec)
+
+    def job(self, job_id: str) -> sa.RowMapping:
+        """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
+        with self._reader.connect() as db:
+            return records.find(db, job_id)
+
+    def by_identity(self, identity: str) -> Sequence[sa.RowMapping]:
+        """The jobs of this identity that were not ended early or refused, the newest first."""
+        query = (
+            sa.select(jobs)
+            .where(jobs.c.identity == identity, jobs.c.state.not_in(ENDED - {JobState.COMPLETED}))
+            .order_by(jobs.c.created.desc())
+        )
+        with self._reader.connect() as db:
+            return db.execute(query).mappings().all()
+
+    def move(
+        self,
+        job_id: str,
+        state: JobState,
+        *,
+        via: JobState | None = None,
+        errors: dict[str, tuple[int, str]] | None = None,
+        **fields: object,
+    ) -> None:
+        """Take a job to another state, `via` one between, and set fields with it. Raises: InvalidTransition.
+
+        `errors` replaces the error counts: a gathered result knows them exactly, followers included. No time that is
+        set lies before one that the job has: the clock may have been set back.
+        """
+        assert via is None or state in NEXT[via], f"{via} is never followed by {state}"
+        with self._engine.begin() as db:
+            _check_next(db, job_id, via or state)
+            times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
+            db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
+            if isinstance(told := fields.get("spec"), bytes):
+                ledger_snapshot.note_models(db, read_spec(told))
+            if errors is not None:
+                _replace_errors(db, job_id, errors)
+
+    def spent(self, job_id: str, seconds: float) -> None:
+        """Add to the time that a job has spent running."""
+        self.note(job_id, elapsed_s=jobs.c.elapsed_s + seconds)
+
+    def note(self, job_id: str, **fields: object) -> None:
+        """Set fields of a job's record that are not its state."""
+        with self._engine.begin() as db:
+            db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
+
+    def open_generation(
+        self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
+        **fields: object,
+    ) -> None:  # fmt: skip
+        """Begin a retry: the rows that failed are open again, apart from the `settled` ones (error code -> rows).
+
+        `fields` of the job's record are set with it. `quota`: its project, and how many unfinished jobs that may have.
+
+        Raises: OverQuota.
+        """
+        with self._engine.begin() as db:
+            if quota is not None:
+                records.refuse_unfinished(db, *quota)
+            _check_next(db, job_id, JobState.QUEUED)
+            failed = sum(settled.values())
+            db.execute(
+                jobs.update()
+                .where(jobs.c.id == job_id)
+                .values(
+                    generation=generation, state=JobState.QUEUED, rows_ok=rows_ok, rows_failed=failed, finished=None,
+                    finalizing=None, cancelling=None, reason=None, message="", **fields,
+                )
+            )  # fmt: skip
+            db.execute(error_counts.delete().where(error_counts.c.job == job_id))
+            _count_errors(db, job_id, settled, {})
+
+    def errors(self, job_id: str) -> dict[str, tuple[int, str]]:
+        """Error code -> (rows, one message), the most frequent first."""
+        with self._reader.connect() as db:
+            return records.errors_of(db, [job_id]).get(job_id, {})
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def lease(self, job_id: str, generation: int, shard: Shard) -> LeasedShard:
+        """Raise the shard's epoch: whatever an earlier holder still sends is refused from now on."""
+        (standing,) = self.lease_all(job_id, generation, [(shard, 0)])
+        faults.point("after_lease")
+        return standing
+
+    def lease_each(self, wanted: Sequence[tuple[str, int, Shard]]) -> list[LeasedShard]:
+        """As `lease` for shards of several jobs: (job, generation, shard)."""
+        with self._engine.begin() as db:
+            found = [_lease_one(db, Lease(job, generation, s.number, 0), s) for job, generation, s in wanted]
+        faults.point("after_lease")
+        return found
+
+    def lease_all(self, job_id: str, generation: int, wanted: Sequence[tuple[Shard, int]]) -> list[LeasedShard]:
+        """Lease shards, each above an epoch that was seen: its blocks may be newer than a ledger that was restored."""
+        with self._engine.begin() as db:
+            return [_lease_one(db, Lease(job_id, generation, shard.number, seen), shard) for shard, seen in wanted]
+
+    def fence(self, job_id: str, generation: int) -> None:
+        """End every lease of shards that are not done: whoever still holds one can commit nothing any more."""
+        key = (shards.c.job == job_id) & (shards.c.generation == generation)
+        with self._engine.begin() as db:
+            db.execute(
+                shards.update().where(key, shards.c.done < shards.c.hi - shards.c.lo).values(epoch=shards.c.epoch + 1)
+            )
+
+    def bitmaps(self, job_id: str, generation: int, numbers: Sequence[int]) -> dict[int, int]:
+        """Shard -> which of its positions have their outcome, of the shards that were ever leased."""
+        query = sa.select(shards.c.shard, shards.c.bitmap).where(
+            shards.c.job == job_id, shards.c.generation == generation, shards.c.shard.in_(numbers)
+        )
+        with self._reader.connect() as db:
+            return {shard: int.from_bytes(bitmap, "little") for shard, bitmap in db.execute(query)}
+
+    def progress(self, job_id: str, generation: int) -> dict[int, int]:
+        """Shard -> rows done, of the shards that were ever leased."""
+        query = sa.select(shards.c.shard, shards.c.done).where(
+            shards.c.job == job_id, shards.c.generation == generation
+        )
+        with self._reader.connect() as db:
+            return dict(db.execute(query).all())
+
+    def commit(self, batch: Sequence[tuple[Commit, float | None]]) -> list[Verdict]:
+        """Count outcomes: (commit, its cost in USD) each. One transaction for all.
+
+        A job that has ended, or is in another generation, takes no more: its results are out.
+        Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
+        """
+        with self._engine.begin() as db:
+            verdicts = [self._commit_one(db, commit, cost) for commit, cost in batch]
+            faults.point("in_commit")
+        faults.point("after_commit")
+        return verdicts
+
+    def keep_notes(self, batch: Sequence[ShardNote]) -> list[bool]:
+        """Write notes down, each where its lease still counts; whether it did. One transaction for all."""
+        with self._engine.begin() as db:
+            kept = [keep(db, note) for note in batch]
+        faults.point("after_note")
+        return kept
+
+    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
+        lease = commit.lease
+        key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
+        job = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards)
+        found = db.execute(job.join(shards, shards.c.job == jobs.c.id).where(key)).first()
+        if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
+            return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
+        if found.state in ENDED or found.job_generation != lease.generation:
+            return Verdict.STALE
+        fresh = mask_of(commit.done)
+        bitmap = int.from_bytes(found.bitmap, "little")
+        n = commit.rows_ok + commit.rows_failed
+        if fresh & bitmap or fresh.bit_count() != n or fresh.bit_length() > found.hi - found.lo:
+            raise LedgerBroken(
+                f"job {lease.job}, shard {lease.shard}: a commit of {n} rows overlaps the {found.done} counted already"
+            )
+        db.execute(
+            shards.update()
+            .where(key, shards.c.epoch == lease.epoch, shards.c.seq == commit.seq)
+            .values(
+                seq=commit.seq + 1, done=found.done + n, bitmap=(bitmap | fresh).to_bytes(len(found.bitmap), "little")
+            )
+        )
+        db.execute(
+            commits.insert().values(
+                job=lease.job, generation=lease.generation, shard=lease.shard, seq=commit.seq, epoch=lease.epoch,
+                segment=commit.ref.segment, offset=commit.ref.offset, length=commit.ref.length,
+                rows_ok=commit.rows_ok, rows_failed=commit.rows_failed, cost=cost,
+            )
+        )  # fmt: skip
+        usage = commit.usage
+        db.execute(
+            jobs.update()
+            .where(jobs.c.id == lease.job)
+            .values(
+                rows_ok=jobs.c.rows_ok + commit.rows_ok,
+                rows_failed=jobs.c.rows_failed + commit.rows_failed,
+                input_tokens=jobs.c.input_tokens + usage.input_tokens,
+                cached_tokens=jobs.c.cached_tokens + usage.cached_tokens,
+                output_tokens=jobs.c.output_tokens + usage.output_tokens,
+                bytes=jobs.c.bytes + commit.ref.length,
+                cost=jobs.c.cost if cost is None else sa.func.coalesce(jobs.c.cost, 0.0) + cost,
+            )
+        )
+        _count_errors(db, lease.job, commit.errors, commit.samples)
+        return Verdict.COUNTED
+
+    @staticmethod
+    def _is_known(db: sa.Connection, commit: Commit) -> bool:
+        lease, ref = commit.lease, commit.ref
+        query = sa.select(sa.literal(1)).where(
+            commits.c.job == lease.job, commits.c.generation == lease.generation, commits.c.shard == lease.shard,
+            commits.c.seq == commit.seq, commits.c.epoch == lease.epoch, commits.c.segment == ref.segment,
+            commits.c.offset == ref.offset, commits.c.length == ref.length,
+        )  # fmt: skip
+        return db.execute(query).first() is not None
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def committed(self, job_id: str) -> list[tuple[int, SegmentRef]]:
+        """(generation, range) of every commit of a job, the oldest generation first."""
+        query = (
+            sa.select(commits.c.generation, commits.c.segment, commits.c.offset, commits.c.length)
+            .where(commits.c.job == job_id)
+            .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
+        )
+        with self._reader.connect() as db:
+            return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
+
+    def committed_spans(self, job_id: str, worker: str = "") -> dict[str, list[Span]]:
+        """Segment -> its committed bytes, of one worker's segments or of all."""
+        query = (
+            sa.select(commits.c.segment, commits.c.offset, commits.c.offset + commits.c.length)
+            .where(commits.c.job == job_id, commits.c.segment.startswith(worker, autoescape=True))
+            .order_by(commits.c.segment, commits.c.offset)
+        )
+        with self._reader.connect() as db:
+            by_segment = groupby(db.execute(query), key=lambda found: found[0])
+            return {segment: merged((start, end) for _, start, end in found) for segment, found in by_segment}
+
+    def snapshot(self, job_id: str) -> Snapshot:
+        """All that is known of a job."""
+        with self._reader.connect() as db:
+            return ledger_snapshot.read(db, job_id)
+
+    def replace(self, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
+        """Put a rebuilt ledger in the place of what `before` says there was, and pause the job.
+
+        Raises: InvalidTransition when the job is no longer as it was.
+        """
+        with self._engine.begin() as db:
+            ledger_snapshot.replace(db, spec, before, after)
+            rows = {code: count for code, (count, _) in after.errors.items()}
+            _count_errors(db, spec.id, rows, {code: sample for code, (_, sample) in after.errors.items()})
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def open_ledger(path: Path) -> Ledger:
+    """The ledger in the database at `path`."""
+    return Ledger(Database(path))
+
+
+def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
+    key = (shards.c.job == seen.job) & (shards.c.generation == seen.generation) & (shards.c.shard == shard.number)
+    found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
+    epoch = max(seen.epoch, 0 if found is None else found.epoch) + 1
+    lease = Lease(seen.job, seen.generation, shard.number, epoch)
+    if found is not None:
+        db.execute(shards.update().where(key).values(epoch=epoch))
+        noted = of_shard(db, seen.job, seen.generation, shard.number)
+        return LeasedShard(lease, found.seq, int.from_bytes(found.bitmap, "little"), noted)
+    db.execute(
+        shards.insert().values(
+            job=seen.job, generation=seen.generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=epoch, seq=0,
+            done=0, bitmap=bytes(-(-(shard.hi - shard.lo) // 8)),
+        )
+    )  # fmt: skip
+    return LeasedShard(lease, 0, 0)
+
+
+def mask_of(runs: bytes) -> int:
+    """Packed positions as a bitmap."""
+    mask = 0
+    singles: list[int] = []
+    for start, count in unpack_positions(runs):
+        if count == 1:
+            singles.append(start)
+        else:
+            mask |= ((1 << count) - 1) << start
+    if singles:
+        bits = bytearray(singles[-1] // 8 + 1)
+        for start in singles:
+            bits[start >> 3] |= 1 << (start & 7)
+        mask |= int.from_bytes(bits, "little")
+    return mask
+
+
+def _check_next(db: sa.Connection, job_id: str, state: JobState) -> None:
+    now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
+    if state not in NEXT[JobState(now)]:
+        raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
+
+
+def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
+    db.execute(error_counts.delete().where(error_counts.c.job == job_id))
+    _count_errors(db, job_id, {c: n for c, (n, _) in errors.items()}, {c: s for c, (_, s) in errors.items()})
+
+
+def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
+    """Add to the rows of each code, the most frequent first: they are the ones that find room."""
+    for code, rows in sorted(errors.items(), key=lambda counted: -counted[1]):
+        if _add_errors(db, job_id, code, rows):
+            continue
+        known = sa.select(sa.func.count()).where(error_counts.c.job == job_id, error_counts.c.code != OTHER_ERRORS)
+        sample = samples.get(code, "")
+        if db.execute(known).scalar_one() >= ERROR_CODES_MAX:
+            code = OTHER_ERRORS
+            if _add_errors(db, job_id, code, rows):
+                continue
+        db.execute(error_counts.insert().values(job=job_id, code=code, rows=rows, sample=sample))
+
+
+def _add_errors(db: sa.Connection, job_id: str, code: str, rows: int) -> bool:
+    """Add to the rows of a code; False when the job has none of it yet."""
+    key = (error_counts.c.job == job_id) & (error_counts.c.code == code)
+    return db.execute(error_counts.update().where(key).values(rows=error_counts.c.rows + rows)).rowcount > 0
+
+
+def undone(bitmap: int, n: int) -> Iterable[int]:
+    """The indexes 0 <= i < n whose bit is not set; a range where they have no gap."""
+    if bitmap == 0:
+        return range(n)
+    text = bin(bitmap)[:1:-1].ljust(n, "0")
+    return [i for i in range(n) if text[i] == "0"]

@@ -1,0 +1,271 @@
+"""Which positions of one generation have their outcome, and whether a block may stand for the rows it names."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict, mask_of
+from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.store.segments import Block, SegmentReader, gaps_of, pack_positions, read_block, read_head, salvage
+from batchmill.types import Commit, SegmentRef, Shard
+from batchmill.wire.job_spec import JobSpec
+
+OPEN, OK, FAILED = 0, 1, 2
+CHUNK_ROWS = 1024 * 1024
+NEWLINE = 10
+_DIGITS = bytes.maketrans(bytes((OPEN, OK, FAILED)), b"011")
+
+
+def block_fault(block: Block, shard: Shard, plan: PlanReader) -> str | None:
+    """Why a block is not one of this shard as it was planned; None when it is."""
+    positions = block.positions()
+    lo, hi = min(positions), max(positions) + 1
+    if lo < shard.lo or hi > shard.hi:
+        return f"positions {lo} to {hi - 1} of a shard of {shard.lo} to {shard.hi - 1}"
+    if len(set(positions)) != block.n:
+        return "a position twice"
+    planned, rows = plan.row_numbers(lo, hi), block.rows()
+    if isinstance(positions, range):
+        agree = list(planned) == list(rows) if planned is not rows else True
+    else:
+        agree = [planned[position - lo] for position in positions] == list(rows)
+    return None if agree else "rows that the plan does not have at their positions"
+
+
+def line_fault(block: Block, payload: bytes) -> str | None:
+    """Why the payload of a block is not one line for each of its rows; None when it is."""
+    lines = payload.count(b"\n")
+    if lines != block.n or payload[-1] != NEWLINE:
+        return f"{lines} lines for {block.n} rows"
+    lengths = block.line_lengths()
+    if lengths is None:
+        return None
+    ends = list(accumulate(lengths))
+    if ends[-1] != len(payload) or any(payload[end - 1] != NEWLINE for end in ends):
+        return "lines that are not as long as it says"
+    return None
+
+
+class OutcomeMap:
+    """The outcomes of one generation, one byte for each position of its plan.
+
+    Raises: LedgerBroken when the plan is not what was written.
+    """
+
+    def __init__(self, home: Path, generation: int) -> None:
+        self.generation = generation
+        self.plan = PlanReader(home)
+        try:
+            self.plan.check()
+        except LedgerBroken:
+            self.plan.close()
+            raise
+        self.shards = self.plan.shards()
+        self.states = bytearray(self.plan.leaders)
+        self._reader = SegmentReader()
+
+    def breach(self, block: Block, shard: int) -> str | None:
+        """Why a block cannot count for a shard; None when it can."""
+        if block.generation != self.generation or block.shard != shard:
+            return f"a block of generation {block.generation}, shard {block.shard}"
+        if shard >= len(self.shards):
+            return f"shard {shard} of a plan of {len(self.shards)}"
+        errors = sum(block.meta.errors.values())
+        if errors != (0 if block.ok else block.n):
+            return f"causes of {errors} errors for {0 if block.ok else block.n} rows that failed"
+        fault = block_fault(block, self.shards[shard], self.plan)
+        if fault is None and not self._is_open(block):
+            fault = "a row that has its outcome already"
+        return fault or line_fault(block, self._reader.payload(block))
+
+    def take(self, block: Block) -> None:
+        """Count the rows of a block."""
+        value, positions = OK if block.ok else FAILED, block.positions()
+        if isinstance(positions, range):
+            self.states[positions.start : positions.stop] = bytes((value,)) * block.n
+        else:
+            for position in positions:
+                self.states[position] = value
+
+    def bits(self, shard: Shard) -> int:
+        """The bitmap of a shard."""
+        return int(self.states[shard.lo : shard.hi].translate(_DIGITS)[::-1], 2)
+
+    def rows_at(self, shard: Shard, bits: int) -> list[int]:
+        """The numbers of a shard's rows whose bit is set."""
+        numbers, text = self.plan.row_numbers(shard.lo, shard.hi), bin(bits)[:1:-1]
+        return [number for number, bit in zip(numbers, text, strict=False) if bit == "1"]
+
+    def close(self) -> None:
+        self.plan.close()
+        self._reader.close()
+
+    def _is_open(self, block: Block) -> bool:
+        positions = block.positions()
+        if isinstance(positions, range):
+            return self.states.count(OPEN, positions.start, positions.stop) == block.n
+        return not any(self.states[position] for position in positions)
+
+
+def newest(maps: Iterable[OutcomeMap], rows: int) -> bytearray:
+    """OPEN, OK or FAILED for every row, from the oldest generation on: each one opens again the rows it plans."""
+    states = bytearray(rows)
+    for outcomes in maps:
+        for lo in range(0, outcomes.plan.leaders, CHUNK_ROWS):
+            hi = min(lo + CHUNK_ROWS, outcomes.plan.leaders)
+            put(states, outcomes.plan.row_numbers(lo, hi), outcomes.states[lo:hi])
+    return states
+
+
+def put(states: bytearray, numbers: Sequence[int], values: bytes | bytearray) -> None:
+    """Set the state of each row."""
+    if isinstance(numbers, range):
+        states[numbers.start : numbers.stop] = values
+        return
+    for number, value in zip(numbers, values, strict=True):
+        states[number] = value
+
+
+log = logging.getLogger("batchmill.owner")
+
+Counted = list[tuple[Commit, float | None]]
+ADOPT_ROWS = 65_536  # rows counted in one transaction, about
+ADOPT_SHARDS = 512  # of so many shards at most
+
+
+class _Orphan(Struct, frozen=True, order=True, gc=False):
+    """Where a block lies that no commit names. In order: the newest epoch of a shard first."""
+
+    shard: int
+    epoch_back: int  # the epoch, negated
+    path: str
+    offset: int
+    n: int
+
+
+class _Find(Struct, frozen=True):
+    """The blocks of one shard that may be counted, and the positions of each."""
+
+    shard: Shard
+    blocks: list[tuple[Block, bytes]]
+
+
+def adopt(
+    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, files: JobFiles, worker: str | None = None
+) -> Counted:
+    """Count the sound blocks that no commit names, of one worker or of all; returns what was counted.
+
+    Committed bytes are not read again. Each shard concerned gets a new epoch first, so that whoever wrote the blocks
+    can commit nothing any more.
+    """
+    orphans = sorted(_orphans(ledger, spec, generation, files.segments, worker or ""))
+    if not orphans:
+        return []
+    shards = plan.shards()
+    counted: Counted = []
+    for batch in _batches(orphans, len(shards)):
+        bitmaps = ledger.bitmaps(spec.id, generation, list(batch))
+        finds = [_choose(found, shards[number], plan, bitmaps.get(number, 0)) for number, found in batch.items()]
+        counted += _count(ledger, spec, generation, [find for find in finds if find.blocks])
+    return counted
+
+
+def _orphans(ledger: Ledger, spec: JobSpec, generation: int, folder: Path, worker: str) -> Iterator[_Orphan]:
+    spans = ledger.committed_spans(spec.id, worker)
+    for path in sorted(folder.glob(f"{worker or '*'}-*.seg")):
+        try:
+            found = _orphans_in(path, spec.id, generation, spans.get(path.name, []))
+            if found:
+                _sync(path)
+        except OSError as error:  # final for that file: the rows of what it holds besides what was counted run again
+            log.warning("nothing more is adopted of %s: %s", path, error)
+        else:
+            yield from found
+
+
+def _orphans_in(path: Path, job: str, generation: int, counted: list[tuple[int, int]]) -> list[_Orphan]:
+    head = read_head(path)
+    if head is not None and head.job != job:
+        return []
+    return [
+        _Orphan(block.shard, -block.epoch, block.path, block.offset, block.n)
+        for start, end in gaps_of(path, counted)
+        for block in salvage(path, start, end)
+        if isinstance(block, Block) and block.generation == generation
+    ]
+
+
+def _batches(orphans: list[_Orphan], shards: int) -> Iterator[dict[int, list[_Orphan]]]:
+    """Orphans by shard, so many of them as go into one transaction; those of no shard of the plan are left out."""
+    batch: dict[int, list[_Orphan]] = defaultdict(list)
+    rows = 0
+    for orphan in orphans:
+        if orphan.shard >= shards:
+            continue
+        if orphan.shard not in batch and (rows >= ADOPT_ROWS or len(batch) >= ADOPT_SHARDS):
+            yield batch
+            batch, rows = defaultdict(list), 0
+        batch[orphan.shard].append(orphan)
+        rows += orphan.n
+    if batch:
+        yield batch
+
+
+def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _Find:
+    """The blocks whose rows have no outcome yet: a shard with none keeps its lease."""
+    chosen = []
+    for orphan in orphans:
+        try:
+            block = read_block(orphan.path, orphan.offset)
+        except OSError as error:
+            log.warning("nothing more is adopted of %s: %s", orphan.path, error)
+            continue
+        if block_fault(block, shard, plan) is not None:
+            continue  # of another plan
+        done = pack_positions(block.positions(), shard.lo)
+        mask = mask_of(done)
+        if not mask & bitmap:  # else its rows were run again meanwhile
+            bitmap |= mask
+            chosen.append((block, done))
+    return _Find(shard, chosen)
+
+
+def _count(ledger: Ledger, spec: JobSpec, generation: int, finds: list[_Find]) -> Counted:
+    if not finds:
+        return []
+    wanted = [(find.shard, max(block.epoch for block, _ in find.blocks)) for find in finds]
+    standings = ledger.lease_all(spec.id, generation, wanted)
+    counted: Counted = []
+    for find, standing in zip(finds, standings, strict=True):
+        price = spec.models[find.shard.model].price
+        for index, (block, done) in enumerate(find.blocks):
+            commit = _commit_of(block, done, standing, standing.seq + index)
+            counted.append((commit, None if price is None else price.cost(block.meta.usage)))
+    verdicts = ledger.commit(counted)
+    assert all(verdict is Verdict.COUNTED for verdict in verdicts), "the lease is ours and the positions are open"
+    return counted
+
+
+def _commit_of(block: Block, done: bytes, standing: LeasedShard, seq: int) -> Commit:
+    return Commit(
+        lease=standing.lease, seq=seq, ref=SegmentRef(Path(block.path).name, block.offset, block.length), done=done,
+        rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
+        errors=block.meta.errors, samples=block.meta.samples,
+    )  # fmt: skip
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

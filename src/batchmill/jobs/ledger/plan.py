@@ -1,0 +1,382 @@
+"""The plan: in which order a job's rows run, which of them share an outcome, and the shards.
+
+`make` is a pure function of the sealed dataset and its order. It writes `order.u32` (position -> row number, absent
+where the order is the file's), `followers.u32` (follower, leader), `shards.u64` (lo, hi, model) and, last, `plan.json`.
+Nothing here needs numpy: workers read plans too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.datasets.layout import REJECTED
+from batchmill.datasets.sealed import load_seal
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.files import PartFile, remove_files
+from batchmill.models.providers import PROVIDERS
+from batchmill.types import ModelSpec, Shard
+from batchmill.wire.native import Explanation, PlanGroup
+
+assert sys.byteorder == "little", "plans are written in the machine's own order, which must be little endian"
+
+PLAN, ORDER, FOLLOWERS, SHARDS = "plan.json", "order.u32", "followers.u32", "shards.u64"
+ROWS_MAX = 2**32 - 1  # a row number fits in a u32
+CHUNK_BYTES = 1024 * 1024
+STEP_ROWS = 1024 * 1024
+_FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
+# Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
+SHARD_ROWS = {
+    "connector": (64, 1_024), "function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024),
+    "llm": (16, 64), "routes": (64, 1_024),
+}  # fmt: skip
+SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
+
+Progress = Callable[[float], None]
+Cut = Callable[["list[TargetPlan]"], list[int]]
+
+
+class PlanOrder(Struct, frozen=True):
+    """What a plan is made from, besides the dataset."""
+
+    targets: list[tuple[int, str | None]]  # value of target.u16 -> (model number, adapter)
+    shard_rows: list[int]  # per model: rows of a shard, the last one may have fewer
+    keys: bool = False  # the dataset has the columns target, prefix, cost and fold
+    file_order: list[int] = []  # numbers of models that gain nothing from shared prefixes: rows stay in file order
+    prompt_bytes: int = 0  # that the prompt of a table adds to each row, for the share of prefixes in common
+
+
+class TargetPlan(Struct, frozen=True):
+    """The rows of one model and adapter, which run one after the other."""
+
+    model: int
+    adapter: str | None
+    rows: int  # that run
+    folded: int = 0  # that share the outcome of one of them
+    tokens: int | None = None  # estimated, of the rows that run: input and output; None: there were no keys
+    prefix_groups: int = 0  # runs of two or more rows with a prompt prefix in common
+    shared_bytes: int = 0  # of prefixes that the row before has too
+    input_bytes: int = 0
+
+
+class Plan(Struct, frozen=True):
+    """A sealed plan. `rows` = `leaders` + `followers` + `rejected`."""
+
+    rows: int
+    leaders: int  # rows that run: the positions are 0..leaders-1
+    followers: int
+    rejected: int
+    permuted: bool  # order.u32 says which row is at a position; otherwise position and number are the same
+    shards: int
+    targets: list[TargetPlan]
+    files: dict[str, str]  # name -> sha256
+    sha256: str = ""  # over everything above
+
+
+class Arranged(Struct, frozen=True):
+    """What an ordering decided. The rows of `order` come in the sequence of `targets`."""
+
+    targets: list[TargetPlan]
+    permuted: bool
+    followers: int
+
+
+class PlanParts(Struct, frozen=True):
+    """What an ordering reads and writes: rows there are, rows refused (sorted), and the two files."""
+
+    rows: int
+    rejected: array  # of u32
+    order: PartFile
+    followers: PartFile
+
+
+Arrange = Callable[[PlanOrder, Path, PlanParts, Progress], Arranged]
+KEY_ORDER = "batchmill.jobs.ledger.key_order"
+
+
+def ordering(keys: bool) -> Arrange:
+    """The arrangement of a dataset with or without keys; numpy is loaded only where there are some."""
+    return importlib.import_module(KEY_ORDER).arrange if keys else arrange_in_file_order
+
+
+def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: Cut | None = None) -> Plan:
+    """Plan the sealed `dataset` into the folder `home`; the same input gives the same bytes.
+
+    `cut` says how many rows a shard of each model has, where that depends on the rows there are.
+
+    Rows run by model, adapter (the base first), prefix key (rows that share a prompt prefix are neighbours) and, where
+    those are equal, the costliest first; ties and models of `file_order` keep the file's order. Rows that validation
+    refused do not run. Of rows with the same fold key the first of the file is the leader.
+    """
+    seal = load_seal(dataset)
+    if seal.rows > ROWS_MAX:
+        raise LedgerBroken(f"{seal.rows} rows are more than a plan can number ({ROWS_MAX}); split the dataset")
+    remove_files([home / name for name in (PLAN, ORDER, FOLLOWERS, SHARDS)])
+    rejected = read_rejected(dataset, seal.rows)
+    if len(rejected) != seal.rejected:
+        raise LedgerBroken(f"{dataset}: {seal.rejected} rows were refused, but {len(rejected)} are listed")
+    with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
+        parts = PlanParts(seal.rows, rejected, positions, followers)
+        arranged = ordering(order.keys)(order, dataset, parts, progress)
+        leaders = sum(target.rows for target in arranged.targets)
+        if leaders + arranged.followers + len(rejected) != seal.rows:
+            raise LedgerBroken(f"{leaders} + {arranged.followers} + {len(rejected)} rows planned of {seal.rows}")
+        files = {FOLLOWERS: followers.publish()}
+        if arranged.permuted:
+            files[ORDER] = positions.publish()
+    shard_rows = order.shard_rows if cut is None else cut(arranged.targets)
+    plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=len(rejected))
+    progress(1.0)
+    return plan
+
+
+def arrange_in_file_order(order: PlanOrder, dataset: Path, parts: PlanParts, progress: Progress) -> Arranged:
+    """Rows in the order of the file, apart from those that were refused: no keys, no folding, no numpy.
+
+    Without keys every row goes to the same model, whatever it is called.
+    """
+    models = {model for model, _ in order.targets}
+    assert len(models) == 1, f"{dataset}: rows of several models need keys"
+    rejected = parts.rejected
+    if rejected:
+        _write_gaps(parts, progress)
+    target = TargetPlan(model=models.pop(), adapter=None, rows=parts.rows - len(rejected))
+    return Arranged(targets=[target], permuted=len(rejected) > 0, followers=0)
+
+
+def _write_gaps(parts: PlanParts, progress: Progress) -> None:
+    """Every row number but the refused ones, a step of rows at a time."""
+    rejected, at = parts.rejected, 0
+    for start in range(0, parts.rows, STEP_ROWS):
+        end = min(start + STEP_ROWS, parts.rows)
+        numbers = array("I")
+        while start < end:
+            gap = rejected[at] if at < len(rejected) and rejected[at] < end else end
+            numbers.extend(range(start, gap))
+            start = gap + 1
+            at += gap < end
+        parts.order.write(numbers.tobytes())
+        progress(end / parts.rows)
+
+
+def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
+    """Plan the rows of an earlier plan once more whose number is `wanted`, in the order they had; nobody follows."""
+    kept: dict[int, int] = {}  # model -> rows
+    with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
+        for shard in earlier.shards():
+            numbers = array("I", filter(wanted, earlier.row_numbers(shard.lo, shard.hi)))
+            kept[shard.model] = kept.get(shard.model, 0) + len(numbers)
+            positions.write(numbers.tobytes())
+        files = {ORDER: positions.publish(), FOLLOWERS: followers.publish()}
+    targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]
+    arranged = Arranged(targets=targets, followers=0, permuted=True)
+    return _write(home, earlier.plan.rows, arranged, shard_rows, files)
+
+
+def _write(
+    home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[int], files: dict[str, str], rejected: int = 0
+) -> Plan:
+    """Cut the arranged rows into shards and write `plan.json`, last of all."""
+    shards = list(_shards(arranged.targets, shard_rows))
+    with PartFile(home / SHARDS, 0o600) as file:
+        for shard in shards:
+            file.write(array("Q", (shard.lo, shard.hi, shard.model)).tobytes())
+        files = {**files, SHARDS: file.publish()}
+    plan = Plan(
+        rows=rows, leaders=sum(target.rows for target in arranged.targets), followers=arranged.followers,
+        rejected=rejected, permuted=arranged.permuted, shards=len(shards), targets=arranged.targets, files=files,
+    )  # fmt: skip
+    plan = msgspec.structs.replace(plan, sha256=_digest(plan))
+    with PartFile(home / PLAN, 0o600) as file:
+        file.write(msgspec.json.encode(plan))
+        file.publish()
+    return plan
+
+
+def read_rejected(dataset: Path, rows: int) -> array:
+    """The numbers of the rows that validation refused, ascending."""
+    numbers = array("I", (refused.row for refused in iter_rejected(dataset)))
+    if any(a >= b for a, b in zip(numbers, numbers[1:], strict=False)) or (numbers and numbers[-1] >= rows):
+        raise LedgerBroken(f"{dataset}: the refused rows are not in ascending order below {rows}")
+    return numbers
+
+
+class Rejected(Struct, frozen=True, gc=False):
+    """A line of `rejected.jsonl`."""
+
+    row: int
+    code: str
+    message: str
+
+
+def iter_rejected(dataset: Path) -> Iterator[Rejected]:
+    """The rows that validation refused, in row order."""
+    decode = msgspec.json.Decoder(Rejected).decode
+    with open(dataset / REJECTED, "rb") as file:
+        for line in file:
+            yield decode(line)
+
+
+class PlanReader:
+    """A plan on disk. Opening it checks the sizes; `check` checks every byte.
+
+    Raises: LedgerBroken when the files are not those of `plan.json`.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        try:
+            self.plan = msgspec.json.decode((home / PLAN).read_bytes(), type=Plan)
+        except (FileNotFoundError, msgspec.MsgspecError) as error:
+            raise LedgerBroken(f"the plan in {home} cannot be read: {error}", code="plan_broken") from error
+        self._fd = os.open(home / ORDER, os.O_RDONLY | os.O_CLOEXEC) if self.plan.permuted else -1
+        self._check_sizes()
+
+    @property
+    def leaders(self) -> int:
+        return self.plan.leaders
+
+    def row_numbers(self, lo: int, hi: int) -> Sequence[int]:
+        """Row numbers at the positions lo <= p < hi; a range where the plan keeps the file's order."""
+        assert 0 <= lo <= hi <= self.plan.leaders, f"positions {lo}..{hi} of {self.plan.leaders}"
+        if self._fd < 0:
+            return range(lo, hi)
+        numbers = array("I")
+        numbers.frombytes(_pread(self._fd, 4 * (hi - lo), 4 * lo))
+        return numbers
+
+    def shards(self) -> list[Shard]:
+        """Every shard, by number; together they cover all positions once."""
+        numbers = array("Q")
+        numbers.frombytes((self.home / SHARDS).read_bytes())
+        triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+        return [Shard(number, lo, hi, model) for number, (lo, hi, model) in enumerate(triples)]
+
+    def followers(self) -> Iterator[tuple[int, int]]:
+        """(row, row whose outcome it shares), ascending by the first."""
+        with open(self.home / FOLLOWERS, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                pairs = array("I")
+                pairs.frombytes(chunk)
+                yield from zip(pairs[::2], pairs[1::2], strict=True)
+
+    def check(self) -> None:
+        """Read every byte and compare the checksums."""
+        if _digest(self.plan) != self.plan.sha256:
+            raise LedgerBroken(f"{self.home / PLAN} is damaged: its checksum does not match", code="plan_broken")
+        for name, expected in self.plan.files.items():
+            with open(self.home / name, "rb") as file:
+                digest = sha256()
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+            if digest.hexdigest() != expected:
+                raise LedgerBroken(f"{self.home / name} is damaged: its checksum does not match", code="plan_broken")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check_sizes(self) -> None:
+        plan = self.plan
+        sizes = {FOLLOWERS: plan.followers * _FOLLOWER_BYTES, SHARDS: plan.shards * _SHARD_BYTES}
+        if plan.permuted:
+            sizes[ORDER] = plan.leaders * 4
+        for name, expected in sizes.items():
+            try:
+                size = (self.home / name).stat().st_size
+            except FileNotFoundError:
+                size = -1
+            if size != expected:
+                self.close()
+                raise LedgerBroken(f"{self.home / name} has {size} bytes instead of {expected}", code="plan_broken")
+
+
+def explain(plan: Plan, models: Sequence[str], shards: Iterable[Shard]) -> Explanation:
+    """A plan in words and figures for people; `models` are the names by model number."""
+    per_model: dict[int, int] = {}
+    for shard in shards:
+        per_model[shard.model] = per_model.get(shard.model, 0) + 1
+    groups = [
+        PlanGroup(
+            models[target.model], target.adapter, target.rows, target.folded, per_model.get(target.model, 0),
+            target.tokens, target.prefix_groups, _share(target.shared_bytes, target.input_bytes),
+        )
+        for target in plan.targets
+    ]  # fmt: skip
+    tokens = [target.tokens for target in plan.targets]
+    return Explanation(
+        rows=plan.rows, run=plan.leaders, folded=plan.followers, rejected=plan.rejected, shards=plan.shards,
+        in_file_order=not plan.permuted, groups=groups,
+        tokens=None if None in tokens else sum(filter(None, tokens)),
+        shared_prefix=_share(
+            sum(target.shared_bytes for target in plan.targets), sum(target.input_bytes for target in plan.targets)
+        ),
+    )  # fmt: skip
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _shards(targets: Iterable[TargetPlan], shard_rows: Sequence[int]) -> Iterator[Shard]:
+    """Shards of a model run on over its adapters, and end where the model's rows end."""
+    number = lo = 0
+    spans: dict[int, int] = {}
+    for target in targets:
+        spans[target.model] = spans.get(target.model, 0) + target.rows
+    for model, rows in spans.items():
+        end = lo + rows
+        while lo < end:
+            hi = min(lo + shard_rows[model], end)
+            yield Shard(number, lo, hi, model)
+            number, lo = number + 1, hi
+
+
+def shard_rows(model: ModelSpec, rows: int) -> int:
+    """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there."""
+    if model.is_handed_over:
+        return handed_over_rows(model)
+    least, most = SHARD_ROWS[model.engine]
+    workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
+    return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
+
+
+def handed_over_rows(model: ModelSpec) -> int:
+    """The most rows of one job at a model's provider."""
+    return int(argument(model, "rows_max", PROVIDERS[model.provider or "openai"].rows_max))
+
+
+def argument(model: ModelSpec, name: str, default: float) -> float:
+    """A number of at least 1 among the engine's arguments; the engine itself refuses what is none."""
+    value = model.engine_args.get(name)
+    try:
+        number = default if value is None or isinstance(value, bool) else float(value)
+    except ValueError:
+        number = default
+    return max(1.0, number) if math.isfinite(number) else default
+
+
+def _digest(plan: Plan) -> str:
+    return sha256(msgspec.json.encode(msgspec.structs.replace(plan, sha256=""))).hexdigest()
+
+
+def _pread(fd: int, size: int, offset: int) -> bytes:
+    """Exactly `size` bytes; one read returns 2 GiB at most."""
+    pieces = []
+    while size:
+        piece = os.pread(fd, size, offset)
+        if not piece:
+            raise LedgerBroken("the plan ends before its last position", code="plan_broken")
+        pieces.append(piece)
+        size, offset = size - len(piece), offset + len(piece)
+    return b"".join(pieces)

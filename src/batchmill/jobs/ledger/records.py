@@ -1,0 +1,249 @@
+"""What the database tells of jobs, one and many. Each function runs in its caller's transaction and only reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import Conflict, UnknownName
+from batchmill.jobs.ledger import snapshot
+from batchmill.states import ENDED, JobState, PauseReason
+from batchmill.store import removals
+from batchmill.store.database import Database
+from batchmill.store.quotas import refuse_beyond
+from batchmill.store.tables import error_counts, job_models, jobs, submissions
+from batchmill.types import JobOrder, JobQuery, Once
+from batchmill.wire.job_spec import JobSpec
+
+Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
+SHOWN_CHARS = 64  # of an id nobody knows, in a message
+
+
+class _Dataset(Struct):
+    paths: list[str]
+
+
+class _Reads(Struct):
+    """What of a job's description says which files it reads."""
+
+    dataset: _Dataset
+
+
+_reads = msgspec.json.Decoder(_Reads)
+_listed = [column for column in jobs.c if column is not jobs.c.problems]
+
+
+def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
+    """The record of a job, by its id or a unique prefix of it. Raises: UnknownName."""
+    exact = db.execute(sa.select(jobs).where(jobs.c.id == job_id)).mappings().first()
+    if exact is not None:
+        return exact
+    begins = sa.select(jobs).where(jobs.c.id >= job_id, jobs.c.id < job_id + "\U0010ffff").limit(2)
+    found = db.execute(begins).mappings().all()
+    if len(found) == 1:
+        return found[0]
+    if not found and (removal := removals.find(db, job_id)) is not None:
+        raise removal.error()
+    why = "is the beginning of several ids; write more of it" if found else "is unknown; `batchmill jobs` lists them"
+    raise UnknownName(f"the job {job_id[:SHOWN_CHARS]!r} {why}", code="unknown_job")
+
+
+def find_with_errors(db: sa.Connection, job_id: str) -> tuple[sa.RowMapping, Errors]:
+    """A job's record and its errors by cause. Raises: UnknownName."""
+    record = find(db, job_id)
+    return record, errors_of(db, [record["id"]]).get(record["id"], {})
+
+
+def errors_of(db: sa.Connection, job_ids: Sequence[str] | sa.Select[tuple[str]]) -> dict[str, Errors]:
+    """Job -> its errors by cause."""
+    table = error_counts.c
+    query = (
+        sa.select(table.job, table.code, table.rows, table.sample)
+        .where(table.job.in_(job_ids), table.rows > 0)
+        .order_by(table.rows.desc(), table.code)
+    )
+    found: dict[str, Errors] = {}
+    for job, code, rows, sample in db.execute(query):
+        found.setdefault(job, {})[code] = rows, sample
+    return found
+
+
+def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors]]:
+    """Jobs, the newest first, without their problems. Raises: UnknownName for an `after` that is none of them."""
+    wanted = _of_frontend(query).order_by(jobs.c.created.desc(), jobs.c.id.desc())
+    if query.state is not None:
+        wanted = wanted.where(jobs.c.state == query.state)
+    if query.model is not None:
+        wanted = wanted.where(jobs.c.id.in_(sa.select(job_models.c.job).where(job_models.c.model == query.model)))
+    if query.since is not None:
+        wanted = wanted.where(jobs.c.created >= query.since)
+    if query.after is not None:
+        after = db.execute(_of_frontend(query).where(jobs.c.id == query.after)).mappings().first()
+        if after is None:
+            raise UnknownName(f"there is no job {query.after[:SHOWN_CHARS]!r} to list after", code="unknown_job")
+        same = (jobs.c.created == after["created"]) & (jobs.c.id < after["id"])
+        wanted = wanted.where((jobs.c.created < after["created"]) | same)
+    records = db.execute(wanted.limit(query.limit)).mappings().all()
+    # A list without end may be longer than what one statement takes.
+    errors = errors_of(db, sa.select(jobs.c.id) if query.limit is None else [record["id"] for record in records])
+    return [(record, errors.get(record["id"], {})) for record in records]
+
+
+def _of_frontend(query: JobQuery) -> sa.Select:
+    """The jobs that `after` may name: it may have left the state that is asked for since."""
+    wanted = sa.select(*_listed)
+    if query.project is not None:
+        wanted = wanted.where(jobs.c.project == query.project)
+    return wanted if query.origin is None else wanted.where(jobs.c.frontend == query.origin)
+
+
+def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """Every job that has not ended, the oldest first."""
+    return db.execute(sa.select(jobs).where(jobs.c.state.not_in(ENDED)).order_by(jobs.c.created)).mappings().all()
+
+
+def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
+    """Those of `paths` that stand in the dataset of a job that has not ended, of one project or of all."""
+    query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
+    if project is not None:
+        query = query.where(jobs.c.project == project)
+    wanted, used = set(paths), set[str]()
+    for (spec,) in db.execute(query):
+        used |= wanted.intersection(_reads.decode(spec).dataset.paths)
+    return used
+
+
+def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:
+    """Raises: OverQuota where a project has as many unfinished jobs as it may."""
+    unfinished_states = [state for state in JobState if state not in ENDED]
+    refuse_beyond(
+        db, jobs, quota, quota="unfinished_jobs", project=project, way_out="let some end, or cancel them",
+        where=jobs.c.state.in_(unfinished_states),
+    )  # fmt: skip
+
+
+def ids(db: sa.Connection) -> set[str]:
+    """Every job."""
+    return set(db.execute(sa.select(jobs.c.id)).scalars())
+
+
+def at_home(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """The jobs that no frontend took, the newest first: only their callers name files for the results."""
+    query = sa.select(*_listed).where(jobs.c.frontend.is_(None)).order_by(jobs.c.created.desc())
+    return db.execute(query).mappings().all()
+
+
+def next_deadlines(db: sa.Connection, count: int) -> Sequence[tuple[str, float]]:
+    """(job, deadline) of those that a deadline can still end, the next one first."""
+    over = {*ENDED, JobState.CANCELLING, JobState.FINALIZING}
+    query = (
+        sa.select(jobs.c.id, jobs.c.deadline)
+        .where(jobs.c.deadline.is_not(None), jobs.c.cancelling.is_(None), jobs.c.state.not_in(over))
+        .order_by(jobs.c.deadline)
+        .limit(count)
+    )
+    return [tuple(found) for found in db.execute(query)]
+
+
+def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping]:
+    """The jobs that are paused for a reason, the oldest first."""
+    query = sa.select(jobs).where(jobs.c.state == JobState.PAUSED, jobs.c.reason == reason).order_by(jobs.c.created)
+    return db.execute(query).mappings().all()
+
+
+def columns_of(spec: JobSpec) -> dict[str, object]:
+    """What of a description stands in the job's record too."""
+    return {
+        "spec": msgspec.json.encode(spec),
+        "priority": spec.policy.priority,
+        "deadline": spec.policy.deadline,
+    }
+
+
+def finished_lately(db: sa.Connection, count: int) -> Sequence[tuple[bytes, int, float]]:
+    """(description, rows that ran, seconds) of jobs that completed, the newest first."""
+    rows = jobs.c.rows - jobs.c.rows_rejected - jobs.c.rows_folded
+    query = (
+        sa.select(jobs.c.spec, rows, jobs.c.elapsed_s)
+        .where(jobs.c.state == JobState.COMPLETED, jobs.c.generation == 0, jobs.c.elapsed_s > 0, rows > 0)
+        .order_by(jobs.c.finished.desc())
+        .limit(count)
+    )
+    return [tuple(found) for found in db.execute(query)]
+
+
+BLIND_S = 3600.0  # an order without a key of the caller's stands for its job so long, if its reply never went out
+KEPT_S = 86_400.0  # and one with a key so long
+
+
+async def known(database: Database, once: Once, now: float) -> str | None:
+    """As `standing`, with every reply counted whose delivery was heard of before this was asked."""
+    found = await database.read(standing, once, now)
+    if found is None or not once.blind:
+        return found
+    return await database.write(standing, once, now)  # behind the note of a reply, which may be on its way to the disk
+
+
+def standing(db: sa.Connection, once: Once, now: float) -> str | None:
+    """The job that this order is already; None: it is a new one. Raises: Conflict."""
+    found = db.execute(sa.select(submissions).where(submissions.c.key == once.key)).first()
+    if found is None:
+        return None
+    age_s = now - found.created
+    is_same = found.fingerprint == once.fingerprint
+    if once.blind:
+        is_asked_again = once.again_s is not None and age_s <= once.again_s
+        was_answered = found.answered is not None and (
+            once.arrived is None or found.answered < once.arrived or age_s < 0
+        )
+        is_open = not was_answered and age_s <= BLIND_S
+        return found.job if is_same and (is_open or is_asked_again) else None
+    if age_s > KEPT_S:
+        return None
+    if not is_same:
+        raise Conflict(
+            f"this idempotency key stands for the job {found.job}, which was ordered with another body or parameters: "
+            "use a new key for a new order",
+            code="idempotency_key_reused",
+        )
+    return found.job
+
+
+def is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
+    """Whether an order that is a known job runs it from its beginning again."""
+    if record["compacted"] is not None and not os.path.exists(record["output"]):
+        return True  # its results are gone, and what they could be written from
+    return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
+
+
+def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
+    """Put a job into the ledger, and what its order is known by: both or neither.
+
+    Args: quota: how many unfinished jobs its project may have; None: whoever runs the machine orders it.
+
+    Raises: OverQuota; UnknownName where a result that it reads has been removed.
+    """
+    names = [os.path.basename(path) for path in spec.dataset.paths] if spec.origin is not None else []
+    for removed in removals.find_all(db, names):
+        raise UnknownName(f"No such File object: {removed}", code="unknown_file")
+    if quota is not None:
+        refuse_unfinished(db, spec.project, quota)
+    snapshot.insert_job(db, spec)
+    if once is not None:
+        db.execute(submissions.delete().where(submissions.c.key == once.key))  # it stood for nothing any more
+        values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
+        db.execute(submissions.insert().values(**values))
+
+
+def answered(db: sa.Connection, key: str, now: float) -> None:
+    """The reply to this order has been delivered."""
+    db.execute(submissions.update().where(submissions.c.key == key).values(answered=now))
+
+
+def forget_old(db: sa.Connection, now: float) -> None:
+    """Drop the orders that stand for nothing any more."""
+    db.execute(submissions.delete().where(submissions.c.created < now - KEPT_S))

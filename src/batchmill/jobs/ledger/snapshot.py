@@ -1,0 +1,195 @@
+"""All that the ledger knows of one job, as plain records: read in one transaction, replaced in one.
+
+What audits or repairs a ledger works on a snapshot, in a process of its own, and never on the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill.errors import InvalidTransition
+from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.tables import commits, error_counts, job_models, jobs, shards
+from batchmill.types import Usage
+from batchmill.wire.job_spec import JobSpec
+
+INSERT_ROWS = 1000  # records of one statement
+REBUILT = (
+    "the ledger was rebuilt; resume the job: it runs what is missing and writes its results again, "
+    "or cancel it: then its results are those of the rows that are done"
+)
+
+
+class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
+    """A shard that was leased at least once. Bit i of `bitmap`, lowest first: position lo + i has its outcome."""
+
+    generation: int
+    shard: int
+    lo: int
+    hi: int
+    epoch: int
+    seq: int
+    done: int
+    bitmap: bytes
+
+
+class CommitRecord(Struct, frozen=True, array_like=True, gc=False):
+    """A range of a segment that counts."""
+
+    generation: int
+    shard: int
+    seq: int
+    epoch: int
+    segment: str
+    offset: int
+    length: int
+    rows_ok: int
+    rows_failed: int
+    cost: float | None
+
+
+class Counters(Struct, frozen=True):
+    """The sums that a job's record keeps."""
+
+    rows: int = 0
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_folded: int = 0
+    rows_rejected: int = 0
+    usage: Usage = Usage()
+    cost: float | None = None
+
+
+class Snapshot(Struct, frozen=True):
+    """A job in the ledger. `state` is None for a job that the ledger does not know."""
+
+    state: str | None
+    generation: int
+    counters: Counters
+    shards: list[ShardRecord]
+    commits: list[CommitRecord]  # by generation, shard and seq
+    errors: int = 0  # rows in the counts by cause
+
+
+class Rebuilt(Struct, frozen=True):
+    """What a job's ledger is to be, from the plans and segments of the job; and how that differs from what it was."""
+
+    generation: int
+    counters: Counters
+    shards: list[ShardRecord]
+    commits: list[CommitRecord]
+    errors: dict[str, tuple[int, str]]  # code -> (rows, one message)
+    adopted: int = 0  # rows that the ledger did not know
+    reopened: int = 0  # rows that it counted and whose outcome cannot be read
+    damaged: list[str] = []  # what could not be read
+
+
+UNKNOWN = Snapshot(None, 0, Counters(), [], [])
+
+
+def read(db: sa.Connection, job_id: str) -> Snapshot:
+    """What the ledger has of a job now."""
+    job = db.execute(sa.select(jobs).where(jobs.c.id == job_id)).mappings().first()
+    if job is None:
+        return UNKNOWN
+    errors = sa.select(sa.func.coalesce(sa.func.sum(error_counts.c.rows), 0)).where(error_counts.c.job == job_id)
+    return Snapshot(
+        state=job["state"],
+        generation=job["generation"],
+        counters=Counters(
+            rows=job["rows"], rows_ok=job["rows_ok"], rows_failed=job["rows_failed"], rows_folded=job["rows_folded"],
+            rows_rejected=job["rows_rejected"], cost=job["cost"],
+            usage=Usage(job["input_tokens"], job["cached_tokens"], job["output_tokens"]),
+        ),
+        shards=[ShardRecord(*record) for record in db.execute(_shards_of(job_id))],
+        commits=[CommitRecord(*record) for record in db.execute(_commits_of(job_id))],
+        errors=db.execute(errors).scalar_one(),
+    )  # fmt: skip
+
+
+def insert_job(db: sa.Connection, spec: JobSpec) -> None:
+    """A job of which only its description is known."""
+    told = msgspec.json.encode(spec)
+    db.execute(
+        jobs.insert().values(
+            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=told, bytes=2 * len(told),
+            created=spec.created, output=spec.output, project=spec.project,
+            frontend=(spec.origin or {}).get("frontend"),
+            priority=spec.policy.priority, deadline=spec.policy.deadline,
+        )
+    )  # fmt: skip
+    note_models(db, spec)
+
+
+def note_models(db: sa.Connection, spec: JobSpec) -> None:
+    """Write down which models a job is for, so that it is found by them; a frontend's job knows once it is planned."""
+    names = spec.used if spec.origin is not None else [model.name for model in spec.models]
+    db.execute(job_models.delete().where(job_models.c.job == spec.id))
+    if names:
+        db.execute(job_models.insert(), [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
+
+
+def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
+    """Put `after` in the place of `before`, but for the error counts; the job is paused then.
+
+    When it finished stays known: who has written to its output since then owns that file.
+    Raises: InvalidTransition when the job is no longer as it was, or no row of it ever ran.
+    """
+    if _mark(read(db, spec.id)) != _mark(before):
+        raise InvalidTransition(
+            f"the job {spec.id} went on while its ledger was being rebuilt: pause it, and try again"
+        )
+    if before.state is None:
+        insert_job(db, spec)
+    _check_may_pause(spec.id, JobState(before.state or JobState.VALIDATING))
+    for table in (shards, commits, error_counts):
+        db.execute(table.delete().where(table.c.job == spec.id))
+    for table, records in ((shards, after.shards), (commits, after.commits)):
+        for some in _values(spec.id, records):
+            db.execute(table.insert(), some)
+    sums = after.counters
+    db.execute(
+        jobs.update()
+        .where(jobs.c.id == spec.id)
+        .values(
+            state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT, finalizing=None, cancelling=None,
+            generation=after.generation, rows=sums.rows, rows_ok=sums.rows_ok, rows_failed=sums.rows_failed,
+            rows_folded=sums.rows_folded, rows_rejected=sums.rows_rejected, cost=sums.cost,
+            input_tokens=sums.usage.input_tokens, cached_tokens=sums.usage.cached_tokens,
+            output_tokens=sums.usage.output_tokens,
+        )
+    )  # fmt: skip
+
+
+def _check_may_pause(job_id: str, state: JobState) -> None:
+    """An ended job is paused by way of QUEUED, as a retry opens it."""
+    if state is JobState.PAUSED or JobState.PAUSED in NEXT[state]:
+        return
+    if JobState.QUEUED not in NEXT[state]:
+        raise InvalidTransition(f"the job {job_id} is {state}: none of its rows ran, there is no ledger to rebuild")
+
+
+def _mark(snapshot: Snapshot) -> tuple[str | None, int, int, int]:
+    """Whatever a job does, one of these changes: it moves, it opens a generation, or it leases and commits."""
+    epochs = sum(shard.epoch + shard.seq for shard in snapshot.shards)
+    return snapshot.state, snapshot.generation, len(snapshot.shards), epochs
+
+
+def _values(job_id: str, records: Sequence[Struct]) -> Iterator[list[dict[str, object]]]:
+    for first in range(0, len(records), INSERT_ROWS):
+        yield [{"job": job_id, **msgspec.structs.asdict(record)} for record in records[first : first + INSERT_ROWS]]
+
+
+def _shards_of(job_id: str) -> sa.Select:
+    columns = [shards.c[name] for name in ShardRecord.__struct_fields__]
+    return sa.select(*columns).where(shards.c.job == job_id).order_by(shards.c.generation, shards.c.shard)
+
+
+def _commits_of(job_id: str) -> sa.Select:
+    columns = [commits.c[name] for name in CommitRecord.__struct_fields__]
+    by = (commits.c.generation, commits.c.shard, commits.c.seq)
+    return sa.select(*columns).where(commits.c.job == job_id).order_by(*by)

@@ -1,0 +1,1 @@
+"""Workers of models: started, fed with shards, watched, shared between jobs."""

@@ -1,0 +1,581 @@
+"""Brings shards to workers and commits to the ledger. One for all jobs of a data directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
+from batchmill.jobs.ledger import outcome_map
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.ledger import LeasedShard, ShardNote, Verdict
+from batchmill.jobs.pools import scheduler
+from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.pools.live import LivePath
+from batchmill.jobs.pools.pool import Death, Pool
+from batchmill.jobs.pools.pool_worker import Claim, Claims, PoolWorker
+from batchmill.jobs.pools.pools import Pools
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.replicas import Load
+from batchmill.jobs.pools.resources import Resources
+from batchmill.jobs.pools.tallies import ModelGauge, Tallies
+from batchmill.models.secrets import NothingProvided
+from batchmill.ports import Clock, Executor, Provisions
+from batchmill.states import PauseReason
+from batchmill.types import Commit, Lease, ModelSpec, Shard
+from batchmill.wire.messages import (
+    Ack,
+    Failed,
+    FailRows,
+    LeaseReleased,
+    Note,
+    Noted,
+    Open,
+    Ready,
+    Record,
+    Released,
+    RequestRows,
+    Revoke,
+    SetShare,
+    Spending,
+)
+
+RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
+WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
+GRANTS_AT_ONCE = 64  # leased in one transaction
+OF_A_SHARD = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # not of all that is at the provider
+
+
+class _Match(Struct, frozen=True, eq=False):
+    """A shard on its way to a worker."""
+
+    worker: PoolWorker
+    claim: Claim
+    shard: Shard
+
+
+class _Left(Struct, frozen=True):
+    """What was in flight when a job was taken back."""
+
+    project: str
+    shards: dict[int, str]  # -> the worker that has it
+
+
+class Sharing(Struct, frozen=True):
+    """How projects share workers, and models the machine."""
+
+    weights: Mapping[str, float] = {}  # of each project beside others; 1 for those that are not named
+    machine: Resources | None = None  # what the replicas of all models take from; None: it has no limits
+
+
+class Dispatcher:
+    """
+    Args:
+        linger_s: workers that nobody needs are kept so long.
+        provisions: what workers are given beside their model; `provide` gives it to them anew.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        commit_log: CommitLog,
+        executor: Executor,
+        clock: Clock,
+        *,
+        sharing: Sharing = Sharing(),
+        linger_s: float = 0.0,
+        provisions: Provisions = NothingProvided(),
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        self.quarantine = quarantine = quarantine or Quarantine(clock)
+        self._commit_log, self._clock, self._weights = commit_log, clock, sharing.weights
+        self.tallies = Tallies()
+        pools = Pools(
+            data_dir,
+            executor,
+            clock,
+            dispatcher=self,
+            linger_s=linger_s,
+            provisions=provisions,
+            quarantine=quarantine,
+            machine=sharing.machine,
+        )
+        self._pools, self.provide = pools, pools.provide
+        self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
+        self.tallies.adapters = pools.adapters
+        self.live = LivePath(self._pools, self.tallies, clock)
+        self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()
+        self._runs: dict[str, JobRun] = {}
+        self._keys: dict[str, list[str]] = {}  # job -> pool key of each of its models
+        self._leaving: set[str] = set()  # jobs that are being taken back
+        self._left: dict[str, _Left] = {}  # jobs that were taken back with rows in flight
+        self._behind: dict[str, JobRun] = {}  # runs that may not know of every row the ledger counted
+        self._returned: list[tuple[JobRun, PoolWorker]] = []  # what a resumed run gets back of what was left
+        self._work = asyncio.Event()
+        self._released = asyncio.Event()
+        self._recovering = asyncio.Lock()
+        self._dispatching = asyncio.create_task(self._dispatch())
+        self._dispatching.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """Without the dispatcher nothing goes on: should it fail, every job says so instead of waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            for run in self._runs.values():
+                run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
+
+    @property
+    def is_alive(self) -> bool:
+        """It still gives out rows."""
+        return not self._dispatching.done()
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def reserve(self, job_id: str, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> None:
+        """Start the workers that a job will need, so that they get ready while its rows are read.
+
+        Those of a model whose earlier workers are still ending start once these have gone.
+        """
+        for model in models:
+            self._pools.use(job_id, model, self._pools.key_of(model, code))
+
+    async def unreserve(self, job_id: str, *, at_once: bool = False) -> None:
+        """A job needs its workers no more; those that nobody needs end, now or when they have lingered."""
+        await self._pools.release(job_id, at_once=at_once)
+
+    def add(self, run: JobRun) -> None:
+        """Let a run's shards go to workers."""
+        job_id, spec = run.spec.id, run.spec
+        if not self.is_alive:
+            run.pause(LedgerBroken("the dispatcher has ended: no row is given out any more"))
+            return
+        self._runs[job_id] = run
+        keys = self._keys[job_id] = [self._pools.key_of(model, spec.code) for model in spec.models]
+        for number in run.models_left:
+            pool = self._pools.get(keys[number])
+            if pool is not None and pool.failure is not None:
+                run.pause(JobPaused(pool.failure.message, reason=PauseReason(pool.failure.reason)))
+            else:
+                pool = self._pools.use(job_id, spec.models[number], keys[number])
+            self._claims_of(pool).forget()
+            self._pools.rescale(keys[number])
+        if job_id in self._left:
+            run.take_over(self._left.pop(job_id).shards)
+            self._behind[job_id] = run
+        self._work.set()
+
+    def fail_rows(self, run: JobRun) -> None:
+        """Rows of it that failed and wait are given up, by workers that have some now and those that get some."""
+        run.fails_rows = True
+        for worker in self._workers_with(run):
+            worker.handle.send(FailRows(run.spec.id))
+
+    def bound(self, run: JobRun) -> None:
+        """Its budget has changed, or it has one now."""
+        is_new = run.job_budget is None
+        run.check_budget()
+        if is_new and run.job_budget is not None:
+            for worker in self._workers_with(run):
+                run.job_budget.open(worker.name, worker.handle.send)
+
+    def _workers_with(self, run: JobRun) -> list[PoolWorker]:
+        return [worker for worker in self._pools.workers() if run.spec.id in worker.opened]
+
+    async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
+        """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
+
+        `is_over`, as where it was cancelled: rows that a provider has are not left there for another time.
+
+        After that, or `at_once`, workers that only this job needs are killed, and what they had finished is counted.
+        A worker that others need too goes on: what it still finishes counts while the job is paused, and goes on
+        counting when it is resumed; of a job that was cancelled it is refused.
+        """
+        job_id, is_over = run.spec.id, is_over or run.is_over or run.is_cancelled
+        self._leaving.add(job_id)
+        try:
+            for worker in self._workers_with(run):
+                worker.close(job_id)
+                worker.revoked.add(job_id)
+                worker.handle.send(Revoke(job_id, is_over))
+            if not at_once:
+                await self._wait_released(job_id, RELEASE_S)
+                await self._wait_released(job_id, WIND_UP_S if is_over else 0.0, handed_over=True)
+            await self._end_late(job_id, at_once=at_once)
+            async with self._recovering:
+                await self._commit_log.settle()
+                await self._leave(run, is_over=is_over)
+        finally:
+            self._leaving.discard(job_id)
+            self._behind.pop(job_id, None)
+            self._runs.pop(job_id, None)
+            self._keys.pop(job_id, None)
+            self._pools.forget(job_id)
+            for claims in self._claims.values():
+                claims.forget()
+            self._work.set()  # others may have its place
+
+    async def _end_late(self, job_id: str, *, at_once: bool) -> None:
+        """Kill the workers that still run rows of a job and that nobody else needs; count what they had finished."""
+        late: set[asyncio.Task[None]] = set()
+        for key in self._keys.get(job_id, ()):
+            pool = self._pools.get(key)
+            if pool is not None and pool.is_running(job_id) and not self._is_needed(key, job_id, at_once=at_once):
+                self._pools.retire(key, at_once=True)
+                late.add(self._pools.endings[key])
+        for pool in [pool for pool in self._pools.dying if pool.is_running(job_id)]:
+            pool.kill()
+            late.add(self._pools.endings[pool.key])
+        if late:
+            await asyncio.wait(late)
+
+    def _is_needed(self, key: str, job_id: str, *, at_once: bool) -> bool:
+        """Whether another job has a claim to these workers; one that is over has none when all ends at once."""
+        others = [self._runs.get(other) for other in self._pools.users(key) if other != job_id]
+        return any(run is None or not at_once or not run.ended.done() for run in others)
+
+    async def _leave(self, run: JobRun, *, is_over: bool) -> None:
+        """What is in flight still: refused from now on where the job is over, remembered where it can go on."""
+        running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
+        if is_over:
+            for number in run.held:
+                await self._commit_log.call(
+                    self._commit_log.ledger.lease, run.spec.id, run.generation, run.shard(number)
+                )
+        elif left := {number: worker for number, worker in run.held.items() if worker in running}:
+            self._left[run.spec.id] = _Left(run.spec.project, left)
+
+    async def _wait_released(self, job_id: str, patience_s: float, *, handed_over: bool = False) -> None:
+        """Until no worker runs a job any more, or those at least whose rows a provider has; or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._pools.is_running(job_id, handed_over=handed_over):
+                    self._released.clear()
+                    await self._released.wait()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def workers_of(self, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> list[PoolWorker]:
+        """The workers that serve these models now."""
+        pools = [self._pools.get(self._pools.key_of(model, code)) for model in models]
+        return [worker for pool in pools if pool is not None for worker in pool.workers.values()]
+
+    def ahead_of(self, job_id: str) -> int:
+        """How many jobs get workers before this one: none once it has rows at a worker, but for higher priorities."""
+        run = self._runs.get(job_id)
+        if run is None:
+            return 0
+        keys = {self._keys[job_id][number] for number in run.models_left}
+        queues = [[claim.candidate for claim in self._reckon(key)] for key in keys]
+        return max((scheduler.ahead_of(job_id, run.is_waiting, each) for each in queues), default=0)
+
+    def gauges(self) -> list[ModelGauge]:
+        """What the workers of every model do now."""
+        found = []
+        for key, pool in self._pools.items():
+            runs = self._runs_of(key)
+            waiting = sum(run.is_waiting for run, _ in runs)
+            found.append(pool.gauge(rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
+        return found
+
+    # -- giving out ---------------------------------------------------------------------------------------------------
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            for job_id, run in list(self._behind.items()):
+                await self._catch_up(run)
+                self._behind.pop(job_id, None)
+            if self._returned:
+                await self._take_returned()
+            for key, pool in self._pools.items():
+                while matches := self._match(key, pool):
+                    await self._give(pool, matches)
+
+    async def _catch_up(self, run: JobRun) -> None:
+        """Rows in flight when a job was taken back may have been counted while nobody listened."""
+        try:
+            run.catch_up(await self._commit_log.call(self._commit_log.ledger.progress, run.spec.id, run.generation))
+        except BatchmillError as error:
+            run.pause(error)
+
+    async def _take_returned(self) -> None:
+        """Shards that a worker has let go of go out again, once what it had finished of them is counted."""
+        returned, self._returned = self._returned, []
+        await self._commit_log.settle()
+        for run, worker in returned:
+            for shard in run.held_by(worker.name):
+                run.put_back(shard, died=False)
+            worker.revoked.discard(run.spec.id)
+        self._released.set()
+
+    def _match(self, key: str, pool: Pool) -> list[_Match]:
+        """Shards for workers that have room: jobs in the order in which they are served, a shard for each worker.
+
+        The first grant of a job does not wait until a worker asks: rows of several jobs take turns there.
+        """
+        claims = self._claims_of(pool)
+        order = claims.last if claims.is_fresh else self._reckon(key)
+        workers = pool.ready()
+        matches: list[_Match] = []
+        for claim in order:
+            run, job_id = claim.run, claim.run.spec.id
+            if len(matches) >= GRANTS_AT_ONCE:
+                break
+            if not run.has_ready(claim.model):
+                continue
+            free = [worker for worker in workers if worker.has_room(run.spec) and self._may_give(run, worker)]
+            for worker in sorted(free, key=lambda each: (run.is_held_by(each.name), len(each.opened))):
+                if not run.has_ready(claim.model):
+                    break
+                worker.wants.discard(job_id)
+                _open_job(run, worker, claim.model)
+                matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
+        return matches
+
+    async def _give(self, pool: Pool, matches: Sequence[_Match]) -> None:
+        """Lease the shards and send them on their way."""
+        for match, standing in zip(matches, await self._lease(matches), strict=True):
+            worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
+            is_there = worker.name in pool.workers and not worker.is_leaving
+            if standing is None or not is_there or not self._may_give(run, worker):
+                run.put_back(match.shard, died=False)
+                if job_id in worker.opened:
+                    worker.wants.add(job_id)
+                continue
+            weight = worker.weights[job_id] = match.claim.weight
+            grant = msgspec.structs.replace(
+                run.grant(match.shard, standing),
+                priority=weight.priority, share=weight.share, row_cost=weight.row_cost,
+            )  # fmt: skip
+            worker.handle.send(grant)
+
+    async def _lease(self, matches: Sequence[_Match]) -> list[LeasedShard | None]:
+        """In one transaction; where that fails in one for each, so that one job's trouble stays its own."""
+        wanted = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
+        try:
+            return list(await self._commit_log.call(self._commit_log.ledger.lease_each, wanted))
+        except BatchmillError as error:
+            if len(matches) == 1:
+                matches[0].claim.run.pause(error)
+                return [None]
+        return [(await self._lease([match]))[0] for match in matches]
+
+    def _may_give(self, run: JobRun, worker: PoolWorker) -> bool:
+        """A worker that has yet to let go of a job gets nothing more of it before it has."""
+        job_id = run.spec.id
+        return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def _claims_of(self, pool: Pool) -> Claims:
+        claims = self._claims.get(pool)
+        if claims is None:
+            claims = self._claims[pool] = Claims(self._weights, self._clock)
+        return claims
+
+    def _runs_of(self, key: str) -> list[tuple[JobRun, int]]:
+        """The jobs with rows left for a pool, and the number of its model in each."""
+        found = []
+        for job_id, run in self._runs.items():
+            if not run.ended.done() and job_id not in self._leaving:
+                found += [(run, n) for n, each in enumerate(self._keys[job_id]) if each == key and run.rows_left_of(n)]
+        return found
+
+    def _reckon(self, key: str) -> list[Claim]:
+        """What every job of a pool has a claim to now; its workers hear what has changed."""
+        pool = self._pools.get(key)
+        if pool is None:
+            return []
+        order = self._claims_of(pool).reckon(self._runs_of(key))
+        for worker in pool.workers.values():
+            for claim in order:
+                job_id, weight = claim.run.spec.id, claim.weight
+                if job_id in worker.weights and not weight.is_like(worker.weights[job_id]):
+                    worker.weights[job_id] = weight
+                    worker.handle.send(SetShare(job_id, weight.priority, weight.share, weight.row_cost))
+        return order
+
+    # -- what workers say ---------------------------------------------------------------------------------------------
+
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        match message:
+            case Ready():
+                self._work.set()
+            case RequestRows(job):
+                worker.wants.add(job)
+                self._work.set()
+            case Record(commit):
+                await self._record(pool, worker, commit)
+            case Note():
+                await self._note(worker, message)
+            case LeaseReleased(lease):
+                self._left_shard(lease)
+            case Spending():
+                self._spending(worker, message)
+            case Released(job):
+                self._released_job(worker, job)
+            case Failed():
+                self.failed(pool, message)
+
+    def load(self, key: str) -> Load:
+        left = [(run.rows_left_of(model), run.shards_left_of(model)) for run, model in self._runs_of(key)]
+        return Load(rows=sum(rows for rows, _ in left), shards=sum(shards for _, shards in left))
+
+    async def _record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
+        price = pool.model.price
+        cost = None if price is None else price.cost(commit.usage)
+
+        def told(verdict: Verdict | BatchmillError) -> None:
+            worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
+            self._told(pool, commit, cost, verdict, worker)
+
+        await self._commit_log.commit(commit, cost, told)
+
+    def _told(
+        self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError, worker: PoolWorker
+    ) -> None:
+        job_id = commit.lease.job
+        run, left = self._runs.get(job_id), self._left.get(job_id)
+        if verdict is Verdict.COUNTED:
+            project = run.spec.project if run is not None else left.project if left is not None else ""
+            self.tallies.count(project, pool.model.name, commit)
+            claims = self._claims_of(pool)
+            claims.charge(project, commit)
+            if not claims.is_fresh:
+                self._work.set()
+        if run is None:
+            return
+        if isinstance(verdict, BatchmillError):
+            run.pause(verdict)
+        elif verdict is Verdict.COUNTED:
+            run.spent(worker.name, cost or 0.0, commit.rows_ok + commit.rows_failed)
+            run.counted(commit)
+            run.check_budget()
+            if len(run.spec.models) > 1 and job_id in self._keys:
+                self._leave_finished(job_id, pool.key)
+
+    def _leave_finished(self, job_id: str, key: str) -> None:
+        """A job of several models holds none of them whose rows have all run: the others may need the room."""
+        run = self._runs[job_id]
+        if not any(run.rows_left_of(number) for number, each in enumerate(self._keys[job_id]) if each == key):
+            self._pools.leave(key, job_id)
+
+    def _released_job(self, worker: PoolWorker, job_id: str) -> None:
+        self._leave_less(worker.name, [job_id])
+        run = self._runs.get(job_id)
+        if run is None or job_id in self._leaving:
+            worker.revoked.discard(job_id)
+            self._released.set()
+        else:  # it was resumed while these rows were in flight
+            self._returned.append((run, worker))
+            self._work.set()
+
+    async def _note(self, worker: PoolWorker, note: Note) -> None:
+        def told(kept: bool | BatchmillError) -> None:
+            if isinstance(kept, BatchmillError):
+                reason = PauseReason.STORAGE_FULL if isinstance(kept, StorageFull) else PauseReason.ENGINE_FAILED
+                worker.handle.send(Noted(note.id, False, reason, kept.message))
+            else:
+                worker.handle.send(Noted(note.id, kept))
+
+        await self._commit_log.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), told)
+
+    def _spending(self, worker: PoolWorker, message: Spending) -> None:
+        if (run := self._runs.get(message.job)) is not None and run.job_budget is not None:
+            run.job_budget.hear(worker.name, message)
+            run.check_budget()
+
+    def _left_shard(self, lease: Lease) -> None:
+        run = self._runs.get(lease.job)
+        if run is not None and run.generation == lease.generation:
+            run.left(lease)
+            self._work.set()
+
+    def _leave_less(self, worker: str, job_ids: Sequence[str]) -> None:
+        """This worker runs nothing any more of these jobs that were taken back."""
+        for job_id in job_ids:
+            left = self._left.get(job_id)
+            if left is not None:
+                kept = {number: holder for number, holder in left.shards.items() if holder != worker}
+                self._left[job_id] = _Left(left.project, kept)
+
+    def failed(self, pool: Pool, failure: Failed) -> None:
+        users = {failure.job} if failure.job is not None else self._pools.users(pool.key)
+        if failure.job is None and (not self._pools.is_current(pool) or self._pools.try_with_more_room(pool)):
+            return  # of workers that nobody needs any more, or that others take the place of
+        error = JobPaused(failure.message, code=failure.code, reason=PauseReason(failure.reason))
+        for job_id in users:
+            run = self._runs.get(job_id)
+            if run is None:
+                continue
+            if error.reason is PauseReason.ROUTE_FAILED:
+                run.failing |= {number for number, key in enumerate(self._keys[job_id]) if key == pool.key}
+            is_of_a_shard = failure.job is not None and error.reason in OF_A_SHARD
+            if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
+                run.pause(error)
+
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+        async with self._recovering:
+            worker.opened.clear()
+            worker.revoked.clear()
+            worker.wants.clear()
+            self._leave_less(worker.name, list(self._left))
+            self._released.set()
+            await self._commit_log.settle()
+            adopted: list[Commit] = []
+            by_row = False
+            for run in [run for run in self._runs.values() if run.is_held_by(worker.name)]:
+                suspects = run.suspects
+                died = code != 0 and not (worker.is_ended or worker.storage_error)
+                adopted += await self._adopt(pool, worker, run, died=died)
+                by_row = by_row or run.suspects > suspects
+            for run in self._runs.values():
+                run.lost(worker.name)
+            self._work.set()
+            return Death(adopted, by_row)
+
+    async def _adopt(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
+        """Count what a worker had finished of one job. Where it `died`, its shards were at fault perhaps."""
+        shards = run.held_by(worker.name)
+        if died:
+            run.note_suspect(worker.home / f"{worker.name}.suspect")
+        try:
+            found = await self._commit_log.call(
+                outcome_map.adopt, self._commit_log.ledger, run.spec, run.generation, run.plan, run.files, worker.name
+            )
+        except BatchmillError as error:
+            run.pause(error)
+            return []
+        for commit, cost in found:
+            self._told(pool, commit, cost, Verdict.COUNTED, worker)
+        for shard in shards:
+            run.put_back(shard, died=died)
+        return [commit for commit, _ in found]
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """End every worker; returns when they have gone."""
+        self._dispatching.cancel()
+        await self._pools.close(at_once=at_once)
+        await self.live.close()
+        await self.quarantine.close()
+
+
+def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
+    """Tell a worker of the job before it gets rows of it, unless it knows it."""
+    spec = run.spec
+    if spec.id in worker.opened:
+        return
+    worker.opened[spec.id] = spec.project
+    folders = str(run.files.dataset), str(run.files.segments)
+    adapters = spec.models[model].adapter_set()
+    worker.handle.send(Open(spec.id, spec.identity, spec.form, *folders, adapters, spec.project))
+    if run.fails_rows:
+        worker.handle.send(FailRows(spec.id))
+    if run.job_budget is not None:
+        run.job_budget.open(worker.name, worker.handle.send)

@@ -1,0 +1,459 @@
+"""A job while it runs: which shards are ready, held and done. Memory only: the ledger is the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.errors import JobPaused
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.ledger import LeasedShard, undone
+from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.pools.scheduler import Rates, RowCost
+from batchmill.ports import Clock
+from batchmill.states import PauseReason
+from batchmill.types import Commit, Lease, Shard
+from batchmill.wire import messages
+from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.messages import Allow, Grant, Spending
+
+MARGIN = 1.1  # by which a budget should be larger than what rows are reckoned to cost
+TINY = 1e-9  # USD: sums of fractions are not exact
+SLICE = 0.5  # of what is free that a worker gets at once, where it needs no more for a row
+
+Send = Callable[[Allow], None]
+
+
+class JobBudget:
+    def __init__(self, job: str, budget: float, spent: float) -> None:
+        self._job, self.budget, self._spent = job, budget, spent
+        self._allowed: Counter[str] = Counter()  # worker -> USD that it has and that are not counted as spent
+        self._sent: Counter[str] = Counter()  # worker -> messages to it
+        self._counted: Counter[str] = Counter()  # worker -> its rows that are counted
+        self._workers: dict[str, Send] = {}
+        self._told: dict[str, Spending] = {}  # worker -> how things stand there
+        self._is_lean = False
+
+    @property
+    def free(self) -> float:
+        """USD that nobody has."""
+        return self.budget - self._spent - sum(self._allowed.values())
+
+    @property
+    def needs(self) -> float:
+        """USD that the next row may cost, where that is more than is free and no row is in flight; 0: it goes on."""
+        wanted = [each.needs for each in self._told.values() if each.needs]
+        is_quiet = self._is_lean and all(name in self._told for name in self._workers)
+        if not wanted or not is_quiet or any(each.reserved for each in self._told.values()):
+            return 0.0
+        return min(wanted) if min(wanted) > self.free + TINY else 0.0
+
+    @property
+    def beyond(self) -> float:
+        """USD by which the rows in flight may pass the budget."""
+        return sum(each.beyond for each in self._told.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of it."""
+        if not (beyond := self.beyond):
+            return []
+        return [
+            f"rows in flight that do not bound their tokens may pass the budget by {beyond:.4f} USD, should each write "
+            "as much as the longest before them: give them max_tokens"
+        ]
+
+    def refusal(self, *, rows: int, rows_left: int) -> str:
+        """Why no further row goes, and how to go on; of `rows` so many are left that were not counted."""
+        used, needs = max(self._spent, self.budget - self.free), self.needs
+        rows_left -= sum(told.done - self._counted[worker] for worker, told in self._told.items())
+        row_usd = used / (rows - rows_left) if rows > rows_left else 0.0
+        text = f"{used:.4f} USD of the budget of {self.budget:g} USD are spent"
+        if needs:
+            text += f", and the next row may cost {needs:.4f} USD"
+        if not row_usd:
+            return f"{text}: `batchmill amend {self._job} --budget USD`, then `batchmill resume {self._job}`"
+        rest = f"the {rows_left:,} rows left would cost about {rows_left * row_usd:.4f} USD more"
+        wanted = max(MARGIN * (used + rows_left * row_usd), used + needs, self.budget)
+        return (
+            f"{text}; {rest}: `batchmill amend {self._job} --budget {wanted:.4g}`, then `batchmill resume {self._job}`"
+        )
+
+    def amend(self, budget: float) -> None:
+        """There is more to spend now, or less: then workers give back what no row of theirs has reserved."""
+        if budget != self.budget:
+            self.budget = budget
+            if self.free < 0:
+                self._be_lean(again=True)
+            self.share()
+
+    def open(self, worker: str, send: Send) -> None:
+        """This worker gets rows of the job, and asks for what they may cost."""
+        self._workers[worker] = send
+        self._sent[worker] = 0
+        self._send(worker)
+
+    def spent(self, worker: str, usd: float, rows: int) -> None:
+        """The ledger has counted rows of this worker, or of one that nobody knows any more."""
+        self._spent += usd
+        if worker in self._workers:
+            self._allowed[worker] -= usd
+            self._counted[worker] += rows
+
+    def hear(self, worker: str, told: Spending) -> None:
+        """A worker says how things stand there."""
+        if worker in self._workers:
+            # What it said before it heard what it was allowed last says nothing of what it needs.
+            is_late = told.heard < self._sent[worker]
+            self._told[worker] = replace(told, needs=0.0, reserved=told.reserved + 1) if is_late else told
+            self._allowed[worker] -= told.returned
+            self.share()
+
+    def gone(self, worker: str) -> None:
+        """This worker has died, and what it had finished is counted."""
+        for known in (self._workers, self._told, self._allowed, self._counted, self._sent):
+            known.pop(worker, None)
+        self.share()
+
+    def share(self) -> None:
+        """Give those that wait what their next row may cost; where it is not there, the others give back theirs."""
+        for worker, told in list(self._told.items()):
+            if not told.needs:
+                continue
+            if told.needs > self.free + TINY:
+                self._be_lean()
+                continue
+            usd = max(told.needs, self.free * (1.0 if told.takes_all else SLICE))
+            self._allowed[worker] += usd
+            self._told[worker] = replace(told, needs=0.0, reserved=told.reserved + 1)
+            self._send(worker, usd)
+
+    def _send(self, worker: str, usd: float = 0.0) -> None:
+        self._sent[worker] += 1
+        self._workers[worker](Allow(self._job, usd, self._is_lean))
+
+    def _be_lean(self, *, again: bool = False) -> None:
+        if again or not self._is_lean:
+            self._is_lean = True
+            for worker in self._workers:
+                self._send(worker)
+
+
+CRASHES_MAX = 3  # workers that may die on one row before it is given up
+USER_CODE_DEATHS = 2  # of workers on a shard of user code, which shares their process; one may be killed from outside
+
+
+class Ending(Struct, frozen=True):
+    """How a run ended when it was not paused."""
+
+    cancelled: bool = False
+
+
+class _Held(Struct):
+    shard: Shard
+    worker: str
+    epoch: int
+
+
+class JobRun:
+    def __init__(
+        self,
+        spec: JobSpec,
+        generation: int,
+        plan: PlanReader,
+        *,
+        files: JobFiles,
+        clock: Clock,
+        is_over: bool = False,
+    ) -> None:
+        """`is_over`: no row begins any more; what providers have of the shards that are loaded is collected."""
+        self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
+        self.is_over = is_over
+        self.fails_rows = False  # rows of it that fail are not to wait for their service
+        self.failing: set[int] = set()  # numbers of models whose way has failed
+        self.rates = Rates(clock)
+        self._clock = clock
+        self._began: float | None = None  # when the first rows were handed out
+        self._done_at: float | None = None  # when the last row was counted
+        self.moved: float | None = None  # when rows of it were last counted; before that, when the first were given out
+        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.counted_hooks: list[Callable[[Commit], None]] = []
+        self._shards: dict[int, Shard] = {}  # those with rows undone
+        # In the order in which they go out. A shard that ended or was held before its turn is still in here and passed
+        # over when that comes: taking it out would cost as much as the queue is long.
+        self._ready: dict[int, deque[Shard]] = {model: deque() for model in range(len(spec.models))}
+        self._held: dict[int, _Held] = {}
+        self._in_hands: defaultdict[str, set[int]] = defaultdict(set)  # worker -> shards it holds
+        self._rows_held: Counter[int] = Counter()  # model -> rows undone that workers hold
+        self._shards_left: Counter[int] = Counter()  # model -> shards with rows undone
+        self._rows_left: Counter[int] = Counter()  # model -> rows undone
+        self._row_costs: defaultdict[int, RowCost] = defaultdict(RowCost)  # model -> what its rows cost lately
+        self._done: dict[int, int] = {}
+        self._deaths: dict[int, int] = {}  # shard -> workers that died on it
+        self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
+        self.suspects = 0  # times that a worker died while a row ran alone
+        self.rows_left = plan.leaders
+        self.cost = 0.0
+        self.job_budget: JobBudget | None = None  # of a job with a budget, once `check_budget` has looked at it
+
+    def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
+        """Make the shards ready, given how many rows of each are done; `only` these, of what providers are given."""
+        for shard in self.plan.shards():
+            rows = shard.hi - shard.lo
+            is_wanted = only is None or (shard.number in only and self.spec.models[shard.model].is_handed_over)
+            finished = done.get(shard.number, 0) if is_wanted else rows
+            self.rows_left -= finished
+            if finished < rows:
+                self._shards[shard.number] = shard
+                self._done[shard.number] = finished
+                self._ready[shard.model].append(shard)
+                self._shards_left[shard.model] += 1
+                self._rows_left[shard.model] += rows - finished
+        self._end_if_complete()
+
+    def catch_up(self, done: dict[int, int]) -> None:
+        """Count rows that the ledger counted without this run being told: shard -> rows done there now."""
+        for number, rows in done.items():
+            if number in self._shards and rows > self._done[number]:
+                self._advance(number, rows - self._done[number])
+        self._end_if_complete()
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first rows handed out to the last one counted; a model that takes long to start does not count."""
+        if self._began is None:
+            return 0.0
+        return (self._clock.monotonic() if self._done_at is None else self._done_at) - self._began
+
+    # -- giving out ---------------------------------------------------------------------------------------------------
+
+    def has_ready(self, model: int) -> bool:
+        if self.ended.done():
+            return False
+        ready = self._ready[model]
+        while ready and (ready[0].number not in self._shards or ready[0].number in self._held):
+            ready.popleft()
+        return bool(ready)
+
+    @property
+    def rows_out(self) -> int:
+        """Rows undone that workers hold."""
+        return self._rows_held.total()
+
+    def rows_held(self, model: int) -> int:
+        return self._rows_held[model]
+
+    def rows_left_of(self, model: int) -> int:
+        """Rows of this model without an outcome."""
+        return self._rows_left[model]
+
+    def shards_left_of(self, model: int) -> int:
+        """Shards of this model with rows undone."""
+        return self._shards_left[model]
+
+    def row_cost(self, model: int) -> float | None:
+        """What a row of this model costs lately, in tokens where it has any; None: no row has been counted."""
+        return self._row_costs[model].now()
+
+    def pop(self, model: int, worker: str) -> Shard:
+        """The next shard of a model that `has_ready`, now in this worker's hands."""
+        shard = self._ready[model].popleft()
+        self._hold(shard, worker)
+        return shard
+
+    def take_over(self, left: dict[int, str]) -> None:
+        """Shards that workers have from before this run began are in their hands: shard -> worker."""
+        for number, worker in left.items():
+            if number in self._shards:
+                self._hold(self._shards[number], worker)
+
+    def _hold(self, shard: Shard, worker: str) -> None:
+        self._held[shard.number] = _Held(shard, worker, 0)
+        self._in_hands[worker].add(shard.number)
+        self._rows_held[shard.model] += shard.hi - shard.lo - self._done[shard.number]
+
+    def _let_go(self, shard: Shard) -> bool:
+        """Nobody holds the shard any more; whether somebody did."""
+        held = self._held.pop(shard.number, None)
+        if held is None:
+            return False
+        self._in_hands[held.worker].discard(shard.number)
+        if not self._in_hands[held.worker]:
+            del self._in_hands[held.worker]
+        self._rows_held[shard.model] -= shard.hi - shard.lo - self._done[shard.number]
+        return True
+
+    def grant(self, shard: Shard, standing: LeasedShard) -> Grant:
+        """The message that hands over what is undone of a shard."""
+        if self._began is None:
+            self._began = self.moved = self._clock.monotonic()
+            self.rates.start()
+        self._held[shard.number].epoch = standing.lease.epoch
+        left = undone(standing.bitmap, shard.hi - shard.lo)
+        numbers = self.plan.row_numbers(shard.lo, shard.hi)
+        isolated = self._is_isolated(shard)
+        base = {
+            "lease": standing.lease, "seq": standing.seq, "base": shard.lo, "isolated": isolated,
+            "notes": standing.notes, "is_over": self.is_over,
+        }  # fmt: skip
+        if isinstance(left, range) and isinstance(numbers, range) and not isolated:
+            return Grant(n=len(left), position=shard.lo, row=numbers.start, **base)
+        pairs = [(shard.lo + i, numbers[i]) for i in left]
+        given_up = [p for p, _ in pairs if self._row_deaths.get(p, 0) >= CRASHES_MAX - 1]
+        return messages.replace_rows(Grant(n=0, quarantined=given_up, **base), pairs)
+
+    def _is_isolated(self, shard: Shard) -> bool:
+        """One row at a time, and no other job's beside it: it takes long, so one death is not enough.
+
+        Rows that are handed to a provider kill no worker, and go there together or not at all.
+        """
+        if self.spec.models[shard.model].is_handed_over:
+            return False
+        deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].is_function else CRASHES_MAX
+        return self._deaths.get(shard.number, 0) >= deaths_max
+
+    # -- taking back --------------------------------------------------------------------------------------------------
+
+    def counted(self, commit: Commit) -> None:
+        """The ledger has counted these rows."""
+        number = commit.lease.shard
+        rows = commit.rows_ok + commit.rows_failed
+        self.rates.add(rows, commit.usage)
+        self.fails_rows = self.fails_rows and not commit.rows_ok
+        self.moved = self._clock.monotonic()
+        for hook in self.counted_hooks:
+            hook(commit)
+        if number in self._shards:
+            self._row_costs[self._shards[number].model].add(rows, commit.usage)
+            self._advance(number, rows)
+        self._end_if_complete()
+
+    def _advance(self, number: int, rows: int) -> None:
+        """So many rows more of a shard are done."""
+        shard = self._shards[number]
+        self.rows_left -= rows
+        self._rows_left[shard.model] -= rows
+        self._done[number] += rows
+        if number in self._held:
+            self._rows_held[shard.model] -= rows
+        if self._done[number] == shard.hi - shard.lo:
+            self._let_go(shard)
+            self._shards_left[shard.model] -= 1
+            del self._shards[number], self._done[number]
+            self._deaths.pop(number, None)
+
+    def held_by(self, worker: str) -> list[Shard]:
+        return [self._shards[number] for number in sorted(self._in_hands.get(worker, ()))]
+
+    def is_held_by(self, worker: str) -> bool:
+        return bool(self._in_hands.get(worker))
+
+    @property
+    def is_waiting(self) -> bool:
+        """No worker has a row of it."""
+        return not self._held
+
+    @property
+    def held(self) -> dict[int, str]:
+        """Shard -> the worker that has it."""
+        return {number: held.worker for number, held in self._held.items()}
+
+    def shard(self, number: int) -> Shard:
+        """A shard with rows undone."""
+        return self._shards[number]
+
+    def put_back(self, shard: Shard, *, died: bool) -> None:
+        """A shard whose holder has gone goes first again."""
+        if not self._let_go(shard):
+            return
+        if died:
+            self._deaths[shard.number] = self._deaths.get(shard.number, 0) + 1
+        self._ready[shard.model].appendleft(shard)
+
+    def left(self, lease: Lease) -> None:
+        """A worker puts no more outcomes of a shard: where the job is over that is its end, else it goes elsewhere."""
+        held = self._held.get(lease.shard)
+        if held is None or held.epoch != lease.epoch:
+            return
+        shard = held.shard
+        if not self.is_over:
+            self.put_back(shard, died=False)
+            return
+        rest = shard.hi - shard.lo - self._done[shard.number]
+        self._let_go(shard)
+        self.rows_left -= rest
+        self._rows_left[shard.model] -= rest
+        self._shards_left[shard.model] -= 1
+        del self._shards[shard.number], self._done[shard.number]
+        self._end_if_complete()
+
+    def note_suspect(self, path: Path) -> None:
+        """Remember the row that ran alone when an isolated worker died, as the worker noted it."""
+        try:
+            job, generation, _, position = path.read_text().split()
+        except (FileNotFoundError, ValueError):
+            return
+        if job == self.spec.id and int(generation) == self.generation:
+            self.suspect(int(position))
+            path.unlink()
+
+    def suspect(self, position: int) -> None:
+        """A worker died while this row ran alone."""
+        self._row_deaths[position] = self._row_deaths.get(position, 0) + 1
+        self.suspects += 1
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def pause(self, error: Exception) -> None:
+        """End the run with the reason; what is in flight may still be counted."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # a run that was never begun has nobody who asks
+
+    @property
+    def is_cancelled(self) -> bool:
+        done = self.ended.done() and not self.ended.cancelled() and self.ended.exception() is None
+        return done and self.ended.result().cancelled
+
+    def cancel(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(Ending(cancelled=True))
+
+    def spent(self, worker: str, cost: float, rows: int) -> None:
+        """So many rows of this worker were counted, and have cost so much."""
+        self.cost += cost
+        if self.job_budget is not None:
+            self.job_budget.spent(worker, cost, rows)
+
+    def lost(self, worker: str) -> None:
+        """This worker has gone, and what it had finished is counted."""
+        if self.job_budget is not None:
+            self.job_budget.gone(worker)
+            self.check_budget()
+
+    def check_budget(self) -> None:
+        """Pause when what was spent has reached the budget, or the next row may cost more than is left."""
+        budget = self.spec.policy.budget
+        if budget is None or not self.rows_left:
+            return
+        if self.job_budget is None:
+            self.job_budget = JobBudget(self.spec.id, budget, self.cost)
+        self.job_budget.amend(budget)
+        if self.cost >= budget or self.job_budget.needs:
+            text = self.job_budget.refusal(rows=self.plan.leaders, rows_left=self.rows_left)
+            self.pause(JobPaused(text, reason=PauseReason.BUDGET))
+
+    def _end_if_complete(self) -> None:
+        if self.rows_left == 0 and not self.ended.done():
+            self._done_at = self._clock.monotonic()
+            self.ended.set_result(Ending())
+
+    @property
+    def models_left(self) -> Sequence[int]:
+        """Numbers of the models that still have rows to run."""
+        return sorted(model for model, shards in self._shards_left.items() if shards)

@@ -1,0 +1,394 @@
+"""The short way of a request that somebody waits for: to a worker of its model and back, past every row."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+from batchmill.errors import BatchmillError, ModelFailed, StorageFailed, StorageFull, TooLarge, Unavailable
+from batchmill.jobs.pools.pool import Pool
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.pools import Pools
+from batchmill.jobs.pools.resources import veiled
+from batchmill.jobs.pools.tallies import Tallies
+from batchmill.ports import Clock
+from batchmill.states import PauseReason
+from batchmill.types import CallStats, FunctionRequest, LiveHead, LiveRequest, ModelSpec
+from batchmill.wire.error_statuses import Raised
+from batchmill.wire.messages import LIVE_AHEAD_BYTES, MESSAGE_BYTES_MAX, Abandon, AnswerLive, FlowCredit, FunctionReply
+
+WAITING_MAX = 1024  # requests that wait for the first worker of one model
+IN_FLIGHT_MAX = 8192  # requests of one model that its workers are answering
+BODY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # so that the message around it fits too
+TRY_AGAIN_S = 15.0  # a model that could not be started is started again for a request that comes later than this
+LOADING_S = 300.0  # how long a request waits for the first worker of its model
+HOLD_S = 5.0  # a pool is held for so long, and twice that at most, after the last call of its model
+_OF_THE_DISK = {PauseReason.STORAGE_FULL: StorageFull, PauseReason.STORAGE_FAILED: StorageFailed}
+LINES_MAX = 4096  # models whose calls are remembered; beyond that those without any are not
+
+
+BYTES_IN_FLIGHT_MAX = 512 * 1024 * 1024  # of the bodies of one model's calls
+LOST = "worker_crashed"  # the code of a call whose worker died with it
+
+HearAnswer = Callable[[FunctionReply], None]
+Cancel = Callable[[], None]
+
+
+class CallQueue:
+    """One model's calls: how many are on their way, and whether their pool is held for them."""
+
+    def __init__(self, model: ModelSpec, key: str, user: str) -> None:
+        """`user`: who holds the pool."""
+        self.model, self.key, self.user = model, key, user
+        self.is_idempotent = model.function is not None and model.function.is_idempotent
+        self.in_flight = 0
+        self.bytes = 0
+        self.begun = 0  # calls that were ever begun
+        self.is_held = False
+
+    def has_room(self, size: int) -> bool:
+        """A call of so many bytes may begin."""
+        return self.bytes + size <= BYTES_IN_FLIGHT_MAX
+
+
+class LiveAsk:
+    """A call that a worker has, and what its `calls` hold: called with the answer, or with why there is none."""
+
+    __slots__ = ("_again", "_ask", "_hear", "_is_second", "_line", "_worker")
+
+    def __init__(
+        self, line: CallQueue, ask: FunctionRequest, hear: HearAnswer, again: Callable[[LiveAsk], None]
+    ) -> None:
+        """`again` gets a call that may be made once more, on another worker."""
+        self._line, self._ask, self._again = line, ask, again
+        self._hear: HearAnswer | None = hear  # until it has heard
+        self._worker: PoolWorker | None = None
+        self._is_second = False
+        line.in_flight += 1
+        line.begun += 1
+        line.bytes += len(ask.body)
+
+    @property
+    def line(self) -> CallQueue:
+        return self._line
+
+    def begin(self, worker: PoolWorker) -> None:
+        if self._hear is not None:
+            self._worker = worker
+            worker.ask(self._ask, self)
+
+    def __call__(self, piece: FunctionReply | LiveHead | bytes | Exception | None) -> None:
+        if isinstance(piece, FunctionReply):
+            self._end(piece)
+            return
+        assert isinstance(piece, BatchmillError), "an Ask is answered in one piece"
+        if isinstance(piece, Unavailable) and self._line.is_idempotent and not self._is_second:
+            self._is_second, self._worker = True, None
+            self._again(self)
+        else:
+            self.fail(self._told(piece))
+
+    def fail(self, error: BatchmillError) -> None:
+        """There will be no answer."""
+        self._end(FunctionReply(self._ask.id, raised=Raised.of(error)))
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._hear is not None:
+            self._leave()
+            if self._worker is not None:
+                self._worker.abandon(self._ask.id)
+
+    def _told(self, error: BatchmillError) -> BatchmillError:
+        """The end of a worker is this call's own: whether it was the cause, nobody knows."""
+        if not isinstance(error, Unavailable):
+            return error
+        return ModelFailed(f"the worker of {self._line.model.name!r} died before it had answered", code=LOST)
+
+    def _end(self, answer: FunctionReply) -> None:
+        hear = self._hear
+        if hear is not None:
+            self._leave()
+            hear(answer)
+
+    def _leave(self) -> None:
+        self._hear = None  # who heard knows this call: what goes round has to be found to be freed
+        self._line.in_flight -= 1
+        self._line.bytes -= len(self._ask.body)
+
+
+class LivePath:
+    """`ports.Live` over the pools of a data directory."""
+
+    def __init__(self, pools: Pools, tallies: Tallies, clock: Clock, *, loading_s: float = LOADING_S) -> None:
+        self._pools, self._tallies, self._clock = pools, tallies, clock
+        self._loading_s = loading_s
+        self._numbers = itertools.count(1)
+        self._failed: dict[str, tuple[float, str]] = {}  # pool key -> when it could not be started, and why
+        self._lines: dict[int, CallQueue] = {}  # id of a spec, which its line keeps alive -> its calls
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
+        """Raises, besides what `ports.Live` says: TooLarge for a body that does not fit one message."""
+        if len(request.body) > BODY_BYTES_MAX:
+            raise TooLarge(f"a body of {len(request.body)} bytes; a live request may have {BODY_BYTES_MAX}")
+        number = next(self._numbers)
+        user = f"live {number}"
+        key = self._pools.key_of(model)
+        has_begun = False
+        try:
+            worker = await self._loaded(user, model, key)
+            async for piece in self._answer(worker, AnswerLive(number, request)):
+                if not has_begun:
+                    has_begun = True
+                    self._tallies.count_live(model.name, piece if isinstance(piece, LiveHead) else None)
+                yield piece
+        finally:
+            self._pools.leave(key, user)
+            if not has_begun:
+                self._tallies.count_live(model.name, None)
+
+    # -- calls of deployed functions ----------------------------------------------------------------------------------
+
+    def ask_now(
+        self,
+        model: ModelSpec,
+        form: str,
+        body: bytes,
+        *,
+        head: bytes = b"",
+        timeout_s: float | None = None,
+        origin: tuple[str, str] = ("", ""),
+        hear: HearAnswer,
+    ) -> Cancel | None:
+        """Begin a call at once; None where it would have to wait, or would be refused: then `ask` it.
+
+        `origin` is the caller's project and the id of the request.
+        `hear` gets the answer, later and once, its `raised` included; never after the call was cancelled.
+        """
+        line = self._line(model)
+        worker = self._free_worker(line)
+        if worker is None or len(body) > BODY_BYTES_MAX or not line.has_room(len(body)):
+            return None
+        call = LiveAsk(
+            line, FunctionRequest(next(self._numbers), form, body, head, timeout_s, *origin), hear, self._ask_again
+        )
+        call.begin(worker)
+        return call.cancel
+
+    async def ask(
+        self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None,
+        origin: tuple[str, str] = ("", ""),
+    ) -> FunctionReply:  # fmt: skip
+        """See `ports.Live`. Raises: TooLarge for a body that does not fit one message."""
+        if len(body) > BODY_BYTES_MAX:
+            raise TooLarge(f"a body of {len(body)} bytes; a live request may have {BODY_BYTES_MAX}")
+        answered: asyncio.Future[FunctionReply] = asyncio.get_running_loop().create_future()
+
+        def hear(answer: FunctionReply) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, origin=origin, hear=hear)
+        if cancel is None:
+            line = self._line(model)
+            if not line.has_room(len(body)):
+                raise Unavailable(
+                    f"{BYTES_IN_FLIGHT_MAX:,} bytes are on their way to {model.name!r}; try again",
+                    code="too_many_bytes",
+                )
+            ask = FunctionRequest(next(self._numbers), form, body, head, timeout_s, *origin)
+            call = LiveAsk(line, ask, hear, self._ask_again)
+            cancel = call.cancel
+            try:
+                await self._begin(call)
+            except BaseException:
+                cancel()
+                raise
+        try:
+            answer = await answered
+        finally:
+            cancel()
+        if answer.raised is not None:
+            raise answer.raised.error()
+        return answer
+
+    async def load(self, model: ModelSpec) -> None:
+        """Have a worker ready for calls, and keep it so until `unload`. Raises as `ask`."""
+        key = self._line(model).key
+        try:
+            await self._loaded(_loader(key), model, key)
+        except BaseException:
+            self._pools.leave(key, _loader(key))
+            raise
+
+    async def replace(self, old: ModelSpec, new: ModelSpec) -> None:
+        """Returns once a worker of `new` is up, if `old` has one. Raises: ModelFailed, and nothing has changed."""
+        if self.is_ready(old):
+            await self.warm(new)
+
+    async def warm(self, model: ModelSpec) -> None:
+        """Have a worker ready as if the model had just been called. Raises as `ask`."""
+        line = self._line(model)
+        user = f"live {next(self._numbers)}"
+        try:
+            await self._loaded(user, model, line.key)
+            if not line.is_held:
+                self._hold(line)
+        finally:
+            self._pools.leave(line.key, user)
+
+    def unload(self, model: ModelSpec) -> None:
+        """Keep it no more: its workers end when nobody has called them for a while."""
+        key = self._line(model).key
+        self._pools.leave(key, _loader(key))
+
+    def is_ready(self, model: ModelSpec) -> bool:
+        """A call would not wait for a worker to start."""
+        return self._free_worker(self._line(model), hold=False) is not None
+
+    def stats(self, model: ModelSpec) -> CallStats:
+        """What became of this model's calls, and of its rows in jobs, since this process began."""
+        return self._pools.sums(self._line(model).key).total()
+
+    def _line(self, model: ModelSpec) -> CallQueue:
+        line = self._lines.get(id(model))
+        if line is None:
+            if len(self._lines) >= LINES_MAX:
+                self._lines = {at: each for at, each in self._lines.items() if each.in_flight or each.is_held}
+            line = self._lines[id(model)] = CallQueue(model, self._pools.key_of(model), f"calls {next(self._numbers)}")
+        return line
+
+    def _free_worker(self, line: CallQueue, *, hold: bool = True) -> PoolWorker | None:
+        """A worker that takes one more call at once."""
+        pool = self._pools.get(line.key)
+        if pool is None or pool.failure is not None or self._pools.is_closed:
+            return None
+        worker = pool.least_live()
+        if worker is None or line.in_flight >= IN_FLIGHT_MAX:
+            return None
+        if hold and not line.is_held:
+            self._hold(line)
+        return worker
+
+    async def _begin(self, call: LiveAsk) -> None:
+        """Have a worker take a call, once there is one. Raises as `ask`."""
+        line = call.line
+        user = f"live {next(self._numbers)}"
+        try:
+            call.begin(await self._loaded(user, line.model, line.key))
+            if not line.is_held:
+                self._hold(line)
+        finally:
+            self._pools.leave(line.key, user)
+
+    def _ask_again(self, call: LiveAsk) -> None:
+        """Its worker died with it, and it may be made once more."""
+        self._spawn(self._begin_again(call))
+
+    async def _begin_again(self, call: LiveAsk) -> None:
+        try:
+            await self._begin(call)
+        except BatchmillError as error:
+            call.fail(error)
+
+    def _hold(self, line: CallQueue) -> None:
+        """Keep the pool while calls come: to take and leave it with each would cost more than the calls."""
+        self._pools.use(line.user, line.model, line.key)
+        line.is_held = True
+        self._spawn(self._hold_while_called(line))
+
+    async def _hold_while_called(self, line: CallQueue) -> None:
+        begun = -1
+        while line.in_flight or begun != line.begun:
+            begun = line.begun
+            await self._clock.sleep(HOLD_S)
+            if self._pools.is_closed:
+                return
+        line.is_held = False
+        self._pools.leave(line.key, line.user)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Hold nothing any more. The pools have been closed, or are about to be."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- a worker -----------------------------------------------------------------------------------------------------
+
+    async def _loaded(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
+        """As `_worker`, for a while: the model goes on loading, and who asks again may find it ready."""
+        try:
+            async with asyncio.timeout(self._loading_s):
+                return await self._worker(user, model, key)
+        except TimeoutError:
+            pool = self._pools.get(key)
+            why = "" if pool is None else veiled(pool.waits, lambda _: False)  # whoever asks
+            text = f"{model.name!r} is still being loaded after {self._loading_s:g} s"
+            raise Unavailable(text + (f", for {why}" if why else "") + "; try again") from None
+
+    async def _worker(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
+        """The ready worker with the fewest live requests, once there is one."""
+        while True:
+            pool = self._pool(user, model, key)
+            worker = pool.least_live()
+            if worker is not None:
+                if sum(len(each.calls) for each in pool.workers.values()) >= IN_FLIGHT_MAX:
+                    raise Unavailable(
+                        f"{IN_FLIGHT_MAX} requests to {model.name!r} are being answered; try again",
+                        code="too_many_calls",
+                    )
+                return worker
+            if pool.waiting >= WAITING_MAX:
+                raise Unavailable(
+                    f"{WAITING_MAX} requests wait for {model.name!r} to start; try again later", code="too_many_calls"
+                )
+            await pool.change()
+            if pool.failure is not None and self._pools.is_current(pool):
+                if storage := _OF_THE_DISK.get(pool.failure.reason):  # it may work the next moment
+                    raise storage(pool.failure.message)
+                self._failed[key] = self._clock.monotonic(), pool.failure.message
+                raise ModelFailed(pool.failure.message)
+
+    def _pool(self, user: str, model: ModelSpec, key: str) -> Pool:
+        """The model's pool. One that has just failed fails at once: every start may take its time."""
+        if self._pools.is_closed:
+            raise Unavailable("the server is stopping")
+        at, why = self._failed.get(key, (0.0, ""))
+        if why and self._clock.monotonic() - at < TRY_AGAIN_S:
+            raise ModelFailed(why)
+        self._failed.pop(key, None)
+        return self._pools.use(user, model, key)
+
+    async def _answer(self, worker: PoolWorker, asked: AnswerLive) -> AsyncGenerator[LiveHead | bytes]:
+        """What the worker says. Raises: what it raised; Unavailable when it ended before it had answered."""
+        pieces: asyncio.Queue[LiveHead | bytes | Exception | None] = asyncio.Queue()
+        worker.calls[asked.id] = pieces.put_nowait
+        worker.handle.send(asked)
+        owed = 0
+        try:
+            while (piece := await pieces.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if isinstance(piece, bytes):
+                    owed += len(piece)
+                    if owed >= LIVE_AHEAD_BYTES // 4:
+                        worker.handle.send(FlowCredit(asked.id, owed))
+                        owed = 0
+        finally:
+            if worker.calls.pop(asked.id, None) is not None:  # its end has not been heard
+                worker.handle.send(Abandon(asked.id))
+
+
+def _loader(key: str) -> str:
+    """Who holds a pool that is to be ready whether it is called or not."""
+    return f"loaded {key}"

@@ -1,0 +1,560 @@
+"""The workers of one model: started, watched, replaced when they die, drained when nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from batchmill.errors import BatchmillError, ModelFailed, Unavailable, of_system
+from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.quarantine import Quarantine
+from batchmill.jobs.pools.replicas import EngineLog, Load, ReplicaTarget, last_lines
+from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capacity, Replica, must_be_there
+from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
+from batchmill.models import redaction
+from batchmill.models.secrets import NothingProvided
+from batchmill.ports import Clock, Executor, Provisions
+from batchmill.states import PauseReason
+from batchmill.types import Commit, EngineStats, ModelSpec, Provision
+from batchmill.types.models import DIED
+from batchmill.wire.messages import (
+    Answered,
+    Answers,
+    Charged,
+    Drain,
+    EngineDied,
+    Failed,
+    Head,
+    Heartbeat,
+    Ready,
+    Record,
+    ReplyChunk,
+    Start,
+    StorageBroken,
+    Suspected,
+)
+
+FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
+MENDED_ELSEWHERE = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # where other replicas go on
+DRAIN_S = 10.0  # workers may take so long to record what they have and end
+END_S = 10.0  # and so long to be gone once they are killed
+REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
+DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
+# As many where a row that ran alone was to blame, and no row got through between: it is not the rows. And as many where
+# live requests were being answered, and none got through between.
+ROW_DEATHS_MAX = 30
+GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
+
+
+class Death(Struct, frozen=True):
+    """What the end of a worker left."""
+
+    adopted: Sequence[Commit] = ()  # outcomes it had not told of
+    by_row: bool = False  # it ran one row alone, which is to blame
+
+
+class RowDispatcher(Protocol):
+    """Gives rows to the workers of pools, and takes what they say of rows."""
+
+    def load(self, key: str) -> Load:
+        """The rows that wait for the workers of this pool key."""
+        ...
+
+    async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
+        """A message of a worker about itself being ready, or about rows. It waits while the ledger is behind."""
+        ...
+
+    def failed(self, pool: Pool, failure: Failed) -> None:
+        """The pool has failed, or one job at it."""
+        ...
+
+    async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
+        """A worker's process has ended: count what it had finished, and give the rest of its shards to others."""
+        ...
+
+
+class PoolTools(Struct, frozen=True):
+    """What every pool of a data directory works with."""
+
+    executor: Executor
+    dispatcher: RowDispatcher
+    clock: Clock
+    allocations: Allocations
+    log: EngineLog
+    quarantine: Quarantine
+    provisions: Provisions = NothingProvided()
+
+
+class CrashCounter:
+    """How often the workers of one model have died in a row, and whether the model is to be given up for it."""
+
+    def __init__(self) -> None:
+        self._plain = self._by_row = self._by_call = 0
+
+    def count(self, *, by_row: bool, by_call: bool) -> None:
+        """One more, by a row that ran alone, while live requests were being answered, or by nobody known."""
+        if by_row:
+            self._plain = 0
+            self._by_row += 1
+        elif by_call:
+            self._by_call += 1
+        else:
+            self._plain += 1
+
+    @property
+    def most(self) -> int:
+        return max(self._plain, self._by_row, self._by_call)
+
+    @property
+    def are_too_many(self) -> bool:
+        return self._plain >= DEATHS_MAX or max(self._by_row, self._by_call) >= ROW_DEATHS_MAX
+
+    @property
+    def are_of_rows(self) -> bool:
+        """So many by rows that it is not the rows."""
+        return self._by_row >= ROW_DEATHS_MAX
+
+    def answered(self) -> None:
+        """A live request was answered."""
+        self._by_call = 0
+
+    def rest(self) -> None:
+        """The replica that died rests while others go on."""
+        self._plain = self._by_call = 0
+
+    def got_through(self, commit: Commit) -> bool:
+        """Rows were finished: the deaths before them were not the model's. False: one was given up."""
+        self._plain = self._by_call = 0
+        if not (commit.rows_ok or commit.errors.keys() - {GIVEN_UP}):
+            return False
+        self._by_row = 0
+        return True
+
+
+class _Replica:
+    """One of the model's workers, and those that take its place."""
+
+    def __init__(self, number: int, *, is_extra: bool) -> None:
+        self.number, self.is_extra = number, is_extra
+        self.worker: PoolWorker | None = None
+        self.is_waiting = False  # for room, or for another try: nothing of it runs
+        self.is_leaving = False
+        self.failures = 0  # in a row
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def dearness(self) -> tuple[bool, bool, int, int]:
+        """Those that are missed least come first."""
+        worker = self.worker
+        busy = 0 if worker is None else len(worker.calls) + len(worker.opened)
+        return (not self.is_waiting, worker is not None and worker.is_ready, busy, -self.number)
+
+
+class Pool:
+    def __init__(
+        self, key: str, model: ModelSpec, home: Path, tools: PoolTools, *, after: asyncio.Task[None] | None = None
+    ) -> None:
+        """Start the workers; once `after` is done, where one is given."""
+        self._provided: Provision | None = None  # since secrets have changed
+        self.key, self.model, self._home = key, model, home
+        self._tools, self._dispatcher, self._clock, self._after = tools, tools.dispatcher, tools.clock, after
+        self.workers: dict[str, PoolWorker] = {}
+        self._stopping = False
+        self._deaths = CrashCounter()
+        self.failure: Failed | None = None
+        self.was_ready = False  # a worker of it has been ready
+        self.sums, self.adapters = CallSums(), AdapterSums()
+        self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
+        self.standing = ReplicaTarget(0)
+        self._replicas: dict[int, _Replica] = {}
+        self.scale(ReplicaTarget(must_be_there(model)))
+        self._watching = asyncio.create_task(self._watch())
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def scale(self, standing: ReplicaTarget) -> None:
+        """Have as many replicas as are wanted. Those that are too many finish what they have."""
+        if self._stopping or self.failure is not None:
+            return
+        self.standing = standing
+        staying = [each for each in self._replicas.values() if not each.is_leaving]
+        free = (number for number in itertools.count() if number not in self._replicas)
+        for number in itertools.islice(free, max(0, standing.wanted - len(staying))):
+            is_extra = sum(not each.is_leaving for each in self._replicas.values()) >= must_be_there(self.model)
+            replica = self._replicas[number] = _Replica(number, is_extra=is_extra)
+            replica.task = asyncio.create_task(self._tend(replica))
+            replica.task.add_done_callback(lambda task, replica=replica: self._tended(replica, task))
+        for replica in sorted(staying, key=lambda each: each.dearness)[: max(0, len(staying) - standing.wanted)]:
+            self._let_go(replica)
+
+    def shed(self, number: int) -> None:
+        """Let a replica go that its model can run without, for another model."""
+        self.standing = ReplicaTarget(self.standing.wanted - 1)
+        self._let_go(self._replicas[number])
+
+    def _let_go(self, replica: _Replica) -> None:
+        replica.is_leaving = True
+        self._tools.log.add(self.key, "stopping", "it is not needed any more", replica.number)
+        if replica.is_waiting and replica.task is not None:
+            replica.task.cancel()
+        elif replica.worker is not None:
+            replica.worker.drain()
+
+    def extras(self) -> list[Replica]:
+        """Replicas that the model can run without, those that are missed least first."""
+        staying = sorted(
+            (each for each in self._replicas.values() if not each.is_leaving and self._has_room(each)),
+            key=lambda each: each.dearness,
+        )
+        return [self._place(each) for each in staying[: max(0, len(staying) - must_be_there(self.model))]]
+
+    def places(self, *, leaving: bool = False) -> list[Replica]:
+        """The room that it holds; `leaving`: of replicas that are about to end."""
+        return [
+            self._place(each)
+            for each in self._replicas.values()
+            if self._has_room(each) and (self._stopping or each.is_leaving or not leaving)
+        ]
+
+    def _place(self, replica: _Replica) -> Replica:
+        return Replica(self.key, replica.number)
+
+    def _has_room(self, replica: _Replica) -> bool:
+        return self._tools.allocations.machine.holds(self._place(replica))
+
+    @property
+    def replicas(self) -> int:  # that run or start
+        return sum(not each.is_waiting for each in self._replicas.values())
+
+    @property
+    def waits(self) -> str:
+        """For what the first of its replicas that has no room waits; empty: none does."""
+        told = (self._tools.allocations.why(self._place(each)) for each in self._replicas.values() if each.is_waiting)
+        return next(filter(None, told), "")
+
+    def _goes_on(self, replica: _Replica) -> bool:
+        return not (self._stopping or replica.is_leaving or self.failure is not None)
+
+    async def _tend(self, replica: _Replica) -> None:
+        """Keep one worker alive until the pool stops, or the replica is not needed."""
+        if self._after is not None:
+            replica.is_waiting = True
+            await asyncio.wait({self._after})
+            replica.is_waiting = False
+        if flaw := self._tools.allocations.machine.never(self.model):
+            self._fail(Failed("machine_too_small", flaw, PauseReason.ENGINE_FAILED))
+        while self._goes_on(replica):
+            room = await self._take_room(replica)
+            try:
+                await self._serve(replica, room)
+            finally:
+                self._tools.allocations.give_back(self._place(replica))
+            if self._goes_on(replica):
+                replica.is_waiting = True
+                await self._clock.sleep(rest_s(replica.failures))
+                replica.is_waiting = False
+
+    async def _take_room(self, replica: _Replica) -> Capacity:
+        needs = self._tools.allocations.machine.needs_of(self.model)
+        replica.is_waiting = True
+        room = await self._tools.allocations.take(
+            AllocationRequest(self._place(replica), self.model.name, needs, replica.is_extra),
+            lambda why: self._tools.log.add(self.key, "waiting", why, replica.number),
+        )
+        replica.is_waiting = False
+        return room
+
+    async def _serve(self, replica: _Replica, room: Capacity) -> None:
+        """Start workers, one after another, until the replica is needed no more or fails."""
+        log = self._tools.log
+        is_first = True
+        while self._goes_on(replica):
+            name = uuid.uuid4().hex
+            home = self._home / f"worker-{replica.number}"
+            provision = await self._provision()
+            if provision is None:
+                return
+            log.add(self.key, "starting" if is_first else "restarted", replica=replica.number)
+            is_first = False
+            try:
+                poison = self._tools.quarantine.poison(self.model.source)
+                start = Start(name, self.model, str(home), replica.number, provision, room.gpus, poison)
+                handle = await self._tools.executor.start(start)
+            except OSError as error:
+                self._fail(_not_started(error))
+                return
+            worker = replica.worker = PoolWorker(name, home, handle, provision, replica.number)
+            try:
+                failed = await self._listen(replica, worker)
+            finally:  # nobody hears it any more: whoever waits for an answer of it is told
+                worker.is_ready = False
+                is_answering = bool(worker.calls)
+                worker.end_calls(self._lost())
+            code = await handle.wait()
+            replica.worker = None
+            del self.workers[name]
+            death = await self._dispatcher.recover_worker(self, worker, code)
+            if self._stopping or replica.is_leaving:
+                log.add(self.key, "stopped", replica=replica.number)
+                return
+            if failed or self._count_death(worker, death, code, is_answering=is_answering):
+                return
+
+    async def _provision(self) -> Provision | None:
+        """What the workers are given; None where a secret is missing, and the model has failed for that."""
+        try:
+            return await self._tools.provisions.of(self.model)
+        except BatchmillError as error:
+            self._fail(Failed(error.code, error.message, PauseReason.ENGINE_FAILED))
+            return None
+
+    async def provide(self) -> None:
+        """Secrets have changed: give the workers those of now. Without one that it needs the model has failed."""
+        provision = None if self._stopping or self.failure is not None else await self._provision()
+        if provision is not None:
+            self._provided = provision
+            for worker in self.workers.values():
+                worker.provide(provision)
+
+    async def _listen(self, replica: _Replica, worker: PoolWorker) -> bool:
+        """Hear a worker out until it has gone; True when it said that it has failed."""
+        worker.heard = self._clock.monotonic()
+        self.workers[worker.name] = worker
+        if self._provided is not None:
+            worker.provide(self._provided)
+        if self._stopping or replica.is_leaving:  # since it was asked for
+            worker.end()
+        failed = False
+        async for message in worker.handle.messages():
+            worker.heard = self._clock.monotonic()
+            failed = await self._receive(worker, message) or failed
+        return failed
+
+    def _lost(self) -> BatchmillError:
+        """What live requests hear that a worker has left without an answer."""
+        if self.failure is not None:
+            return ModelFailed(self.failure.message)
+        return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
+
+    def _count_death(self, worker: PoolWorker, death: Death, code: int, *, is_answering: bool) -> bool:
+        """Give the model up when its workers die one after another; a row that is to blame is given up instead.
+
+        A live request that kills a worker must not fail the jobs there. True where this replica is given up for now.
+        """
+        for commit in death.adopted:
+            self._got_through(worker, commit)
+        if worker.is_ended:
+            return False
+        self._deaths.count(by_row=death.by_row, by_call=is_answering and not worker.storage_error)
+        log = worker.home / f"{worker.name}.log"
+        told = redaction.mask(last_lines(log))
+        why = f"its disk failed: {worker.storage_error}" if worker.storage_error else f"exit code {code}"
+        text = f"a worker died ({why})" + (f"; its last lines:\n{told}" if told else f"; see {log}")
+        self._tools.log.add(self.key, "failed", text, worker.replica)
+        if not self._deaths.are_too_many:
+            return False
+        text = f"{self._deaths.most} workers of {self.model.name!r} died one after another ({why}); see {log}"
+        if worker.storage_error:
+            self._give_up(worker, Failed("storage_failed", text, PauseReason.STORAGE_FAILED))
+        else:
+            self._give_up(worker, Failed("worker_crashed", text, PauseReason.ENGINE_FAILED))
+        return True
+
+    def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
+        """One replica among others that are ready rests for a while; the only one is the model's failure."""
+        others = [each for each in self.ready() if each is not worker]
+        if failure.reason not in MENDED_ELSEWHERE or not others or self._deaths.are_of_rows:
+            self._fail(failure)
+            return
+        self._replicas[worker.replica].failures += 1
+        self._deaths.rest()
+        self._tools.log.add(self.key, "failed", failure.message, worker.replica)
+
+    def _got_through(self, worker: PoolWorker, commit: Commit) -> None:
+        """Rows were finished: the deaths before them were not the model's."""
+        if self._deaths.got_through(commit) and worker.replica in self._replicas:
+            self._replicas[worker.replica].failures = 0
+
+    def _tended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
+        """A worker that nobody tends any more is heard of, not waited for."""
+        self._replicas.pop(replica.number, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
+            self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
+
+    async def _receive(self, worker: PoolWorker, message: object) -> bool:
+        """Handle a worker's message, or pass on what is about rows; True when it said that it has failed."""
+        match message:
+            case Answers(answers, stats):
+                worker.answer(answers)
+                if answers:
+                    self._deaths.answered()
+                if stats is not None:
+                    self.sums.add(stats)
+            case ReplyChunk() | Head() | Answered():
+                worker.hear(message)
+                if isinstance(message, Answered):
+                    self._deaths.answered()
+            case Ready():
+                if not worker.is_leaving:
+                    worker.is_ready = self.was_ready = True
+                    self._tools.log.add(self.key, "ready", replica=worker.replica)
+                    self._change()
+                    await self._dispatcher.receive(self, worker, message)
+            case Heartbeat(stats):
+                self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
+                worker.stats = stats
+            case EngineDied(_, how, in_flight):
+                self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
+            case Suspected() | Charged():
+                self._tools.quarantine.hear(self.model.source, message)
+            case StorageBroken(told):
+                worker.storage_error = told
+            case Failed(job=None):
+                self._give_up(worker, message)
+                return True
+            case _:
+                if isinstance(message, Record):
+                    self._got_through(worker, message.commit)
+                await self._dispatcher.receive(self, worker, message)
+        return False
+
+    def _fail(self, failure: Failed) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self._tools.log.add(self.key, "failed", failure.message)
+            for replica in self._replicas.values():
+                if replica.is_waiting and replica.task is not None:
+                    replica.task.cancel()
+            self._dispatcher.failed(self, failure)
+            self._change()
+
+    async def _watch(self) -> None:
+        """End workers that are stopped by a signal: their leases must go on elsewhere."""
+        while True:
+            await self._clock.sleep(FROZEN_S / 10)
+            for worker in list(self.workers.values()):
+                if self._clock.monotonic() - worker.heard > FROZEN_S and worker.handle.is_frozen():
+                    worker.handle.kill()
+
+    def is_running(self, job_id: str) -> bool:
+        """Whether a worker was told to let go of this job and has not."""
+        return any(job_id in worker.revoked for worker in self.workers.values())
+
+    def kill(self) -> None:
+        """End the workers now; `stop` tells when they have gone."""
+        self._stopping = True
+        for worker in self.workers.values():
+            worker.end()
+
+    def ready(self) -> list[PoolWorker]:
+        """Workers that may be given something."""
+        return [worker for worker in self.workers.values() if worker.is_ready and not worker.is_ended]
+
+    def gauge(self, *, rows_left: Sequence[int], waiting: int) -> ModelGauge:
+        """What it does now; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
+        workers = list(self.workers.values())
+        stats: list[EngineStats] = [worker.stats for worker in workers]
+        known = [each.cached_share for each in stats if each.cached_share is not None]
+        return ModelGauge(
+            name=self.model.name,
+            workers=len(workers),
+            ready=sum(worker.is_ready for worker in workers),
+            in_flight=sum(each.in_flight for each in stats),
+            limit=sum(each.in_flight_limit for each in stats),
+            live=sum(len(worker.calls) for worker in workers),
+            live_waiting=self.waiting,
+            kv_usage=sum(each.kv_usage for each in stats) / len(stats) if stats else 0.0,
+            cached_share=sum(known) / len(known) if known else None,
+            note="; ".join(dict.fromkeys(each.note for each in stats if each.note)),
+            failure="" if self.failure is None else self.failure.message,
+            jobs=len(rows_left),
+            jobs_waiting=waiting,
+            rows_waiting=sum(rows_left),
+            replicas=self.replicas,
+            wanted=self.standing.wanted,
+            waits=self.waits,
+            adapters_loaded=sum(each.adapters_loaded for each in stats),
+        )
+
+    # -- for live requests --------------------------------------------------------------------------------------------
+
+    def least_live(self) -> PoolWorker | None:
+        """The ready worker with the fewest live requests."""
+        found = None
+        for worker in () if self._stopping else self.workers.values():  # for every call: no list, no key
+            is_free = worker.is_ready and not worker.is_ended
+            if is_free and (found is None or len(worker.calls) < len(found.calls)):
+                found = worker
+        return found
+
+    @property
+    def requests(self) -> int:
+        """Live requests that are being answered, or wait."""
+        return self.waiting + sum(len(worker.calls) for worker in self.workers.values())
+
+    @property
+    def waiting(self) -> int:  # live requests that no worker is ready for
+        return len(self._waiters)
+
+    async def change(self) -> None:
+        """Return when a worker is ready, or none will ever be."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def _change(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Let the workers record what they have and end; `at_once`: end them now. Returns when they have gone.
+
+        Concurrency: may be called again, with `at_once`, while it waits.
+        """
+        if not self._stopping:
+            self._tools.log.add(self.key, "stopping")
+        self._stopping = True
+        self._change()
+        self._watching.cancel()
+        if at_once:
+            self.kill()
+        for replica in self._replicas.values():
+            if replica.is_waiting and replica.task is not None:
+                replica.task.cancel()
+        for worker in self.workers.values():
+            worker.handle.send(Drain())
+        tending = {each.task for each in self._replicas.values() if each.task is not None}
+        if not tending:
+            return
+        _, late = await asyncio.wait(tending, timeout=END_S if at_once else DRAIN_S)
+        self.kill()
+        if late:
+            _, late = await asyncio.wait(late, timeout=END_S)
+        for task in late:
+            task.cancel()
+
+
+def rest_s(failures: int) -> float:
+    """How long what has failed so often in a row is left alone."""
+    return min(REST_MAX_S, REST_S * 2 ** min(failures - 1, 10))
+
+
+def _not_started(error: OSError) -> Failed:
+    """A full disk is no fault of the model's: its jobs go on when there is room."""
+    text = f"a worker cannot be started: {error}"
+    if (told := of_system(error)) is not None:
+        return Failed(told.code, text, told.reason)
+    return Failed("worker_failed", text, PauseReason.ENGINE_FAILED)

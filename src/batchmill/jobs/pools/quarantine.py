@@ -1,0 +1,156 @@
+"""Requests that engines died of, and whose deaths they were: kept for a while, and known to every worker of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import sqlalchemy as sa
+from msgspec.structs import replace
+
+from batchmill.config import QuarantineEntry
+from batchmill.errors import BatchmillError, InvalidInput
+from batchmill.ports import Clock
+from batchmill.store.database import Database
+from batchmill.store.tables import quarantine
+from batchmill.types.models import BUDGET_WINDOW_S, Charge, Poison, Suspect
+from batchmill.wire.messages import Charged, Learn, Suspected
+
+log = logging.getLogger("batchmill.quarantine")
+
+CHARGES_MAX = 1_000  # of one model: the newest
+SHOWN_CHARS = 64  # of a digest that is refused
+
+
+class Quarantine:
+    """
+    Args:
+        database: where it is kept; None: nowhere.
+    """
+
+    def __init__(
+        self, clock: Clock, database: Database | None = None, settings: QuarantineEntry = QuarantineEntry()
+    ) -> None:
+        self._clock, self._database, self.settings = clock, database, settings
+        self._suspects: dict[str, Suspect] = {}  # digest -> of any model, the oldest first
+        self._charges: dict[str, list[Charge]] = {}  # model -> of the last hour
+        self._writing: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[str, Learn], None]] = []
+
+    async def load(self) -> None:
+        """Read what there is."""
+        if self._database is not None:
+            for suspect in await self._database.read(_read_all):
+                self._suspects[suspect.digest] = suspect
+        self._forget_old()
+
+    def poison(self, model: str) -> Poison:
+        """What engines of a base model are told."""
+        self._forget_old()
+        return Poison(
+            [each for each in self._suspects.values() if each.model == model],
+            list(self._charges.get(model, ())),
+            self.settings.deaths_per_hour,
+        )
+
+    def hear(self, model: str, message: Suspected | Charged) -> None:
+        """What a worker of a base model says."""
+        match message:
+            case Suspected(suspect):
+                self.suspect(model, suspect)
+            case Charged(charge, is_taken_back):
+                self.charge(model, charge, is_taken_back=is_taken_back)
+
+    def listen(self, listener: Callable[[str, Learn], None]) -> None:
+        """Call `listener` with a base model and what its engines are told, each time that changes."""
+        self._listeners.append(listener)
+
+    def _tell(self, model: str) -> None:
+        for listener in self._listeners:
+            listener(model, Learn(self.poison(model)))
+
+    def suspect(self, model: str, suspect: Suspect) -> None:
+        """An engine died with a request alone in flight; without deaths: it outlived that request since."""
+        suspect = replace(suspect, model=model)
+        self._suspects.pop(suspect.digest, None)
+        gone = [] if suspect.deaths else [suspect.digest]
+        if suspect.deaths:
+            self._suspects[suspect.digest] = suspect
+        while len(self._suspects) > self.settings.entries_max:
+            oldest = next(iter(self._suspects))
+            del self._suspects[oldest]
+            gone.append(oldest)
+        self._write([suspect] if suspect.deaths else [], gone)
+        self._tell(model)
+
+    def charge(self, model: str, charge: Charge, *, is_taken_back: bool = False) -> None:
+        """A death is a project's, or was not."""
+        since = self._clock.now() - BUDGET_WINDOW_S
+        kept = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
+        self._charges[model] = [*kept, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
+        self._tell(model)
+
+    def list(self, project: str | None) -> list[Suspect]:
+        """Those of a project, or of all; the oldest first."""
+        self._forget_old()
+        return [each for each in self._suspects.values() if project in (None, each.project)]
+
+    def clear(self, project: str | None, digest: str | None = None) -> list[Suspect]:
+        """Let requests go: one, by the beginning of its digest, or all of a project, or of everybody. Returns which.
+
+        Raises: InvalidInput (`ambiguous_request`) where several begin like that.
+        """
+        found = [each for each in self.list(project) if digest is None or each.digest.startswith(digest)]
+        if digest is not None and len(found) > 1:
+            raise InvalidInput(
+                f"{len(found):,} requests begin with {digest[:SHOWN_CHARS]!r}: write more of the digest",
+                code="ambiguous_request",
+            )
+        for each in found:
+            del self._suspects[each.digest]
+        self._write([], [each.digest for each in found])
+        for model in {each.model for each in found}:
+            self._tell(model)
+        return found
+
+    async def close(self) -> None:
+        """Return once it is written."""
+        if self._writing:
+            await asyncio.wait(self._writing)
+
+    def _forget_old(self) -> None:
+        since = self._clock.now() - self.settings.expires_s
+        old = [each.digest for each in self._suspects.values() if each.at < since]
+        for digest in old:
+            del self._suspects[digest]
+        if old:
+            self._write([], old)
+
+    def _write(self, put: list[Suspect], gone: list[str]) -> None:
+        if self._database is not None and (put or gone):
+            task = asyncio.create_task(self._written(self._database, put, gone))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _written(self, database: Database, put: list[Suspect], gone: list[str]) -> None:
+        try:
+            await database.write(_change, put, gone)
+        except BatchmillError as error:  # it holds until this process ends
+            log.warning("which requests engines died of could not be written down: %s", error.message)
+
+
+def _read_all(db: sa.Connection) -> list[Suspect]:
+    rows = db.execute(sa.select(quarantine).order_by(quarantine.c.at))
+    return [Suspect(row.digest, row.project, row.url, row.deaths, row.at, row.model) for row in rows]
+
+
+def _change(db: sa.Connection, put: list[Suspect], gone: list[str]) -> None:
+    for digest in [*gone, *(each.digest for each in put)]:
+        db.execute(quarantine.delete().where(quarantine.c.digest == digest))
+    for each in put:
+        db.execute(
+            quarantine.insert().values(
+                digest=each.digest, model=each.model, project=each.project, url=each.url, deaths=each.deaths, at=each.at
+            )
+        )

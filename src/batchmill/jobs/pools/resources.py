@@ -1,0 +1,363 @@
+"""What the machine has room for: replicas of all models take memory and GPUs of it together.
+
+Whoever waited first gets room first. What comes later may go ahead only where those before it would still find room,
+were all gone that were there before them: a large replica is not starved by small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from msgspec import Struct
+
+from batchmill.types import ModelSpec, Needs
+from batchmill.types.machines import size_text
+
+MEMORY, GPUS = "memory_bytes", "gpus"
+ANOTHER = "another model"
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
+_OTHERS = re.compile(
+    rf"""(?:{_QUOTED.pattern})(?= \([a-z0-9 ]+\) holds )|(?<=comes after )[^:;]+(?=, which waited first)"""
+)
+PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+
+
+class Replica(Struct, frozen=True):
+    """One replica of one pool."""
+
+    key: str
+    replica: int
+
+
+class AllocationRequest(Struct, frozen=True):
+    """What a replica asks for."""
+
+    place: Replica
+    name: str  # of its model
+    needs: Needs
+    is_extra: bool = False  # its model has others that go on without it
+
+
+class Capacity(Struct, frozen=True):
+    """What a replica has got."""
+
+    gpus: list[str] | None = None  # its own devices; None: nobody deals them
+
+
+class Leaver(Struct, frozen=True):
+    """Replicas that may leave for others, all or none."""
+
+    places: Sequence[Replica]
+    is_idle: bool  # nobody uses them; otherwise their model has others
+
+
+class _Held(Struct, frozen=True):
+    asked: AllocationRequest
+    number: int
+    gpus: list[str]
+
+
+class _Waiting(Struct, frozen=True):
+    asked: AllocationRequest
+    number: int
+
+
+class Resources:
+    def __init__(self, memory_bytes: int | None = None, gpus: Sequence[str] | None = None) -> None:
+        """None: no limit; GPUs without a limit are not dealt."""
+        self._total = {MEMORY: memory_bytes, GPUS: None if gpus is None else len(gpus)}
+        self.gpus = None if gpus is None else list(gpus)
+        self._held: dict[Replica, _Held] = {}
+        self._waiting: dict[Replica, _Waiting] = {}  # in the order in which they came
+        self._count = 0
+
+    def needs_of(self, model: ModelSpec) -> Needs:
+        """What one replica takes. A language model takes as many GPUs as its flags say, where there are any."""
+        needs = model.needs
+        if model.function is not None:
+            return Needs(needs.memory_bytes, max(needs.gpus, model.function.gpus))
+        if model.engine == "llm" and not needs.gpus and self.gpus:
+            return Needs(needs.memory_bytes, _parallel(model.engine_args))
+        return needs
+
+    def never(self, model: ModelSpec) -> str:
+        """Why the replicas that must be there together can never be; empty: they can."""
+        needs, count = self.needs_of(model), must_be_there(model)
+        for what in (MEMORY, GPUS):
+            total, one = self._total[what], getattr(needs, what)
+            if total is not None and one * count > total:
+                who = f"{model.name!r}" if count == 1 else f"{count} replicas of {model.name!r}"
+                return (
+                    f"{who} {'needs' if count == 1 else 'need'} {_text(what, one * count)} and the machine has "
+                    f"{_text(what, total)} for models: give the model less, or the machine more ([machine])"
+                )
+        return ""
+
+    # -- taking -------------------------------------------------------------------------------------------------------
+
+    def ask(self, asked: AllocationRequest) -> None:
+        """Wait in the queue; `allot` says when there is room."""
+        assert asked.place not in self._held and asked.place not in self._waiting, "a replica asks once"
+        self._count += 1
+        self._waiting[asked.place] = _Waiting(asked, self._count)
+
+    def withdraw(self, place: Replica) -> None:
+        """Wait no more."""
+        self._waiting.pop(place, None)
+
+    def allot(self) -> list[tuple[Replica, Capacity]]:
+        """Give room to those that wait and find it, in the order in which they are served."""
+        return [(each.asked.place, self._take(each.asked)) for each in self._queue() if self._fits(each, self._free())]
+
+    def _take(self, asked: AllocationRequest) -> Capacity:
+        del self._waiting[asked.place]
+        self._count += 1
+        if self.gpus is None:
+            self._held[asked.place] = _Held(asked, self._count, [])
+            return Capacity()
+        dealt = {gpu for held in self._held.values() for gpu in held.gpus}
+        own = [gpu for gpu in self.gpus if gpu not in dealt][: asked.needs.gpus]
+        self._held[asked.place] = _Held(asked, self._count, own)
+        return Capacity(own if asked.needs.gpus else None)
+
+    def give_back(self, place: Replica) -> None:
+        """The replica has ended."""
+        del self._held[place]
+
+    def holds(self, place: Replica) -> bool:
+        return place in self._held
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self._waiting)
+
+    # -- reckoning ----------------------------------------------------------------------------------------------------
+
+    def _queue(self) -> list[_Waiting]:
+        """Replicas without which a model does not run, then those that come to others."""
+        return sorted(self._waiting.values(), key=lambda each: (each.asked.is_extra, each.number))
+
+    def _free(self) -> dict[str, int]:
+        return _less(
+            {what: total or 0 for what, total in self._total.items()}, (held.asked for held in self._held.values())
+        )
+
+    def _fits(self, waiting: _Waiting, free: dict[str, int]) -> bool:
+        asked = waiting.asked
+        return all(
+            self._fits_in(waiting, what, free[what])
+            for what in (MEMORY, GPUS)
+            if self._total[what] is not None and getattr(asked.needs, what)
+        )
+
+    def _fits_in(self, waiting: _Waiting, what: str, free: int) -> bool:
+        need = getattr(waiting.asked.needs, what)
+        if need > free:
+            return False
+        ahead = [each for each in self._ahead(waiting) if getattr(each.asked.needs, what)]
+        if not ahead:
+            return True
+        if waiting.asked.is_extra:
+            return False
+        since = min(each.number for each in ahead)
+        later = sum(getattr(held.asked.needs, what) for held in self._held.values() if held.number > since)
+        return later + need + sum(getattr(each.asked.needs, what) for each in ahead) <= (self._total[what] or 0)
+
+    def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
+        """Those that are served before it and wait still."""
+        queue = self._queue()
+        return [each for each in queue[: queue.index(waiting)] if not each.asked.is_extra]
+
+    def clearances(self, leaving: Collection[Replica], leavers: Sequence[Leaver]) -> list[Leaver]:
+        """Which of these must leave so that those that wait find room: as few as will do, the first of them first.
+
+        `leaving`: places whose replicas are ending already.
+        """
+        free = _more(self._free(), [self._held[place].asked for place in leaving if place in self._held])
+        chosen: list[Leaver] = []
+        for waiting in self._queue():
+            picked = []
+            if not self._fits(waiting, free):
+                rest = [each for each in leavers if each not in chosen and self._may_leave_for(each, waiting.asked)]
+                picked = self._pick(waiting, free, rest)
+                chosen += picked
+                free = _more(free, self._of(picked))
+            if self._fits(waiting, free):
+                free = _less(free, [waiting.asked])
+        return chosen
+
+    @staticmethod
+    def _may_leave_for(leaver: Leaver, asked: AllocationRequest) -> bool:
+        """Replicas of a model in use leave only for one that a model cannot run without."""
+        is_own = any(place.key == asked.place.key for place in leaver.places)
+        return not is_own and (leaver.is_idle or not asked.is_extra)
+
+    def _pick(self, waiting: _Waiting, free: dict[str, int], leavers: Sequence[Leaver]) -> list[Leaver]:
+        picked: list[Leaver] = []
+        for each in leavers:
+            if self._fits(waiting, _more(free, self._of(picked))):
+                break
+            picked.append(each)
+        if not self._fits(waiting, _more(free, self._of(picked))):
+            return []
+        for each in list(picked):
+            fewer = [other for other in picked if other is not each]
+            if self._fits(waiting, _more(free, self._of(fewer))):
+                picked = fewer
+        return picked
+
+    def _of(self, leavers: Iterable[Leaver]) -> list[AllocationRequest]:
+        places = [place for leaver in leavers for place in leaver.places]
+        return [self._held[place].asked for place in places if place in self._held]
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def why(self, place: Replica, use_of: Callable[[str], str]) -> str:
+        """For what a replica waits, in a sentence; empty where it does not. `use_of` says what uses the pool of a key.
+
+        As "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB".
+        """
+        waiting = self._waiting.get(place)
+        if waiting is None:
+            return ""
+        free = self._free()
+        short = [what for what in (MEMORY, GPUS) if self._is_short(waiting, what, free)]
+        parts, holders = (
+            [],
+            dict.fromkeys(
+                held.asked.place.key
+                for held in self._held.values()
+                if any(getattr(held.asked.needs, what) for what in short)
+            ),
+        )
+        for what in short:
+            have = "is" if what == GPUS and free[what] == 1 else "are"
+            need, total = _text(what, getattr(waiting.asked.needs, what)), self._total[what] or 0
+            parts.append(f"needs {need} and {_of_total(what, free[what], total)} {have} free")
+        before = [f"{each.asked.name!r}" for each in self._ahead(waiting)] if not parts else []
+        if before:
+            parts.append(f"comes after {', '.join(dict.fromkeys(before))}, which waited first")
+        if not parts:
+            return ""
+        told = "; ".join(f"{self._name(key)} ({use_of(key)}) holds {self._holding(key, short)}" for key in holders)
+        return f"{waiting.asked.name!r} " + ", and ".join(parts) + (f": {told}" if told else "")
+
+    def _is_short(self, waiting: _Waiting, what: str, free: dict[str, int]) -> bool:
+        return self._total[what] is not None and getattr(waiting.asked.needs, what) > free[what]
+
+    def _name(self, key: str) -> str:
+        return next(f"{held.asked.name!r}" for place, held in self._held.items() if place.key == key)
+
+    def _holding(self, key: str, whats: Sequence[str]) -> str:
+        mine = [held.asked.needs for place, held in self._held.items() if place.key == key]
+        sums = [(what, sum(getattr(needs, what) for needs in mine)) for what in whats]
+        return " and ".join(_text(what, amount) for what, amount in sums if amount)
+
+
+def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
+    """What `why` says, for one who may not know of every model: others are "another model"."""
+
+    def told(found: re.Match[str]) -> str:
+        return found[0] if may_know(found[0][1:-1]) else ANOTHER
+
+    return _OTHERS.sub(lambda part: _QUOTED.sub(told, part[0]), sentence)
+
+
+def must_be_there(model: ModelSpec) -> int:
+    """Replicas that a model has at least while it runs."""
+    return max(1, model.workers if model.scaling is None else model.scaling.replicas_min)
+
+
+def _parallel(engine_args: dict[str, str | int | float | bool | None]) -> int:
+    """GPUs of one server by its flags. One that is no number is the engine's to refuse."""
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in engine_args.items()}
+    count = 1
+    for name in PARALLEL:
+        value = str(flags.get(name, 1))
+        count *= max(1, int(value)) if value.isdecimal() else 1
+    return count
+
+
+def _less(free: dict[str, int], taken: Iterable[AllocationRequest]) -> dict[str, int]:
+    return _sum(free, taken, -1)
+
+
+def _more(free: dict[str, int], freed: Iterable[AllocationRequest]) -> dict[str, int]:
+    return _sum(free, freed, 1)
+
+
+def _sum(free: dict[str, int], others: Iterable[AllocationRequest], sign: int) -> dict[str, int]:
+    whole = list(others)
+    return {what: amount + sign * sum(getattr(each.needs, what) for each in whole) for what, amount in free.items()}
+
+
+def _text(what: str, amount: int) -> str:
+    if what == MEMORY:
+        return size_text(amount)
+    return f"{amount} GPU" + ("" if amount == 1 else "s")
+
+
+def _of_total(what: str, free: int, total: int) -> str:
+    """ "4 of 24 GiB", "1 of 4 GPUs"; "300 MiB of 24 GiB" where the units differ."""
+    told, whole = _text(what, max(0, free)), _text(what, total)
+    if what == GPUS or told.split()[-1] == whole.split()[-1] or free <= 0:
+        return f"{told.split()[0] if free > 0 else 0} of {whole}"
+    return f"{told} of {whole}"
+
+
+class Allocations:
+    """Has replicas wait for room on the machine, and asks for room to be made while some wait."""
+
+    def __init__(self, machine: Resources) -> None:
+        self.machine = machine
+        self.make_room: Callable[[], None] = _nothing  # called while replicas wait, whenever something has changed
+        self.use_of: Callable[[str], str] = _unknown  # pool key -> what uses it, for people
+        self._heard: dict[Replica, asyncio.Future[Capacity]] = {}
+
+    async def take(self, asked: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
+        """Room for a replica, once there is some. `waits` hears for what, where there is none at once."""
+        heard = self._heard[asked.place] = asyncio.get_running_loop().create_future()
+        self.machine.ask(asked)
+        try:
+            self.review()
+            if not heard.done():
+                waits(self.why(asked.place))
+            return await heard
+        except asyncio.CancelledError:
+            self._heard.pop(asked.place, None)
+            if self.machine.holds(asked.place):
+                self.machine.give_back(asked.place)
+            else:
+                self.machine.withdraw(asked.place)
+            self.review()
+            raise
+
+    def give_back(self, place: Replica) -> None:
+        """The replica has ended."""
+        self.machine.give_back(place)
+        self.review()
+
+    def review(self) -> None:
+        """Room has come free, or somebody waits who did not, or a pool is needed no more."""
+        for place, room in self.machine.allot():
+            heard = self._heard.pop(place)
+            if heard.cancelled():  # its replica has not yet noticed that it is to wait no more
+                self.machine.give_back(place)
+            else:
+                heard.set_result(room)
+        if self.machine.is_waited_for:
+            self.make_room()
+
+    def why(self, place: Replica) -> str:
+        """For what a replica waits; empty where it does not."""
+        return self.machine.why(place, self.use_of)
+
+
+def _nothing() -> None:
+    """Nobody makes room."""
+
+
+def _unknown(key: str) -> str:
+    return "in use"

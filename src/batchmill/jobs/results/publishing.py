@@ -1,0 +1,127 @@
+"""How a job's results come to be: copied while it runs where they can be, gathered in a child process otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from batchmill.children.offload import Offload
+from batchmill.errors import BatchmillError, JobPaused
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, stored_name
+from batchmill.jobs.results.streaming_results import StreamingGather
+from batchmill.types import Commit, RowError, SegmentRef
+from batchmill.wire.job_spec import JobSpec
+
+GATHER = "batchmill.jobs.results.gathering:gather_offloaded"
+GATHER_PARTIAL = "batchmill.jobs.results.gathering:partial_offloaded"
+Committed = list[tuple[int, SegmentRef]]
+
+
+class CountedRun(Protocol):
+    """A pass over a job's rows, as publishing follows it."""
+
+    plan: PlanReader
+    counted_hooks: list[Callable[[Commit], None]]
+
+    def pause(self, error: Exception) -> None: ...
+
+
+class Publishing:
+    """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
+
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload) -> None:
+        self._spec, self._files, self._offload = spec, files, offload
+        self._output = output_of(spec, files)
+        self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
+        self._copying: asyncio.Task[Manifest] | None = None
+
+    def follow(self, run: CountedRun) -> None:
+        """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
+        if can_stream(self._output, run.plan.plan):
+            run.counted_hooks.append(self._counted)
+            self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
+            self._copying.add_done_callback(lambda task: self._copied(task, run))
+
+    def _copied(self, task: asyncio.Task[Manifest], run: CountedRun) -> None:
+        """Copying that fails early is noticed: a full disk pauses the job, after anything else results are gathered."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, JobPaused):
+            run.pause(error)
+        elif self._copying is task:
+            self._copying = None
+
+    def _counted(self, commit: Commit) -> None:
+        self._queue.put_nowait(commit.ref)
+
+    async def _copy(self, rows: int) -> Manifest:
+        gather = StreamingGather(self._files.segments, self._output, self._spec.form, rows)
+        try:
+            while (ref := await self._queue.get()) is not None:
+                await asyncio.to_thread(gather.offer, [ref])
+            return await asyncio.to_thread(gather.finish)
+        finally:
+            gather.discard()
+
+    async def abandon(self) -> None:
+        """Drop what was copied: the results will be gathered when the job has ended."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.cancel()
+            await asyncio.wait({copying})
+
+    async def finish(
+        self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
+    ) -> Manifest:
+        """Write what is not written yet, audit it and publish it; `unrun` as in `results.GatherOrder`."""
+        if self._copying is not None:
+            self._queue.put_nowait(None)
+            copying, self._copying = self._copying, None
+            return await copying
+        asked = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
+        return msgspec.json.decode(await self._offload(GATHER, asked, progress), type=Manifest)
+
+
+def output_of(spec: JobSpec, files: JobFiles) -> Path:
+    """Where the results go: where the caller said, or beside the job's own files."""
+    return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
+
+
+async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, offload: Offload) -> str:
+    """Gather what is counted so far into a file of its own; its path."""
+    path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
+    if not any(files.home.glob("plan-*/plan.json")):  # no row has run
+        await asyncio.to_thread(path.touch, 0o600)
+        return str(path)
+    order = msgspec.json.encode(gather_order(spec, files, committed, path))
+    try:
+        await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return str(path)
+
+
+def gather_order(
+    spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, unrun: RowError | None = None
+) -> GatherOrder:
+    """What a gathering of this job's results needs to know."""
+    plans = sorted(files.home.glob("plan-*/plan.json"), key=lambda path: int(path.parent.name.partition("-")[2]))
+    if not plans:
+        raise BatchmillError(f"the job {spec.id} has no plan yet: no row of it has run", code="no_results")
+    return GatherOrder(
+        dataset=str(files.dataset),
+        plans=[str(path.parent) for path in plans],
+        segments=str(files.segments),
+        committed=committed,
+        form=spec.form,
+        output=str(output),
+        unrun=unrun,
+    )

@@ -1,0 +1,224 @@
+"""Which columns a table of results has, what kind of values lie in those that have no type of their own; and CSV files.
+
+CSV: strings bare, numbers with the digits they came with, objects and lists as their JSON text.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchmill.errors import InvalidInput
+from batchmill.jobs.results.gathering import LineFile, TableSource
+from batchmill.jobs.results.results import COLUMNS_MAX, ResultFile
+from batchmill.wire.forms import TableForm
+from batchmill.wire.json_bytes import decode, split_object, text_of
+
+BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
+OUTPUT, ERROR, FOLDED_FROM = TableForm.reserved
+_EXACT = 2**53  # integers up to here are floats without loss
+_INT64 = 2**63
+
+
+class ColumnNames:
+    """The input's columns in order, then what else the rows have, then what batchmill adds."""
+
+    def __init__(self, source: TableSource) -> None:
+        self._names = dict.fromkeys(source.columns)
+        self._added = [OUTPUT, ERROR, *([FOLDED_FROM] if source.folds else [])]
+
+    def note(self, names: Iterable[str]) -> None:
+        """Take the columns of a row in. Raises: InvalidInput beyond COLUMNS_MAX of them."""
+        for name in names:
+            if name not in self._names and name not in self._added:
+                if len(self._names) >= COLUMNS_MAX:
+                    raise InvalidInput(
+                        f"the rows have more than {COLUMNS_MAX} columns: name the output .jsonl, which needs none",
+                        code="too_many_columns",
+                    )
+                self._names[name] = None
+
+    def all(self) -> list[str]:
+        return [*self._names, *self._added]
+
+    def input(self) -> list[str]:
+        return list(self._names)
+
+
+class ColumnKind(StrEnum):
+    """What the values of a column are. JSON: too different from each other; each stands as its own JSON text."""
+
+    NULL = "null"
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+    TEXT = "text"
+    INTS = "list of ints"
+    VECTOR = "vector"  # list of numbers, not all of them ints
+    JSON = "json"
+    # Not kinds of a column, but of a value on its way to one.
+    LARGE = "large int"  # no float has it exactly
+    LARGE_INTS = "list of large ints"
+    EMPTY = "empty list"
+
+
+class ColumnKinds:
+    """Learns the kind of each column from its values; they need not come all at once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[type | ColumnKind]] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        """A decoded value. Whatever is none of JSON's own types, like Raw, stands as its JSON text."""
+        kind: type | ColumnKind = type(value)
+        if kind not in _KIND_OF:
+            kind = _kind_of_value(value)
+        try:
+            self._seen[name].add(kind)
+        except KeyError:
+            self._seen[name] = {kind}
+
+    def kind(self, name: str) -> ColumnKind:
+        """The one kind that holds every value seen."""
+        seen = {_KIND_OF.get(kind, kind) for kind in self._seen.get(name, ())} - {ColumnKind.NULL}
+        for kinds, one in _HELD_BY:
+            if seen <= kinds:
+                return one
+        return ColumnKind.JSON
+
+
+# The kinds of a column's values, and the first kind that holds them all without loss.
+_HELD_BY: tuple[tuple[set[ColumnKind], ColumnKind], ...] = (
+    ({ColumnKind.TEXT}, ColumnKind.TEXT),
+    ({ColumnKind.BOOL}, ColumnKind.BOOL),
+    ({ColumnKind.INT, ColumnKind.LARGE}, ColumnKind.INT),
+    ({ColumnKind.INT, ColumnKind.FLOAT}, ColumnKind.FLOAT),
+    ({ColumnKind.INTS, ColumnKind.LARGE_INTS, ColumnKind.EMPTY}, ColumnKind.INTS),
+    ({ColumnKind.INTS, ColumnKind.VECTOR, ColumnKind.EMPTY}, ColumnKind.VECTOR),
+)
+_KIND_OF: dict[Any, ColumnKind] = {
+    str: ColumnKind.TEXT,
+    bool: ColumnKind.BOOL,
+    float: ColumnKind.FLOAT,
+    type(None): ColumnKind.NULL,
+}
+
+
+def _kind_of_value(value: Any) -> ColumnKind:
+    match value:
+        case int() if abs(value) <= _EXACT:
+            return ColumnKind.INT
+        case int():
+            return ColumnKind.LARGE if -_INT64 <= value < _INT64 else ColumnKind.JSON
+        case list():
+            return _kind_of_list(value)
+        case _:
+            return ColumnKind.JSON
+
+
+def _kind_of_list(value: list[Any]) -> ColumnKind:
+    types = set(map(type, value))
+    if not types:
+        return ColumnKind.EMPTY
+    if types == {float}:
+        return ColumnKind.VECTOR
+    if not types <= {int, float}:
+        return ColumnKind.JSON
+    ints = [item for item in value if type(item) is int]
+    if max(map(abs, ints)) <= _EXACT:
+        return ColumnKind.INTS if float not in types else ColumnKind.VECTOR
+    is_held = float not in types and min(ints) >= -_INT64 and max(ints) < _INT64
+    return ColumnKind.LARGE_INTS if is_held else ColumnKind.JSON
+
+
+def decoded_members(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The members of every line. A number that no machine number holds comes as Raw."""
+    for batch in in_batches(lines):
+        try:
+            yield from _decode_many(b"[" + b",".join(batch) + b"]")
+        except msgspec.ValidationError:
+            for line in batch:
+                yield _decode_one(line)
+
+
+def _decode_one(line: bytes) -> dict[str, Any]:
+    members: dict[str, Any] = dict(split_object(line))
+    for name, value in members.items():
+        with suppress(msgspec.ValidationError):
+            members[name] = decode(value)
+    return members
+
+
+_decode_many = msgspec.json.Decoder(list[dict[str, Any]]).decode
+
+
+def in_batches(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Lines in runs of about BATCH_BYTES: as Python objects they take many times that."""
+    batch: list[bytes] = []
+    size = 0
+    for line in lines:
+        batch.append(line)
+        size += len(line)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class CsvFile:
+    """A header and a record for every row. An empty cell is null, an empty string, or a column the row lacks."""
+
+    def __init__(self, output: Path, source: TableSource) -> None:
+        self._names = ColumnNames(source)
+        self.must_learn = not source.fixed
+        self._file = LineFile(output)
+        self._columns: list[str] | None = None
+
+    def learn(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._names.note(split_object(line))
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        columns = self._begin()
+        for batch in in_batches(lines):
+            records = []
+            for line in batch:
+                members = split_object(line)
+                records.append([text_of(members[name]) if name in members else "" for name in columns])
+            self._file.write(_text_of(records), len(batch))
+
+    def publish(self) -> ResultFile:
+        self._begin()
+        return self._file.publish()
+
+    def discard(self) -> None:
+        self._file.discard()
+
+    def _begin(self) -> list[str]:
+        """The columns, settled and written as the header: every row has been seen."""
+        if self._columns is None:
+            self._columns = self._names.all()
+            self._file.write(_text_of([self._columns]), 0)
+        return self._columns
+
+
+def _text_of(records: list[list[str]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    # A bare CR ends a record for every reader, and csv quotes only what its own line terminator holds.
+    careful = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for record in records:
+        (careful if any("\r" in cell for cell in record) else writer).writerow(record)
+    return text.getvalue().encode()
+
+
+def create(output: Path, source: TableSource) -> CsvFile:
+    return CsvFile(output, source)

@@ -1,0 +1,126 @@
+"""What results are called and what is known of them: orders, manifests, and which file may hold which rows.
+
+The rows themselves are written by `streaming_results` while a job runs, and by `gathering` when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.plan import Plan
+from batchmill.types import RowError, SegmentRef
+from batchmill.wire.forms import Form
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+COLUMNS_MAX = 10_000  # of a table of results
+COMPRESSED = (".gz", ".zst")
+STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst")  # what a job may keep with itself
+
+
+class GatherOrder(Struct, frozen=True):
+    """What results are gathered from. Paths are absolute."""
+
+    dataset: str  # folder of the sealed dataset
+    plans: list[str]  # folders, by generation: the first names every row, later ones the rows that ran again
+    segments: str
+    committed: list[tuple[int, SegmentRef]]  # generation and range of every commit, the oldest generation first
+    form: Form
+    output: str
+    unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
+
+
+class ResultFile(Struct, frozen=True):
+    """A published file."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True):
+    """What was published. `rows` = `ok` + `failed`."""
+
+    output: ResultFile
+    errors: ResultFile | None  # the rows that failed, where the form keeps them apart and there are some
+    rows: int
+    ok: int
+    failed: int
+    folded: int = 0  # rows that got another row's outcome
+    rejected: int = 0  # of `failed`: refused by validation
+    unrun: int = 0  # of `failed`: never ran
+    causes: dict[str, tuple[int, str]] = {}  # error code -> (rows, one message)
+
+
+def output_kind(path: Path) -> tuple[str, str]:
+    """(jsonl, csv or parquet; "", ".gz" or ".zst") by the name of a result file. Raises: InvalidInput."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    if kind is None:
+        raise InvalidInput(
+            f"the name of the output {str(path)!r} does not say what to write: end it in {', '.join(KINDS)}, or in "
+            "one of the first three with .gz or .zst behind it",
+            code="invalid_output",
+        )
+    if kind == "parquet" and packed:
+        raise InvalidInput(f"{str(path)!r}: Parquet is compressed inside; leave out {packed!r}", code="invalid_output")
+    return kind, packed
+
+
+def stored_name(output_format: str) -> str:
+    """The name of results that stay with their job. Raises: InvalidInput."""
+    if output_format not in STORED:
+        raise InvalidInput(
+            f"results cannot be written as {output_format!r}: one of {', '.join(STORED)}", code="invalid_output"
+        )
+    return f"results.{output_format}"
+
+
+def check_kind(name: str, format: str) -> None:
+    """Whether results of a dataset of `format` can be of the kind that a file's name says. Raises: InvalidInput."""
+    output = Path(name)
+    kind, _ = output_kind(output)
+    if format == "openai" and kind != "jsonl":
+        raise InvalidInput(
+            f"results of OpenAI batch rows are JSONL: name the output {str(output.with_suffix('.jsonl'))!r}, or give "
+            "the input as a table",
+            code="invalid_output",
+        )
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise InvalidInput(
+            "writing Parquet needs pyarrow: pip install 'batchmill[parquet]', or name the output .csv or .jsonl",
+            code="missing_dependency",
+        )
+
+
+def check_output(path: str, format: str) -> None:
+    """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
+    check_kind(path, format)
+    output = Path(path)
+    if output.is_dir():
+        raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
+    if not output.parent.is_dir():
+        raise InvalidInput(
+            f"the folder {str(output.parent)!r} of the output is not there: make it", code="invalid_output"
+        )
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
+
+
+def errors_path(output: Path) -> Path:
+    """Where the rows that failed go: STEM.errors.jsonl beside the output."""
+    _, packed = output_kind(output)
+    stem = Path(output.name[: len(output.name) - len(packed)]).stem
+    return output.with_name(f"{stem}.errors.jsonl")
+
+
+def can_stream(output: Path, plan: Plan) -> bool:
+    """Whether results can be written while the first generation runs: blocks copied as they are, in file order."""
+    same_order = not (plan.permuted or plan.followers or plan.rejected)
+    return same_order and output_kind(output) == ("jsonl", "")

@@ -1,0 +1,272 @@
+"""The finished lines of a job in row order, a bounded window at a time, however its rows were run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from batchmill.datasets.sealed import SealedRows
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, Rejected, iter_rejected, read_rejected
+from batchmill.jobs.results.results import GatherOrder
+from batchmill.store.segments import Block, SegmentReader, read_ref
+from batchmill.types import Outcome, Row, RowError, SegmentRef
+from batchmill.wire.forms import Form
+
+MISSING = np.uint64(2**64 - 1)  # no outcome
+REFUSED = np.uint64(2**64 - 2)  # refused by validation
+IS_ERROR, FOLLOWS = np.uint64(1 << 63), np.uint64(1 << 62)
+PLACE = np.uint64(2**62 - 1)  # the other bits: a byte in all segments, one after the other
+NEWLINE = 10
+
+
+class RowIndex:
+    """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower.
+
+    Raises: LedgerBroken for whatever does not add up: a damaged block, a row with two outcomes in one generation, an
+    outcome of a row that the plan does not run.
+    """
+
+    def __init__(self, order: GatherOrder, progress: Progress) -> None:
+        self._plan = PlanReader(Path(order.plans[0]))
+        self._plan.close()
+        self.rows = self._plan.plan.rows
+        self.place = np.full(self.rows, MISSING, np.uint64)
+        self.size = np.zeros(self.rows, np.uint32)
+        self.reader = SegmentReader()
+        folder = Path(order.segments)
+        self._number_segments(folder, [ref for _, ref in order.committed])
+        total, done = sum(ref.length for _, ref in order.committed), 0
+        by_generation = sorted(order.committed, key=lambda commit: commit[0])
+        for generation, commits in groupby(by_generation, key=lambda commit: commit[0]):
+            planned = _Planned(Path(order.plans[generation]))
+            seen, counted = np.zeros(self.rows, bool), 0
+            for _, ref in commits:
+                for block in read_ref(folder, ref):
+                    rows = self._add(block, generation, planned)
+                    seen[rows] = True
+                    counted += block.n
+                done += ref.length
+                progress(done / total)
+            if np.count_nonzero(seen) != counted:
+                raise LedgerBroken(f"generation {generation}: {counted} outcomes for {np.count_nonzero(seen)} rows")
+        self._share(order)
+
+    def segment_at(self, places: np.ndarray) -> np.ndarray:
+        """The number of the segment that each place is in; see `bases` and `paths`."""
+        return np.searchsorted(self.bases, places, side="right") - 1
+
+    def _number_segments(self, folder: Path, refs: list[SegmentRef]) -> None:
+        ends: dict[str, int] = {}
+        for ref in refs:
+            path = str(folder / ref.segment)
+            ends[path] = max(ends.get(path, 0), ref.offset + ref.length)
+        self.paths = sorted(ends)
+        self.bases = np.cumsum([0, *(ends[path] for path in self.paths)]).astype(np.uint64)[:-1]
+        self._base_of = dict(zip(self.paths, self.bases.tolist(), strict=True))
+
+    def _add(self, block: Block, generation: int, planned: _Planned) -> np.ndarray:
+        """Note the rows of a block; what an earlier generation said of them is forgotten."""
+        if block.generation != generation:
+            raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
+        rows, positions = np.asarray(block.rows()), np.asarray(block.positions())
+        if not planned.has(positions, rows):
+            raise LedgerBroken(f"{_where(block)}: rows are not those that the plan has at their positions")
+        payload = np.frombuffer(self.reader.payload(block), np.uint8)
+        if block.table is None:
+            ends = np.flatnonzero(payload == NEWLINE) + 1
+        else:
+            ends = np.cumsum(np.asarray(block.line_lengths(), np.int64))
+        if len(ends) != block.n or int(ends[-1]) != len(payload) or not np.all(payload[ends - 1] == NEWLINE):
+            raise LedgerBroken(f"{_where(block)}: the payload is not {block.n} lines")
+        sizes = np.diff(ends, prepend=0)
+        start = self._base_of[block.path] + block.payload_offset
+        places = (ends - sizes + start).astype(np.uint64)
+        self.place[rows] = places if block.ok else places | IS_ERROR
+        self.size[rows] = sizes
+        return rows
+
+    def _share(self, order: GatherOrder) -> None:
+        """Give followers the places of their leaders, and mark the rows that were refused."""
+        plan, home = self._plan.plan, self._plan.home
+        pairs = np.fromfile(home / FOLLOWERS, np.uint32).reshape(-1, 2)
+        self.followers, self.leaders = pairs[:, 0].copy(), pairs[:, 1].copy()
+        refused = np.frombuffer(read_rejected(Path(order.dataset), self.rows), np.uint32)
+        if len(refused) != plan.rejected or len(self.followers) != plan.followers:
+            raise LedgerBroken(f"{home}: the plan has other followers or refused rows than it says")
+        idle = np.concatenate((self.followers, refused))
+        if np.any(self.place[idle] != MISSING):
+            raise LedgerBroken("a row has an outcome that the plan does not run: it was refused, or follows another")
+        self.place[refused] = REFUSED
+        places = self.place[self.leaders]
+        if np.any(places == REFUSED):
+            raise LedgerBroken(f"{home}: a row follows one that was refused")
+        self.place[self.followers] = np.where(places == MISSING, MISSING, places | FOLLOWS)
+        self.size[self.followers] = self.size[self.leaders]
+        self.refused = len(refused)
+        self.missing = int(np.count_nonzero(self.place == MISSING))
+
+
+class _Planned:
+    """Which row each position of a generation's plan stands for."""
+
+    def __init__(self, home: Path) -> None:
+        reader = PlanReader(home)
+        reader.close()
+        self._leaders = reader.leaders
+        self._numbers = np.fromfile(home / ORDER, np.uint32) if reader.plan.permuted else None
+
+    def has(self, positions: np.ndarray, rows: np.ndarray) -> bool:
+        if int(positions.max()) >= self._leaders:
+            return False
+        return np.array_equal(positions if self._numbers is None else self._numbers[positions], rows)
+
+
+def _where(block: Block) -> str:
+    return f"{block.path} at byte {block.offset}"
+
+
+WINDOW_ROWS = 1024 * 1024
+WINDOW_BYTES = 128 * 1024 * 1024  # of lines; a window has at least one row
+READ_BYTES = 4 * 1024 * 1024  # one read of a segment, about
+GAP_BYTES = 8 * 1024  # two lines closer than this are read together
+RAW_ROWS = 64  # rows of the dataset held at once
+
+
+class Window(Struct, frozen=True):
+    """Rows in row order. `failed`: the indexes of those whose outcome is an error."""
+
+    numbers: Sequence[int]
+    lines: list[bytes]
+    failed: list[int]
+
+
+class RowWindows:
+    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out."""
+
+    def __init__(self, order: GatherOrder, index: RowIndex, *, partial: bool = False) -> None:
+        self._form: Form = order.form
+        self._unrun = order.unrun
+        self._dataset = Path(order.dataset)
+        self._index, self._partial = index, partial
+        self._sealed: SealedRows | None = None  # opened when a row of it is needed: most jobs need none
+        self.folds = len(index.followers) > 0
+
+    def __iter__(self) -> Iterator[Window]:
+        first, refused = 0, iter_rejected(self._dataset)
+        while first < self._index.rows:
+            last = self._window_end(first)
+            yield self._window(first, last, refused)
+            first = last
+
+    def close(self) -> None:
+        if self._sealed is not None:
+            self._sealed.close()
+            self._sealed = None
+
+    def _raws(self, numbers: list[int]) -> list[bytes]:
+        if self._sealed is None:
+            self._sealed = SealedRows(self._dataset)
+        return self._sealed.read_many(numbers)
+
+    def _window_end(self, first: int) -> int:
+        sizes = self._index.size[first : first + WINDOW_ROWS].cumsum(dtype=np.uint64)
+        return first + max(1, int(np.searchsorted(sizes, WINDOW_BYTES, side="right")))
+
+    def _window(self, first: int, last: int, refused: Iterator[Rejected]) -> Window:
+        places = self._index.place[first:last]
+        located = places < REFUSED
+        if located.all():
+            lines = self._read(places, self._index.size[first:last]).tolist()
+        else:
+            spread = np.empty(last - first, object)
+            spread[located] = self._read(places[located], self._index.size[first:last][located])
+            lines = spread.tolist()
+            self._write_refused(first, lines, refused, int(np.count_nonzero(places == REFUSED)))
+        self._write_followers(first, lines, np.flatnonzero(located & ((places & FOLLOWS) != 0)))
+        missing = np.flatnonzero(places == MISSING)
+        failed = np.flatnonzero(~located | ((places & IS_ERROR) != 0))
+        numbers: Sequence[int] = range(first, last)
+        if len(missing) and self._partial:
+            kept = np.flatnonzero(places != MISSING)
+            numbers = (kept + first).tolist()
+            lines = [lines[index] for index in kept.tolist()]
+            failed = np.searchsorted(kept, failed[places[failed] != MISSING])
+        elif len(missing):
+            self._write_unrun(first, lines, missing.tolist())
+        return Window(numbers, lines, failed.tolist())
+
+    def _read(self, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """The lines at these places, in the same order, as an array of bytes objects."""
+        starts = places & PLACE
+        by_place = np.argsort(starts, kind="stable")
+        starts = starts[by_place]
+        ends = starts + sizes[by_place]
+        segments = self._index.segment_at(starts)
+        apart = (starts[1:] > ends[:-1] + np.uint64(GAP_BYTES)) | (segments[1:] != segments[:-1])
+        apart |= starts[1:] // np.uint64(READ_BYTES) != starts[:-1] // np.uint64(READ_BYTES)
+        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
+        lows, highs, found = starts.tolist(), ends.tolist(), []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            if begin == end:
+                continue
+            low, segment = lows[begin], int(segments[begin])
+            path, base = self._index.paths[segment], int(self._index.bases[segment])
+            data = self._index.reader.read(path, highs[end - 1] - low, low - base)
+            found += [data[a - low : b - low] for a, b in zip(lows[begin:end], highs[begin:end], strict=True)]
+        lines = np.empty(len(starts), object)
+        lines[by_place] = found
+        return lines
+
+    def _write_followers(self, first: int, lines: list[bytes], indexes: np.ndarray) -> None:
+        """Turn the leaders' lines that stand for followers into lines of their own."""
+        form = self._form
+        leaders = self._index.leaders[np.searchsorted(self._index.followers, indexes + first)].tolist()
+        for chunk, ahead in _in_chunks(indexes.tolist(), leaders):
+            raws = self._raws([first + index for index in chunk])
+            for index, leader, raw, leader_raw in zip(chunk, ahead, raws, self._raws(ahead), strict=True):
+                try:
+                    lines[index] = form.follow(
+                        _row(leader, leader_raw, form), lines[index], _row(first + index, raw, form)
+                    )
+                except (msgspec.MsgspecError, KeyError) as error:
+                    raise LedgerBroken(
+                        f"the line of row {leader}, which row {first + index} follows, cannot be read: {error}"
+                    ) from error
+
+    def _write_refused(self, first: int, lines: list[bytes], refused: Iterator[Rejected], count: int) -> None:
+        for chunk in _chunks(list(islice(refused, count))):
+            raws = self._raws([row.row for row in chunk])
+            for row, raw in zip(chunk, raws, strict=True):
+                error = RowError(row.code, row.message)
+                lines[row.row - first] = self._form.write(Outcome(_row(row.row, _text(raw), self._form), error=error))
+
+    def _write_unrun(self, first: int, lines: list[bytes], indexes: list[int]) -> None:
+        for chunk in _chunks(indexes):
+            raws = self._raws([first + index for index in chunk])
+            for index, raw in zip(chunk, raws, strict=True):
+                row = _row(first + index, raw, self._form)
+                lines[index] = self._form.write(Outcome(row, error=self._unrun, status=0))
+
+
+def _row(number: int, raw: bytes, form: Form) -> Row:
+    return Row(position=-1, number=number, raw=raw, form=form)  # it does not run: it has no place in the plan
+
+
+def _text(raw: bytes) -> bytes:
+    """A refused row may be no UTF-8; what is written must be."""
+    return raw if raw.isascii() else raw.decode(errors="replace").encode()
+
+
+def _chunks(items: list) -> Iterator[list]:
+    for start in range(0, len(items), RAW_ROWS):
+        yield items[start : start + RAW_ROWS]
+
+
+def _in_chunks(left: list[int], right: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    return zip(_chunks(left), _chunks(right), strict=True)

@@ -1,0 +1,432 @@
+"""The built-in pre- and post-processing of ML Commons: parameters of calls from documents, and tensors from replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.models.connectors import late
+from batchmill.types.connectors import Action, Connector
+from batchmill.wire.json_bytes import encode, shallow
+
+DOCS_MAX = 10_000
+CALLS_MAX = 1_000  # that one request may come to
+STEP_SIZE = "input_docs_processed_step_size"
+
+Parameters = dict[str, Any]
+Texts = list[str | None]
+DEFAULT = "connector.pre_process.default.embedding"
+
+
+class Input(Struct, frozen=True):
+    """What a predict request brought, besides parameters."""
+
+    docs: Texts
+    query: str | None = None
+
+
+def _as_array(name: str) -> Callable[[Input], Parameters]:
+    return lambda given: {name: given.docs}
+
+
+def _first_as(name: str, missing: str) -> Callable[[Input], Parameters]:
+    def process(given: Input) -> Parameters:
+        if given.docs[0] is None:
+            raise InvalidInput(missing, code="invalid_input")
+        return {name: given.docs[0]}
+
+    return process
+
+
+def _text_and_image(given: Input) -> Parameters:
+    if given.docs == [None]:
+        raise InvalidInput("No input text or image provided", code="invalid_input")
+    return dict(zip(("inputText", "inputImage"), given.docs, strict=False))
+
+
+def _nova(given: Input) -> Parameters:
+    """One of four kinds: a document may be JSON whose member says which."""
+    text = given.docs[0]
+    if text is None:
+        raise InvalidInput("No input provided", code="invalid_input")
+    try:
+        read = msgspec.json.decode(shallow(text.encode()))
+    except (msgspec.MsgspecError, RecursionError):
+        read = None
+    if isinstance(read, dict):
+        for kind in ("text", "image", "video", "audio"):
+            if kind in read:
+                inner = read[kind]
+                return {kind: inner if isinstance(inner, str) else msgspec.json.encode(inner).decode()}
+    return {"text": text}
+
+
+def _rerank(given: Input) -> Parameters:
+    return {"query": given.query, "documents": given.docs, "top_n": len(given.docs)}
+
+
+def _bedrock_rerank(given: Input) -> Parameters:
+    return {
+        "queries": [{"textQuery": {"text": given.query}, "type": "TEXT"}],
+        "sources": [
+            {"inlineDocumentSource": {"textDocument": {"text": text}, "type": "TEXT"}, "type": "INLINE"}
+            for text in given.docs
+        ],
+        "numberOfResults": len(given.docs),
+    }
+
+
+class _Preprocess(Struct, frozen=True):
+    process: Callable[[Input], Parameters]
+    is_rerank: bool = False
+    docs_max: int | None = None  # that one call can take; None: all
+    missing: str = "No input provided"
+
+
+_NO_TEXT = "No input text provided"
+_PREPROCESS = {
+    "openai.embedding": _Preprocess(_as_array("input")),
+    "default.embedding": _Preprocess(_as_array("input")),
+    "cohere.embedding": _Preprocess(_as_array("texts")),
+    "cohere.multimodal_embedding": _Preprocess(_as_array("images"), docs_max=1, missing="No image provided"),
+    "bedrock.embedding": _Preprocess(_first_as("inputText", _NO_TEXT), docs_max=1),
+    "bedrock.nova.text_embedding": _Preprocess(_first_as("inputText", _NO_TEXT), docs_max=1),
+    "bedrock.nova.image_embedding": _Preprocess(_first_as("inputImage", "No input image provided"), docs_max=1),
+    "bedrock.nova.video_embedding": _Preprocess(_first_as("inputVideo", "No input video provided"), docs_max=1),
+    "bedrock.nova.audio_embedding": _Preprocess(_first_as("inputAudio", "No input audio provided"), docs_max=1),
+    "bedrock.nova.embedding": _Preprocess(_nova, docs_max=1),
+    "bedrock.multimodal_embedding": _Preprocess(_text_and_image, docs_max=2, missing="No input text or image provided"),
+    "cohere.rerank": _Preprocess(_rerank, is_rerank=True),
+    "default.rerank": _Preprocess(_rerank, is_rerank=True),
+    "bedrock.rerank": _Preprocess(_bedrock_rerank, is_rerank=True),
+}
+PRE_PROCESS: dict[str, _Preprocess] = {f"connector.pre_process.{name}": each for name, each in _PREPROCESS.items()}
+
+
+def prepare(connector: Connector, action: Action, body: Mapping[str, Any]) -> list[Parameters]:
+    """The parameters of the calls that an ML Commons predict body asks for: one call, or one for each chunk of docs.
+
+    What the body gives as `parameters` goes over what pre-processing makes of its documents.
+
+    Raises: InvalidInput.
+    """
+    given = body.get("parameters")
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInput("`parameters` is an object", code="invalid_input")
+    parameters = dict(given or {})
+    refuse_processors(parameters)
+    read = _read_input(body)
+    if read is None:
+        return [parameters]
+    name = action.pre_process_function
+    if name is None and read.query is not None:
+        raise InvalidInput("pre_process_function not defined in connector", code="invalid_input")
+    function = PRE_PROCESS[name or DEFAULT]
+    _check_kind(function, read)
+    if not read.docs:
+        raise InvalidInput(function.missing, code="invalid_input")
+    if function.is_rerank:
+        return [{**function.process(read), **parameters}]
+    chunks = list(_chunks(read.docs, _step(function, connector, parameters)))
+    if len(chunks) > CALLS_MAX:
+        raise InvalidInput(f"{len(chunks)} calls would be needed; a request may have {CALLS_MAX}", code="too_large")
+    return [{**function.process(Input(docs)), **parameters} for docs in chunks]
+
+
+def refuse_processors(parameters: Mapping[str, Any]) -> None:
+    """Raises: InvalidInput for the chains of processors that ML Commons reads from parameters."""
+    for name in ("input_processors", "output_processors"):
+        if name in parameters:
+            raise InvalidInput(
+                f"the parameter {name!r} is not supported: use response_filter, or post_process_function",
+                code="unsupported_field",
+            )
+
+
+def _read_input(body: Mapping[str, Any]) -> Input | None:
+    """The documents of a body; None where it has none."""
+    docs, query = body.get("text_docs"), body.get("query_text")
+    if docs is None and query is None:
+        return None
+    if not isinstance(docs, list) or not all(text is None or isinstance(text, str) for text in docs):
+        raise InvalidInput("`text_docs` is a list of strings", code="invalid_input")
+    if query is not None and not isinstance(query, str):
+        raise InvalidInput("`query_text` is a string", code="invalid_input")
+    if len(docs) > DOCS_MAX:
+        raise InvalidInput(f"`text_docs` has {len(docs)} entries; there may be {DOCS_MAX}", code="too_large")
+    return Input(docs, query)
+
+
+def _check_kind(function: _Preprocess, given: Input) -> None:
+    if function.is_rerank and given.query is None:
+        raise InvalidInput(
+            "This pre_process_function can only support TextSimilarityInputDataSet", code="invalid_input"
+        )
+    if not function.is_rerank and given.query is not None:
+        raise InvalidInput(
+            "This pre_process_function can only support TextDocsInputDataSet which including a list of string "
+            "with key 'text_docs'",
+            code="invalid_input",
+        )
+
+
+def _step(function: _Preprocess, connector: Connector, parameters: Parameters) -> int | None:
+    """How many documents go into one call; None: all."""
+    asked = parameters.get(STEP_SIZE, connector.parameters.get(STEP_SIZE))
+    if asked is None:
+        return function.docs_max
+    try:
+        step = int(asked)
+    except (TypeError, ValueError):
+        step = 0
+    if step <= 0:
+        raise InvalidInput(f"Invalid parameter: {STEP_SIZE}. It must be positive integer.", code="invalid_input")
+    return step if function.docs_max is None else min(step, function.docs_max)
+
+
+def _chunks(docs: Texts, step: int | None) -> Iterator[Texts]:
+    step = step or len(docs)
+    return (docs[at : at + step] for at in range(0, len(docs), step))
+
+
+FILTER = "response_filter"
+
+# The first whose name stands in a path, as ".int8" does, is the type of what it selects.
+_TYPES = ("FLOAT32", "FLOAT64", "FLOAT16", "UINT8", "INT32", "INT8", "INT64", "BOOLEAN", "STRING")
+
+Tensors = list[dict[str, Any]]
+_MISSING = object()
+
+
+def tensors(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> Tensors:
+    """The `output` of a reply: one tensor for each vector or score, or one map of what came.
+
+    Args: `parameters` are those of the call, the connector's own included; `response_filter` counts.
+
+    Raises: InvalidInput, `unexpected_reply`, for a reply that is not what the function takes;
+    `invalid_response_filter`.
+    """
+    path = parameters.get(FILTER)
+    expression = path if isinstance(path, str) and path.strip() else None
+    function = None if action.post_process_function is None else POST_PROCESS[action.post_process_function]
+    if function is None:
+        return [_response(_selected(reply, expression))]
+    document = _decoded(reply)
+    if expression is None:
+        return function.process(_at(document, function.steps), _type_in(function.path))
+    is_there, found = late.load("find")(expression, document, len(reply))
+    if not is_there:
+        raise _unexpected(f"there is nothing at {expression[:100]!r}")
+    return function.process(found, _type_in(expression))
+
+
+def output_json(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> bytes:
+    """The same list as JSON. Vectors of a built-in function stay the bytes they came as, digit for digit.
+
+    Raises: as `tensors`.
+    """
+    name = action.post_process_function
+    reader = None if name is None or parameters.get(FILTER) else _VECTORS.get(name)
+    if reader is not None:
+        try:
+            written = _vectors_json(reader(reply), POST_PROCESS[name or ""].path)
+        except msgspec.MsgspecError:
+            written = None  # whatever is wrong with it is told below
+        if written is not None:
+            return written
+    return encode(tensors(action, reply, parameters))
+
+
+def result_json(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> bytes:
+    """What a row gets: `{"output": [tensors]}` of a function; else what the filter selects, as it is.
+
+    Raises: as `tensors`.
+    """
+    if action.post_process_function is not None:
+        return b'{"output":%b}' % output_json(action, reply, parameters)
+    path = parameters.get(FILTER)
+    return encode(_selected(reply, path if isinstance(path, str) and path.strip() else None))
+
+
+def _decoded(reply: bytes) -> Any:
+    try:
+        return msgspec.json.decode(shallow(reply))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise _unexpected("the reply is no JSON") from None
+
+
+def _selected(reply: bytes, expression: str | None) -> Any:
+    """A reply, or what a filter selects of it; the whole where it selects nothing. Text is text."""
+    try:
+        document = msgspec.json.decode(shallow(reply))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return reply.decode(errors="replace")
+    if expression is None:
+        return document
+    is_there, found = late.load("find")(expression, document, len(reply))
+    return found if is_there else document
+
+
+def _response(value: Any) -> dict[str, Any]:
+    return {"name": "response", "dataAsMap": value if isinstance(value, dict) else {"response": value}}
+
+
+def _at(document: Any, steps: tuple[str, ...]) -> Any:
+    """What a fixed path leads to; "*" stands for each entry of a list."""
+    for index, step in enumerate(steps):
+        if step == "*":
+            if not isinstance(document, list):
+                raise _unexpected("Post process function input is not a List.")
+            return [_at(each, steps[index + 1 :]) for each in document]
+        document = document.get(step, _MISSING) if isinstance(document, dict) else _MISSING
+        if document is _MISSING:
+            raise _unexpected(f"the reply has no member {step!r} where one is expected")
+    return document
+
+
+def _type_in(path: str) -> str:
+    lower = path.lower()
+    return next((each for each in _TYPES if f".{each.lower()}" in lower), "FLOAT32")
+
+
+def _unexpected(message: str) -> InvalidInput:
+    return InvalidInput(message, code="unexpected_reply")
+
+
+def _vector(values: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(values, list):
+        raise _unexpected("The embedding should be a non-empty List containing List of Float values.")
+    if not values or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
+        raise _unexpected("The embedding should be a non-empty List containing Float values.")
+    return {"name": "sentence_embedding", "data_type": kind, "shape": [len(values)], "data": values}
+
+
+def _embeddings(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, list):
+        raise _unexpected("Post process function input is not a List.")
+    return [_vector(each, kind) for each in found]
+
+
+def _embedding(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, list):
+        raise _unexpected("Post process function input is not a List.")
+    return [_vector(found, kind)]
+
+
+def _scores(member: str) -> Callable[[Any, str], Tensors]:
+    """Scores in the order of the documents they belong to."""
+
+    def process(found: Any, kind: str) -> Tensors:
+        if not isinstance(found, list):
+            raise _unexpected("Post process function input is not a List.")
+        scores: dict[int, float] = {}
+        for each in found:
+            if not isinstance(each, dict):
+                raise _unexpected("Post process function input is not a List of Map.")
+            index, score = each.get("index"), each.get(member)
+            if type(index) is not int or type(score) not in (int, float):
+                raise _unexpected(f"The rerank result should contain index and {member}.")
+            scores[index] = score
+        if sorted(scores) != list(range(len(found))):
+            raise _unexpected("the rerank result does not have each index once")
+        ordered = [float(scores[index]) for index in range(len(found))]
+        return [{"name": "similarity", "data_type": "FLOAT32", "shape": [1], "data": [score]} for score in ordered]
+
+    return process
+
+
+def _job_arn(found: Any, kind: str) -> Tensors:
+    if not isinstance(found, dict):
+        raise _unexpected("Post process function input is not a Map.")
+    arn = found.get("jobArn")
+    if not isinstance(arn, str):
+        raise _unexpected("job arn is missing.")
+    return [_response({**found, "processedJobArn": arn.replace("/", "%2F")})]
+
+
+def _passthrough(found: Any, kind: str) -> Tensors:
+    """The output of another ML Commons, not wrapped once more."""
+    if not isinstance(found, dict | list):
+        raise _unexpected("Post process function input must be a Map or List")
+    results = found.get("inference_results") if isinstance(found, dict) else None
+    if not isinstance(results, list):
+        return [_response(found)]
+    outputs = [result.get("output") for result in results if isinstance(result, dict)]
+    return [tensor for output in outputs if isinstance(output, list) for tensor in output if isinstance(tensor, dict)]
+
+
+class _Postprocess(Struct, frozen=True):
+    path: str  # as ML Commons writes it
+    process: Callable[[Any, str], Tensors]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return tuple(self.path.replace("[*]", ".*").split(".")[1:])
+
+
+_FUNCTIONS = {
+    "openai.embedding": _Postprocess("$.data[*].embedding", _embeddings),
+    "cohere.embedding": _Postprocess("$.embeddings", _embeddings),
+    "cohere_v2.embedding.float": _Postprocess("$.embeddings.float", _embeddings),
+    "cohere_v2.embedding.int8": _Postprocess("$.embeddings.int8", _embeddings),
+    "cohere_v2.embedding.uint8": _Postprocess("$.embeddings.uint8", _embeddings),
+    "cohere_v2.embedding.binary": _Postprocess("$.embeddings.binary", _embeddings),
+    "cohere_v2.embedding.ubinary": _Postprocess("$.embeddings.ubinary", _embeddings),
+    "default.embedding": _Postprocess("$[*]", _embeddings),
+    "bedrock.embedding": _Postprocess("$.embedding", _embedding),
+    "bedrock_v2.embedding.float": _Postprocess("$.embeddingsByType.float", _embedding),
+    "bedrock_v2.embedding.binary": _Postprocess("$.embeddingsByType.binary", _embedding),
+    "bedrock.nova.embedding": _Postprocess("$.embeddings[*].embedding", _embeddings),
+    "bedrock.batch_job_arn": _Postprocess("$", _job_arn),
+    "cohere.rerank": _Postprocess("$.results", _scores("relevance_score")),
+    "default.rerank": _Postprocess("$[*]", _scores("relevance_score")),
+    "bedrock.rerank": _Postprocess("$.results", _scores("relevanceScore")),
+    "mlcommons.passthrough": _Postprocess("$", _passthrough),
+}
+POST_PROCESS: dict[str, _Postprocess] = {f"connector.post_process.{name}": each for name, each in _FUNCTIONS.items()}
+
+
+class _Item(Struct, gc=False):
+    embedding: Raw
+
+
+class _Data(Struct, gc=False):
+    data: list[_Item]
+
+
+class _Embeddings(Struct, gc=False):
+    embeddings: list[Raw]
+
+
+_data = msgspec.json.Decoder(_Data)
+_item = msgspec.json.Decoder(_Item)
+_embeddings_of = msgspec.json.Decoder(_Embeddings)
+_list = msgspec.json.Decoder(list[Raw])
+
+# Function -> the vectors in a reply, still as their bytes.
+_VECTORS: dict[str, Callable[[bytes], list[Raw]]] = {
+    "connector.post_process.openai.embedding": lambda reply: [each.embedding for each in _data.decode(reply).data],
+    "connector.post_process.cohere.embedding": lambda reply: _embeddings_of.decode(reply).embeddings,
+    "connector.post_process.default.embedding": _list.decode,
+    "connector.post_process.bedrock.embedding": lambda reply: [_item.decode(reply).embedding],
+}
+_OF_NUMBERS = b"0123456789.,eE+- \t\r\n"
+
+
+def _vectors_json(vectors: list[Raw], path: str) -> bytes | None:
+    """None: they are something else than lists of numbers."""
+    parts = []
+    kind = _type_in(path).encode()
+    for vector in vectors:
+        data = bytes(vector)
+        if data.translate(None, _OF_NUMBERS) != b"[]" or not any(each in data for each in b"0123456789"):
+            return None
+        parts.append(
+            b'{"name":"sentence_embedding","data_type":"%s","shape":[%d],"data":%s}'
+            % (kind, data.count(b",") + 1, data)
+        )
+    return b"[%s]" % b",".join(parts)

@@ -1,1 +1,0 @@
-"""Datasets that have names: uploads that were checked, for whoever runs jobs over them by name."""

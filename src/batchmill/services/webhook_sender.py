@@ -1,0 +1,153 @@
+"""One delivery of an event: a signed POST to an endpoint (Standard Webhooks), and what came of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+
+import aiohttp
+from msgspec import Struct
+
+import batchmill
+from batchmill.errors import InvalidInput
+from batchmill.models.addresses import Private, read_url
+from batchmill.models.guarded_http import GuardedHttp, refusal_of
+from batchmill.models.secrets import Secret
+from batchmill.ports import Clock
+
+PREFIX = "whsec_"
+KEY_BYTES = 32
+KEY_BYTES_MIN, KEY_BYTES_MAX = 24, 64
+HINT_CHARS = 4
+
+
+def new_secret() -> Secret:
+    return Secret(PREFIX + base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode())
+
+
+def check_secret(secret: Secret) -> None:
+    """Raises: InvalidInput for what receivers could not verify with; it does not show the secret."""
+    try:
+        size = len(_key_of(secret))
+    except (ValueError, binascii.Error):
+        size = 0
+    if not KEY_BYTES_MIN <= size <= KEY_BYTES_MAX:
+        raise InvalidInput(
+            f"a webhook's secret is {PREFIX} and then the base64 of {KEY_BYTES_MIN} to {KEY_BYTES_MAX} random bytes: "
+            f"echo {PREFIX}$(openssl rand -base64 {KEY_BYTES})",
+            code="invalid_secret",
+        )
+
+
+def _key_of(secret: Secret) -> bytes:
+    text = secret.reveal()
+    if not text.startswith(PREFIX):
+        raise ValueError("no prefix")
+    return base64.b64decode(text.removeprefix(PREFIX), validate=True)
+
+
+def hint_of(secret: Secret) -> str:
+    """Enough of a secret to tell it from another."""
+    return f"{PREFIX}…{secret.reveal()[-HINT_CHARS:]}"
+
+
+def signed_headers(message_id: str, sent: int, body: bytes, keys: Iterable[Secret]) -> dict[str, str]:
+    """The headers of a delivery, with one signature for each secret that is valid at the time `sent` (epoch, s)."""
+    signed = f"{message_id}.{sent}.".encode() + body
+    digests = [hmac.digest(_key_of(key), signed, hashlib.sha256) for key in keys]
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(sent),
+        "webhook-signature": " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests),
+    }
+
+
+TIMEOUT_S = 15.0
+REST_MAX_S = 86_400.0  # an endpoint may ask for so much rest
+
+
+class DeliveryResult(Struct, frozen=True):
+    """What an endpoint said. `failure` is empty when it took the event; a category, never what it wrote."""
+
+    status: int = 0  # 0: there was no reply
+    failure: str = ""
+    rest_s: float = 0.0  # Retry-After
+    is_late: bool = False  # it was sent, and no reply came in time
+
+
+class WebhookSender:
+    def __init__(self, clock: Clock, private: Private) -> None:
+        self._clock, self._http = clock, GuardedHttp(private)
+
+    def check(self, url: str) -> None:
+        """Raises: InvalidInput, code `url_not_allowed`, for a URL that would never be called."""
+        read_url(url, self._http.private)
+
+    async def deliver(
+        self,
+        url: str,
+        message_id: str,
+        body: bytes,
+        keys: Sequence[Secret],
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> DeliveryResult:
+        """Send an event once, signed where there are keys. Never raises for what the other side does."""
+        try:
+            target = read_url(
+                url, self._http.private
+            )  # again: what is allowed may have changed since it was registered
+        except InvalidInput as refused:
+            return DeliveryResult(failure=refused.message)
+        told = {
+            "content-type": "application/json",
+            "user-agent": f"batchmill/{batchmill.__version__}",
+            **(headers or {}),
+            **(signed_headers(message_id, int(self._clock.now()), body, keys) if keys else {}),
+        }
+        try:
+            async with (
+                self._http.session(target, TIMEOUT_S) as session,
+                session.post(url, data=body, headers=told, allow_redirects=False) as reply,
+            ):
+                return _read(reply)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+            return DeliveryResult(failure=_category(error), is_late=is_late)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _read(reply: aiohttp.ClientResponse) -> DeliveryResult:
+    status = reply.status
+    if 200 <= status < 300:
+        return DeliveryResult(status)
+    if 300 <= status < 400:
+        return DeliveryResult(status, f"it answered {status}: redirects are not followed")
+    rest = reply.headers.get("retry-after", "")
+    return DeliveryResult(
+        status, f"it answered {status}", min(float(rest), REST_MAX_S) if rest.isascii() and rest.isdigit() else 0.0
+    )
+
+
+def _category(error: BaseException) -> str:
+    if reason := refusal_of(error):
+        return f"it was not called: {reason}"
+    match error:
+        case TimeoutError():
+            return f"it did not answer within {TIMEOUT_S:.0f} s"
+        case aiohttp.ClientConnectorCertificateError():
+            return "its certificate could not be verified"
+        case aiohttp.ClientSSLError():
+            return "no TLS connection could be made with it"
+        case aiohttp.ClientConnectorDNSError():
+            return "its name could not be resolved"
+        case aiohttp.ClientConnectorError():
+            return "it could not be reached"
+        case _:
+            return "its answer was no HTTP, or broke off"
