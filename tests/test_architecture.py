@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from batchmill.types.engine_traits import ENGINES
+
 SOURCE = Path(__file__).parent.parent / "src" / "batchmill"
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 600
@@ -98,6 +100,22 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.models.functions._import_module": "the user's own function",
     "batchmill.function_runtime.loading._import_module": "the user's own function, deployed",
     "batchmill.function_runtime.installed.installed": "what the environment of a deployed function has installed",
+}
+# Modules that compare or look up a word which is the name of an engine too -> what the word means there.
+ENGINE_NAMES = {
+    "batchmill.client.connection": "http is the scheme of a URL",
+    "batchmill.client.bundling": "http is the scheme of a URL",
+    "batchmill.dialects.ml_commons.cluster": "connector is an index of OpenSearch",
+    "batchmill.models.addresses": "http is the scheme of a URL",
+    "batchmill.models.connectors.reading": "http is a protocol of connectors",
+    "batchmill.models.isolation": "function is the host name in a namespace",
+    "batchmill.models.registry": "routes is what the configuration calls a model that has some",
+    "batchmill.types.models": "routes is a model that waits for one to be chosen (`needs_route`)",
+    "batchmill.server.http": "http is a kind of ASGI scope",
+    "batchmill.server.tracing": "http is a kind of ASGI scope",
+    "batchmill.services.functions.function": "routes are the aliases of a function",
+    "batchmill.services.remote.connectors": "http is the scheme of a URL",
+    "batchmill.services.remote.models": "connector is a field of a remote model",
 }
 # Ratchets: what was too large when the rule came -> its size then.
 LONG_FUNCTIONS: dict[str, int] = {}
@@ -350,6 +368,35 @@ def test_imports_stand_at_the_top():
             if is_call and function:
                 lazy.add(f"{module.name}.{function}")
     assert lazy == set(NAME_TABLES)
+
+
+def engine_names(node: ast.AST) -> list[str]:
+    """Where a decision is made by the name of an engine: comparisons, patterns, sets, lists, keys of a table."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            sides = [left, *others]
+            if sum(isinstance(side, ast.Attribute) and side.attr == "engine" for side in sides) == 1:
+                return [ast.unparse(node)]
+            found: list[ast.expr | None] = sides
+        case ast.Set(elts=found) | ast.List(elts=found) | ast.Tuple(elts=found) | ast.Dict(keys=found):
+            pass
+        case ast.MatchValue(value=value):
+            found = [value]
+        case ast.Subscript(slice=ast.Attribute(attr="engine")):
+            return [ast.unparse(node)]
+        case _:
+            return []
+    return [each.value for each in found if isinstance(each, ast.Constant) and each.value in ENGINES]
+
+
+def test_engines_are_known_by_their_traits():
+    """No module outside the engines' folders decides by an engine's name; it reads a trait of the engine's row."""
+    broken = {
+        module.name: [name for node in ast.walk(module.tree) for name in engine_names(node)]
+        for module in read_modules().values()
+        if module.parts[:1] != ("engines",) and module.name != "batchmill.types.engine_traits"
+    }
+    assert {name for name, found in broken.items() if found} == set(ENGINE_NAMES), broken
 
 
 def test_nothing_runs_what_it_reads():

@@ -27,10 +27,10 @@ def test_each_engine_has_its_paths():
     assert answers(http, "/v1/x") and not answers(http, "/v1/X") and not answers(llm, "/v1/x")
 
 
-@pytest.mark.parametrize("engine", ["http", "llm"])
-def test_what_the_configuration_may_add(engine):
+@pytest.mark.parametrize("has_admin_paths", [False, True])
+def test_what_the_configuration_may_add(has_admin_paths):
     """Plain paths below /v1, each in full: none that is read in two ways, and none that a server has itself."""
-    check_paths(["/v1/messages"] * PATHS_MAX, engine)
+    check_paths(["/v1/messages"] * PATHS_MAX, has_admin_paths=has_admin_paths)
     refused = (
         "", "/v1", "/v1/", "/v2/x", "v1/x", "/v1//x", "/v1/../x", "/v1/.x", "/v1/x/", "/v1/%78", "/v1/x?y=1", "/v1/x#y",
         "/v1/x;y", "/v1/x\\y", "/v1/@x", "/v1/*", "/v1/{id}", "/v1/\u00e9", "/v1/x\n", "https://a.b/v1/x",
@@ -38,13 +38,13 @@ def test_what_the_configuration_may_add(engine):
     )  # fmt: skip
     for path in refused:
         with pytest.raises(InvalidInput, match="paths: "):
-            check_paths([path], engine)
+            check_paths([path], has_admin_paths=has_admin_paths)
     with pytest.raises(InvalidInput, match="65 entries"):
-        check_paths(["/v1/messages"] * (PATHS_MAX + 1), engine)
+        check_paths(["/v1/messages"] * (PATHS_MAX + 1), has_admin_paths=has_admin_paths)
 
 
 def test_an_engine_is_not_changed_through_a_path():
     """Of vLLM's own paths those can be added that run a model, and none that loads adapters or stops it."""
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses/x/cancel"):
         with pytest.raises(InvalidInput, match="does not run a model of vLLM"):
-            check_paths([path], "llm")
+            check_paths([path], has_admin_paths=True)

@@ -89,7 +89,7 @@ def test_flags_win_over_the_configuration(place):
     ("name", "told"),
     [
         ("vlm:tiny", "no engine is called 'vlm'; did you mean 'vllm'"),
-        ("zzz:tiny", "there are function, vllm, openai"),
+        ("zzz:tiny", "there are connector, function, openai, vllm"),
         ("mini", "did you mean 'mine'"),
         ("tiny", "write --model vllm:tiny"),
         ("app.py:classify", "write --model function:app.py:classify"),
@@ -122,7 +122,7 @@ def test_unknown_names_get_the_nearest(place, name, told):
         ("vllm:tiny", {"requests_per_minute": 5}, "has no use for limits.requests_per_minute"),
         ("function:app.py:classify", {"adapters": {"x": "upper"}}, "no use for adapters"),
         ("function:app.py:classify", {"engine_args": {"x": 1}}, "no use for engine_args"),
-        ("function:app.py:classify", {"python": "python"}, "batchmill's own environment"),
+        ("function:app.py:classify", {"python": "python"}, "`batchmill deploy` gives it its own"),
         ("openai:m", {"workers": 2}, "one worker calls the service"),
         ("openai:m", {"adapters": {"x": "upper"}}, "write x=x"),
         ("openai:m", {"base_url": "ftp://x"}, "http:// or https://"),
@@ -157,9 +157,20 @@ def test_a_time_limit_needs_a_function_that_is_awaited(place):
     assert resolve("function:slow.py:classify", configured(place), cwd=place, flags=flags).limits == Limits()
 
 
+def test_limits_belong_to_the_engine_that_reads_them(place):
+    """The bounds of schemas are vLLM's, which reads them; a service that would ignore them refuses them."""
+    entry = Limits(schema_nodes_max=5)
+    for engine, is_known in (("vllm", True), ("openai", False), ("connector", False)):
+        assert ("schema_nodes_max" in KINDS[engine].traits.limits) is is_known
+    config = configured(place, m=ModelEntry("openai", "m", limits=entry), n=ModelEntry("vllm", "tiny", limits=entry))
+    assert resolve("n", config, cwd=place).limits == entry
+    with pytest.raises(InvalidInput, match=r"no use for limits\.schema_nodes_max"):
+        resolve("m", config, cwd=place)
+
+
 def test_kinds_name_real_limits():
     """Every limit an engine is said to know is a field of Limits."""
-    known = {each for kind in KINDS.values() for each in kind.limits}
+    known = {each for kind in KINDS.values() for each in kind.traits.limits}
     assert known == set(Limits.__struct_fields__)
 
 

@@ -120,7 +120,7 @@ class LocalApp:
             return (await opened.call(ask(own.FIND_MODEL, name))).model
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
-        if model.engine != "llm" or model.name not in config.models or not data_dirs.has_models(config):
+        if not model.traits.loads_adapters or model.name not in config.models or not data_dirs.has_models(config):
             return model
         async with self.open(config) as opened:
             found = (await opened.call(ask(own.ADAPT_MODEL, body=own.FoundModel(model)))).model

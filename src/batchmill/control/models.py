@@ -24,6 +24,7 @@ from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.models import RemoteModels
 from batchmill.types import Caller, EngineView
+from batchmill.types.engine_traits import CONNECTOR, FUNCTION_PROCESS, LLM
 from batchmill.wire import operations as table
 from batchmill.wire.native import (
     AliasInfo,
@@ -55,7 +56,6 @@ from batchmill.wire.native_models import (
 )
 from batchmill.wire.operations import Endpoint
 
-FUNCTION, CONNECTOR, LLM = "function_process", "connector", "llm"  # engines of what is deployed
 SHOWN_CHARS = 64
 
 
@@ -259,7 +259,7 @@ class ModelHandlers:
 
     async def list(self, call: OwnerCall) -> ModelList:
         configured: ModelList = call.body
-        found = [*configured.models, *(ModelInfo(name, FUNCTION, []) for name in self._versions.names())]
+        found = [*configured.models, *(ModelInfo(name, FUNCTION_PROCESS, []) for name in self._versions.names())]
         named: dict[str, dict[str, None]] = {}  # in the order of names and versions
         for each in self._adapters.list(PROJECT):
             if each.state == READY:

@@ -75,10 +75,6 @@ def keep_memory() -> None:
 
 HEARTBEAT_S = 0.5
 STEP_BACK = 5  # of niceness
-NEVER_BACK = frozenset(
-    ["llm", "function_process"]
-)  # what these start would inherit it, and live requests wait for them
-LIMITS_ITSELF = frozenset(["function_process"])  # its memory is that of the process it starts
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # whoever writes there
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
@@ -419,12 +415,13 @@ async def main(fd: int) -> int:
     assert isinstance(start, Start)
     secrets.take(start.provision)
     redaction.guard_logs()
-    if start.model.limits.memory_bytes is not None and start.model.engine not in LIMITS_ITSELF:
-        resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
-    if start.model.engine not in NEVER_BACK:
-        _step_back()
     os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
     try:
+        traits = start.model.traits
+        if start.model.limits.memory_bytes is not None and not traits.limits_memory:
+            resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
+        if not traits.starts_process:
+            _step_back()
         worker = Worker(start, channel, found[1:])
     except Exception as error:  # of an engine that cannot be made: the owner must hear why
         told = error if isinstance(error, BatchmillError) else _told(error, f"the {start.model.engine} engine")

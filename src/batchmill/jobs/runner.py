@@ -376,7 +376,7 @@ class JobRunner:
 
     def _reserve(self) -> None:
         """Let the workers that it will need get ready while its rows are read."""
-        if len(self.spec.models) == 1 and self.spec.models[0].engine != routing.ROUTES:
+        if len(self.spec.models) == 1 and not self.spec.models[0].needs_route:
             self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
 
     async def _prepared(self) -> Prepared:

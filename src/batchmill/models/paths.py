@@ -36,7 +36,7 @@ def paths_of(model: ModelSpec) -> frozenset[str] | None:
     """
     if model.takes_columns:
         return None
-    if model.engine == "routes":
+    if model.needs_route:
         ways = [paths_of(route) for route in model.routes]
         known = [way for way in ways if way is not None]
         return frozenset().union(*known) if len(known) == len(ways) else None
@@ -44,7 +44,7 @@ def paths_of(model: ModelSpec) -> frozenset[str] | None:
         if not PROVIDERS[model.provider].sends_paths:
             return None
         return _OF_PROVIDER.get(model.provider, SERVICE_PATHS.union(model.paths))
-    return (frozenset(URLS) if model.engine == "llm" else SERVICE_PATHS).union(model.paths)
+    return (frozenset(URLS) if model.traits.has_admin_paths else SERVICE_PATHS).union(model.paths)
 
 
 def answers(model: ModelSpec, path: str) -> bool:
@@ -53,7 +53,7 @@ def answers(model: ModelSpec, path: str) -> bool:
     return path in known if known is not None else path.startswith("/v1/")
 
 
-def check_paths(paths: Sequence[str], engine: str) -> None:
+def check_paths(paths: Sequence[str], *, has_admin_paths: bool) -> None:
     """Refuse what the configuration may not add. Raises: InvalidInput."""
     if len(paths) > PATHS_MAX:
         raise InvalidInput(f"paths has {len(paths)} entries, and a model may have {PATHS_MAX}")
@@ -65,5 +65,5 @@ def check_paths(paths: Sequence[str], engine: str) -> None:
             )
         if path.split("/")[2] in RESERVED:
             raise InvalidInput(f"paths: a server of batchmill answers {path} itself; leave it out")
-        if engine == "llm" and path not in URLS and path not in VLLM_PATHS:
+        if has_admin_paths and path not in URLS and path not in VLLM_PATHS:
             raise InvalidInput(f"paths: {path} does not run a model of vLLM; there are {', '.join(VLLM_PATHS)}")

@@ -45,9 +45,9 @@ OPENAI_HOST = "api.openai.com"
 def key_meant(model: ModelSpec) -> str | None:
     """Where the key of a model lies that names none. It goes to the provider itself and nowhere else."""
     known = PROVIDERS.get(model.provider or "")
-    if model.engine == "http":
+    if model.traits.calls_openai:
         host = None if model.base_url is None else urlsplit(model.base_url).hostname
         return PROVIDERS["openai"].key if host in (None, OPENAI_HOST) else None
-    if model.engine != "provider_batch" or known is None or model.connector is not None:
+    if known is None or model.connector is not None:
         return None
     return known.key if model.base_url in (None, known.base_url) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from batchmill.models.connectors import reading
 from batchmill.models.paths import OPENAI_LIKE, check_paths
 from batchmill.models.providers import PROVIDERS
 from batchmill.types import Limits, ModelSpec, Price
+from batchmill.types.engine_traits import ENGINES, PROVIDER, ROUTES, EngineTraits, Source, unknown_engine
 from batchmill.wire.features import check_features
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -32,47 +33,23 @@ class EngineKind(Struct, frozen=True):
     """An engine as people name it: what it is called inside, and what it can be told."""
 
     engine: str
+    traits: EngineTraits
     settings: frozenset[str]
-    limits: frozenset[str]
     provider: str | None = None  # of a batch API
 
 
-ROUTES, BATCH = "routes", "-batch"
-_REPLICAS = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus")
-_OPENINGS = ("features", "paths")  # what callers may have a model do besides
-KINDS = {
-    "function": EngineKind(
-        "function",
-        frozenset({"workers", "price", *_REPLICAS}),
-        frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
-    ),
-    "vllm": EngineKind(
-        "llm",
-        frozenset({"workers", "price", "adapters", "engine_args", "python", "secrets", *_OPENINGS, *_REPLICAS}),
-        frozenset({"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"}),
-    ),
-    "openai": EngineKind(
-        "http",
-        frozenset({"price", "adapters", "base_url", "api_key", "engine_args", *_OPENINGS}),
-        frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
-    ),
-    "connector": EngineKind(
-        "connector",
-        frozenset({"price", "engine_args"}),
-        frozenset(each.name for each in fields(Limits)) - {"memory_bytes", "adapters_max"},
-    ),
-    ROUTES: EngineKind(ROUTES, frozenset({"routes"}), frozenset()),
-} | {
-    f"{provider}{BATCH}": EngineKind(
-        "provider_batch",
-        frozenset({"price", "base_url", "api_key", "engine_args"}).union(
-            _OPENINGS if provider in OPENAI_LIKE else _OPENINGS[:1]
-        ),
-        frozenset({"attempts_max", "connect_timeout_s", "attempt_timeout_s"}),
-        provider,
-    )
-    for provider in PROVIDERS
-}
+def _kinds() -> Iterator[tuple[str, EngineKind]]:
+    """Every engine that can be configured; one of batch APIs once for each provider."""
+    for engine, traits in ENGINES.items():
+        if PROVIDER not in traits.configured_as:
+            yield traits.configured_as, EngineKind(engine, traits, traits.settings)
+            continue
+        for provider in PROVIDERS:
+            settings = traits.settings if provider in OPENAI_LIKE else traits.settings - {"paths"}
+            yield traits.configured_as.replace(PROVIDER, provider), EngineKind(engine, traits, settings, provider)
+
+
+KINDS = {name: kind for name, kind in _kinds() if name}
 
 
 class ModelFlags(Struct, frozen=True):
@@ -105,13 +82,13 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
     kind = _kind(entry.engine)
     entry = _merge(shown, entry, base=base, flags=flags, cwd=cwd)
     _refuse_strangers(entry, kind)
-    connector = reading.read_file(Path(entry.source)) if kind.engine == "connector" else None
+    connector = reading.read_file(Path(entry.source)) if kind.traits.source is Source.CONNECTOR else None
     spec = ModelSpec(
-        name=shown or (connector.name if connector is not None else _name_of(entry)),
+        name=shown or (connector.name if connector is not None else _name_of(entry, kind)),
         engine=kind.engine,
         source=entry.source,
         adapters=entry.adapters,
-        adapter_patterns=config.deployments.adapter_patterns if kind.engine == "llm" else [],
+        adapter_patterns=config.deployments.adapter_patterns if kind.traits.loads_adapters else [],
         adapter_rank=_adapter_rank(kind, entry, config),
         paths=entry.paths,
         features=entry.features,
@@ -137,7 +114,7 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
 
 def _refuse_idle_timeout(spec: ModelSpec) -> None:
     """A time limit that could end no call is refused, where it can be seen without running user code."""
-    if spec.engine == "function" and function_source.is_blocking(spec.source):
+    if spec.traits.source is Source.CODE and function_source.is_blocking(spec.source):
         raise InvalidInput(
             f"a time limit (--timeout, attempt_timeout_s) cannot end a call of {spec.source}: write it as "
             "`async def`, or leave the limit out",
@@ -157,7 +134,7 @@ def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[Mod
         if config.models[route].engine == ROUTES:
             raise InvalidInput(f"the route {route!r} of {name!r} has routes itself: name the models that do the work")
     specs = [resolve(route, config, cwd=cwd) for route in entry.routes]
-    if any(spec.is_function for spec in specs):
+    if any(spec.traits.runs_user_code for spec in specs):
         raise InvalidInput(f"a function is no route: {name!r} names language models and services that answer alike")
     if len({spec.takes_columns for spec in specs}) > 1:
         raise InvalidInput(f"the routes of {name!r} read rows differently: connectors only, or none of them")
@@ -166,9 +143,7 @@ def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[Mod
 
 def _kind(name: str) -> EngineKind:
     if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(KINDS)}"
-        raise UnknownName(f"no engine is called {name!r}; {hint}", code="unknown_engine")
+        raise unknown_engine(name, list(KINDS))
     return KINDS[name]
 
 
@@ -191,8 +166,9 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
     changed: dict[str, Any] = {
         name: told[name] for name in ("base_url", "api_key", "python", "workers") if told[name] is not None
     }
-    own = {name: _adapter(entry.engine, name, place, base) for name, place in entry.adapters.items()}
-    further = {name: _adapter(entry.engine, name, place, cwd) for name, place in flags.adapters.items()}
+    kind = _kind(entry.engine)
+    own = {name: _adapter(kind, name, place, base) for name, place in entry.adapters.items()}
+    further = {name: _adapter(kind, name, place, cwd) for name, place in flags.adapters.items()}
     python = changed.get("python", entry.python)
     if python is not None:
         python = _program(python, cwd if flags.python is not None else base)
@@ -200,7 +176,7 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
         entry,
         **changed
         | {
-            "source": _source(name, entry, base),
+            "source": _source(name, entry, kind, base),
             "adapters": own | further,
             "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
@@ -214,23 +190,27 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
 _LIMIT_FLAGS = ("requests_per_minute", "tokens_per_minute", "in_flight_max", "attempt_timeout_s")
 
 
-def _source(name: str, entry: ModelEntry, base: Path) -> str:
+def _source(name: str, entry: ModelEntry, kind: EngineKind, base: Path) -> str:
     if entry.engine == ROUTES:
         if entry.source:
             raise InvalidInput("a model with routes has no source of its own: each route names its own")
         return name
     if not entry.source:
         raise InvalidInput(f"the engine {entry.engine!r} is given no model: write {entry.engine}:SOURCE")
-    if entry.engine == "function":
-        source = functions.absolute(entry.source, base)
-        try:
-            functions.digest(source)
-        except ModelFailed as error:
-            raise InvalidInput(error.message, code="unknown_function") from None
-        return source
-    if entry.engine == "connector":
-        return _file(entry.source, base)
-    return _place(entry.source, base, "model") if entry.engine == "vllm" else entry.source
+    match kind.traits.source:
+        case Source.CODE:
+            source = functions.absolute(entry.source, base)
+            try:
+                functions.digest(source)
+            except ModelFailed as error:
+                raise InvalidInput(error.message, code="unknown_function") from None
+            return source
+        case Source.CONNECTOR:
+            return _file(entry.source, base)
+        case Source.WEIGHTS:
+            return _place(entry.source, base, "model")
+        case Source.TEXT:
+            return entry.source
 
 
 def _file(text: str, base: Path) -> str:
@@ -250,8 +230,8 @@ def _place(text: str, base: Path, what: str) -> str:
     return text
 
 
-def _adapter(engine: str, name: str, place: str, base: Path) -> str:
-    if engine == "openai":
+def _adapter(kind: EngineKind, name: str, place: str, base: Path) -> str:
+    if "adapters" in kind.settings and not kind.traits.loads_adapters:
         if place != name:
             raise InvalidInput(
                 f"the service at base_url holds its adapters itself: write {name}={name}, not {name}={place}"
@@ -265,7 +245,7 @@ def _adapter(engine: str, name: str, place: str, base: Path) -> str:
 
 def _adapter_rank(kind: EngineKind, entry: ModelEntry, config: Config) -> int:
     """The room for ranks that an engine of ours needs: for its adapters, and for those that rows may name."""
-    if kind.engine != "llm" or not (entry.adapters or config.deployments.adapter_patterns):
+    if not kind.traits.loads_adapters or not (entry.adapters or config.deployments.adapter_patterns):
         return 0
     ranks = [adapters.RANK_LEAST]
     for place in entry.adapters.values():
@@ -308,30 +288,29 @@ def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
 def _refuse_strangers(entry: ModelEntry, kind: EngineKind) -> None:
     """Nothing is accepted and then ignored: a setting of another engine is an error."""
     blank = ModelEntry(engine="", source="")
-    own = (
-        "adapters", "engine_args", "features", "paths", "base_url", "api_key", "python", "workers", "price", "routes",
-        "secrets",
-    )  # fmt: skip
-    for name in (*own, *_REPLICAS):
+    own = [each.name for each in fields(ModelEntry) if each.name not in ("engine", "source", "limits")]
+    for name in own:
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
-            raise InvalidInput(_stranger(name, entry.engine, kind.settings))
+            raise InvalidInput(_stranger(name, entry.engine, kind, kind.settings))
     for each in fields(Limits):
-        if each.name not in kind.limits and getattr(entry.limits, each.name) != each.default:
-            raise InvalidInput(_stranger(f"limits.{each.name}", entry.engine, {f"limits.{one}" for one in kind.limits}))
+        if each.name not in kind.traits.limits and getattr(entry.limits, each.name) != each.default:
+            known = frozenset(f"limits.{one}" for one in kind.traits.limits)
+            raise InvalidInput(_stranger(f"limits.{each.name}", entry.engine, kind, known))
 
 
-def _stranger(name: str, engine: str, known: frozenset[str] | set[str]) -> str:
-    why = {
-        ("python", "function"): f"a function runs in batchmill's own environment, {sys.executable}",
-        ("workers", "openai"): "one worker calls the service; in_flight_max bounds its requests",
-    }.get((name, engine), f"it knows {', '.join(sorted(known))}")
+def _stranger(name: str, engine: str, kind: EngineKind, known: frozenset[str]) -> str:
+    why = kind.traits.refusals.get(name) or f"it knows {', '.join(sorted(known))}"
     return f"the engine {engine!r} has no use for {name}: {why}"
 
 
-def _name_of(entry: ModelEntry) -> str:
-    if entry.engine == "function":
-        return functions.parse(entry.source).attribute
-    return Path(entry.source).name if entry.engine == "vllm" else entry.source
+def _name_of(entry: ModelEntry, kind: EngineKind) -> str:
+    match kind.traits.source:
+        case Source.CODE:
+            return functions.parse(entry.source).attribute
+        case Source.WEIGHTS:
+            return Path(entry.source).name
+        case _:
+            return entry.source
 
 
 def _check(spec: ModelSpec) -> None:
@@ -342,7 +321,7 @@ def _check(spec: ModelSpec) -> None:
             f"{spec.workers} workers: {spec.name!r} has {spec.scaling.replicas_min} to {spec.scaling.replicas_max} "
             "replicas by its configuration; leave the flag out"
         )
-    check_paths(spec.paths, spec.engine)
+    check_paths(spec.paths, has_admin_paths=spec.traits.has_admin_paths)
     check_features(spec.features)
     for name in spec.adapters:
         if name in (spec.name, spec.source):
@@ -356,7 +335,7 @@ def _check(spec: ModelSpec) -> None:
 
 def checked_budget(budget: float | None, models: list[ModelSpec]) -> float | None:
     """The budget; it needs the price of every model, or rows would be paid unseen. Raises: InvalidInput."""
-    ways = [way for model in models for way in (model.routes if model.engine == ROUTES else [model])]
+    ways = [way for model in models for way in (model.routes if model.needs_route else [model])]
     unpriced = [way.name for way in ways if way.price is None]
     if budget is not None and unpriced:
         raise InvalidInput(

@@ -8,6 +8,7 @@ from batchmill.errors import ModelFailed
 from batchmill.models import devices, secrets
 from batchmill.models.secrets import Secret
 from batchmill.types import FunctionSpec, ModelSpec
+from batchmill.types.engine_traits import Source
 
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
 # What a process needs of the machine it runs on. Nothing else of ours is user code's to see: keys lie there.
@@ -92,6 +93,10 @@ FETCHERS = PROXIES | {"HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "AWS_*", "GOOGL
 AWS_PROVIDERS, OBJECT_STORE = frozenset({"sagemaker", "bedrock"}), "s3://"
 
 
+# Groups of variables that `EngineTraits.environment` names.
+GROUPS = {"devices": DEVICES, "user_code": KEPT, "hub_cache": HUB_CACHE, "proxies": PROXIES, "vllm": VLLM}
+
+
 def chosen(ours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Those variables of `ours` that one of the names means."""
     told = list(names)
@@ -114,14 +119,12 @@ def of_worker(model: ModelSpec, ours: Mapping[str, str], more: Iterable[str] = (
 
 
 def _of_engine(model: ModelSpec) -> frozenset[str]:
-    if model.engine == "llm":
-        is_stored = any(place.startswith(OBJECT_STORE) for place in (model.source, *model.adapters.values()))
-        return VLLM | DEVICES | PROXIES | (AWS_CHAIN if is_stored else frozenset())
-    if model.is_function:
-        return KEPT | DEVICES | HUB_CACHE
-    if model.engine == "provider_batch" and model.provider in AWS_PROVIDERS:
-        return AWS_PLACE if _names_its_keys(model) else AWS_CHAIN
-    return frozenset()
+    traits = model.traits
+    names = frozenset().union(*(GROUPS.get(each, frozenset({each})) for each in traits.environment))
+    if model.provider in AWS_PROVIDERS:
+        return names | (AWS_PLACE if _names_its_keys(model) else AWS_CHAIN)
+    weights = (model.source, *model.adapters.values()) if traits.source is Source.WEIGHTS else ()
+    return names | AWS_CHAIN if any(place.startswith(OBJECT_STORE) for place in weights) else names
 
 
 def _names_its_keys(model: ModelSpec) -> bool:

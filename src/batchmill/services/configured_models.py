@@ -12,12 +12,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from batchmill.config import Config
+from batchmill.config import Config, ModelEntry
 from batchmill.errors import BatchmillError, InvalidConfig, UnknownName
 from batchmill.models import registry
 from batchmill.types import Caller, ModelSpec, Price
+from batchmill.types.engine_traits import ENGINES, LLM
 
-ENGINE, KIND = "llm", "vllm"  # inside, and as the configuration calls it
+KIND = ENGINES[LLM].configured_as  # of base models that only have a name or an id of a hub
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 SHOWN_CHARS = 120
 MEDIA_FLAG, NO_HOST = "allowed-media-domains", "media.invalid"  # a name that no host can have: RFC 2606
@@ -82,7 +83,7 @@ class ConfiguredModels:
 
     def language_models(self) -> list[str]:
         """Those of the configuration."""
-        return [name for name, entry in self.config.models.items() if entry.engine == KIND]
+        return [name for name, entry in self.config.models.items() if _is_base(entry)]
 
     def base(self, caller: Caller, name: str) -> ModelSpec:
         """Raises: UnknownName (`unknown_base_model`), alike for what is not there and what the caller may not use."""
@@ -97,7 +98,7 @@ class ConfiguredModels:
     def is_base(self, name: str) -> bool:
         """Somebody may deploy it."""
         if name in self.config.models:
-            return self.config.models[name].engine == KIND
+            return _is_base(self.config.models[name])
         if name in self._entry.base_models:
             return True
         is_id = HUB_ID.fullmatch(name) is not None and ".." not in name
@@ -143,13 +144,18 @@ class ConfiguredModels:
         return f", and ids of a model hub that fit {', '.join(patterns)}" if patterns else ""
 
 
+def _is_base(entry: ModelEntry) -> bool:
+    kind = registry.KINDS.get(entry.engine)
+    return kind is not None and kind.traits.serves_base_models
+
+
 def served_here(model: ModelSpec, config: Config) -> ModelSpec:
     """A model of the configuration as a server has it. Others than language models of our own stay as they are.
 
     Its engine fetches no image or video that a caller names: it stands inside, the caller may not. Media inside a
     request are taken. `engine_args = { allowed-media-domains = "example.com" }` opens a host.
     """
-    if model.engine != ENGINE:
+    if not model.traits.serves_base_models:
         return model
     entry = config.deployments
     args = model.engine_args

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.models.adapters.reading import RANK_LEAST, room_for
 from batchmill.models.paths import answers
-from batchmill.services.configured_models import ENGINE, ConfiguredModels
+from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.function import Function, VersionTarget
 from batchmill.services.functions.names import LATEST, read_reference
 from batchmill.services.model_rows import (
@@ -370,7 +370,7 @@ class ModelDirectory:
         own = [name, *self.configured.adapters(name)]
         allowed = [each for each in own if self._visible(caller, each) is not None]
         model = replace(self.configured.get(name), allowed=allowed)
-        if model.engine != ENGINE:
+        if not model.traits.loads_adapters:
             return model
         return self._with_adapters(
             model, self._adapters_for(caller, model, ()), (), lambda row, at: _lists(caller, row, at)
@@ -442,7 +442,7 @@ class ModelDirectory:
 
     def _adapters_for(self, caller: Caller, model: ModelSpec, bases: Sequence[str]) -> list[ModelRow]:
         """The versions that a project registered for a model, if it may use that, or for one of its bases."""
-        if model.engine != ENGINE:
+        if not model.traits.loads_adapters:
             return []
         if model.name in self.configured.names and not self.configured.lists(caller.project, model.name):
             return []
@@ -471,7 +471,7 @@ class ModelDirectory:
 
     def _with_room(self, model: ModelSpec, bases: Sequence[str] = ()) -> ModelSpec:
         """A model whose engine has room for the adapters of all projects, so that one engine serves them all."""
-        if model.engine != ENGINE:
+        if not model.traits.loads_adapters:
             return model
         rank = self.rank_of(model.name, *bases)
         return model if rank <= model.adapter_rank else replace(model, adapter_rank=rank)

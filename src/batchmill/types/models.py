@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from batchmill.types.calls import Usage
 from batchmill.types.connectors import Connector
+from batchmill.types.engine_traits import ROUTES, EngineTraits, traits_of
 
 DIED = "died"  # the kind of an event: a server ended under its worker, and is started again
 
@@ -213,7 +214,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A name that rows can be sent to, as the job saw it when it was submitted."""
 
     name: str
-    engine: str  # a name of the engine table; "routes": whichever of `routes` a job is given
+    engine: str  # a name of types/engine_traits.py; "routes": whichever of `routes` a job is given
     source: str  # what the engine loads: FILE.py:NAME, a model directory or id, a remote model name
     adapters: dict[str, str] = {}  # own name -> path or id
     adapter_names: dict[str, str] = {}  # as AdapterSet.names
@@ -233,43 +234,41 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     price: Price | None = None
     limits: Limits = Limits()
     allowed: list[str] | None = None  # of the model's own name and its adapters', those that rows may use; None: all
-    function: FunctionSpec | None = None  # of the engine function_process
-    connector: Connector | None = None  # of the engine connector, and of provider_batch where it calls through one
+    function: FunctionSpec | None = None  # of a deployed version
+    connector: Connector | None = None  # that describes the calls, and how a provider's batch API is called
     alias: str | None = None  # a further name that means this model and not one of its service's
-    provider: str | None = None  # of the engine provider_batch: openai, azure, anthropic, cohere, sagemaker, bedrock
-    routes: list[ModelSpec] = []  # ways to the same model; of "routes", or those left to a chosen one
+    provider: str | None = None  # of a batch API: openai, azure, anthropic, cohere, sagemaker, bedrock
+    routes: list[ModelSpec] = []  # to the same model: all of them, or those left besides the chosen one
 
     @property
-    def is_function(self) -> bool:
-        """It calls Python code, of this installation or of a deployed version: not a language model."""
-        return self.engine in ("function", "function_process")
+    def traits(self) -> EngineTraits:
+        """What its engine is like. Raises: UnknownName."""
+        return traits_of(self.engine)
+
+    @property
+    def needs_route(self) -> bool:
+        """It has routes, and none of them is chosen."""
+        return self.engine == ROUTES
 
     @property
     def takes_columns(self) -> bool:
         """Rows are arguments or parameters of its own: functions and connectors. Otherwise they are requests."""
-        if self.engine == "routes":
-            return all(route.takes_columns for route in self.routes)
-        return self.is_function or self.engine == "connector"
-
-    @property
-    def keeps_order(self) -> bool:
-        """Nothing is gained by running rows of one prompt prefix after one another."""
-        return self.takes_columns or self.engine in ("provider_batch", "routes")
+        return all(route.takes_columns for route in self.routes) if self.needs_route else self.traits.takes_columns
 
     @property
     def is_handed_over(self) -> bool:
         """Its rows go to a provider's batch API: they run on there while no worker of ours does."""
-        return self.engine == "provider_batch"
+        return self.traits.hands_over
 
     def live(self) -> ModelSpec:
         """The way that live requests take: itself, or the first of its routes that answers them."""
         ways = [replace(each, name=self.name, allowed=self.allowed) for each in self.routes if each.answers_live]
-        return ways[0] if self.engine == "routes" and ways else self
+        return ways[0] if self.needs_route and ways else self
 
     @property
     def answers_live(self) -> bool:
         """Somebody may wait for its answer: it is no batch API."""
-        return self.engine != "provider_batch" and (self.engine != "routes" or any(r.answers_live for r in self.routes))
+        return any(route.answers_live for route in self.routes) if self.needs_route else self.traits.answers_live
 
     def targets(self) -> dict[str, str | None]:
         """Every value `body.model` may have for this model -> the adapter it means (None: the base)."""

@@ -71,9 +71,9 @@ def features_of(model: ModelSpec) -> frozenset[str]:
 
     An engine that runs here has no prices, and no tools but those that it was started with.
     """
-    if model.engine == "routes":
+    if model.needs_route:
         return frozenset(FEATURES).intersection(*map(features_of, model.routes))
-    return frozenset(model.features).union((TOOLS, TIER, MODELS) if model.engine == "llm" else ())
+    return frozenset(model.features).union((TOOLS, TIER, MODELS) if model.traits.is_local else ())
 
 
 def check_features(features: Collection[str]) -> None:

@@ -79,7 +79,7 @@ def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
     """The adapters that rows of a plan go to and that an engine of ours has to load, by their own names."""
     found: dict[int, list[str]] = {}
     for target in plan.targets:
-        if target.adapter is not None and (target.rows or target.folded) and models[target.model].engine == OURS:
+        if target.adapter is not None and (target.rows or target.folded) and models[target.model].traits.loads_adapters:
             found.setdefault(target.model, []).append(target.adapter)
     return found
 
@@ -90,7 +90,7 @@ def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
     Where an engine is started with its adapters they stay: it is shared by jobs that were given the same.
     """
     models = [
-        _without_others(model, used.get(number, ())) if model.engine == OURS and model.adapter_rank else model
+        _without_others(model, used.get(number, ())) if model.traits.loads_adapters and model.adapter_rank else model
         for number, model in enumerate(spec.models)
     ]
     return replace(spec, models=models)

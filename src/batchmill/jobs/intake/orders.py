@@ -21,12 +21,12 @@ from batchmill.jobs.results.results import check_kind, check_output, errors_path
 from batchmill.models import functions, registry
 from batchmill.states import JobState
 from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
+from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 
 PRIORITY_MAX = 100
-WAITING_ENGINES = frozenset({"connector", "http"})  # a row that failed waits there until its service is back
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
 
@@ -64,11 +64,12 @@ def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
 
 def check_rows_may_wait(spec: JobSpec, state: str) -> None:
     """Raises: InvalidTransition for a job none of whose rows waits for a service."""
-    engines = {model.engine for model in spec.models}
-    if engines.isdisjoint(WAITING_ENGINES):
+    if not any(model.traits.waits_for_service for model in spec.models):
+        engines = {model.engine for model in spec.models}
+        waiting = [name for name, traits in ENGINES.items() if traits.waits_for_service]
         raise InvalidTransition(
             f"the job {spec.id} runs on {', '.join(sorted(engines))}: only rows of services that are called row by row "
-            f"({', '.join(sorted(WAITING_ENGINES))}) wait after they failed; `cancel` ends a job without its other rows"
+            f"({', '.join(waiting)}) wait after they failed; `cancel` ends a job without its other rows"
         )
     if state not in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED):
         raise InvalidTransition(f"the job {spec.id} is {state}: rows wait only while a job runs or is paused")
@@ -128,7 +129,7 @@ def code_of(models: list[ModelSpec], *, by_frontend: bool) -> dict[str, str]:
     """
     code = {}
     for model in models:
-        if model.engine == "function":
+        if model.traits.source is Source.CODE:
             try:
                 code[model.name] = functions.digest(model.source)
             except ModelFailed:

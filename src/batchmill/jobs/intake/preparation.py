@@ -31,7 +31,6 @@ from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import SealReport
 
-SERVICES = frozenset(["http", "provider_batch", "routes"])  # which know fields of their own
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
 
@@ -99,7 +98,7 @@ def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> di
     """The way of every model that has several, given the rows that each has: number of the model -> choice."""
     choices = {}
     for number, model in enumerate(asked.spec.models):
-        if model.engine == routing.ROUTES:
+        if model.needs_route:
             mine = [target for target in targets if target.model == number]
             tokens = [target.tokens for target in mine]
             rows, total = sum(target.rows for target in mine), None if None in tokens else sum(filter(None, tokens))
@@ -139,7 +138,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         default=(0, 0) if spec.default_model and spec.models[0].name in names else None,
         endpoint=spec.endpoint,
         rows_max=spec.rows_max,
-        services=[number for number, model in enumerate(spec.models) if model.engine in SERVICES],
+        services=[number for number, model in enumerate(spec.models) if not model.traits.is_local],
         features=[None if spec.origin is None else sorted(features_of(model)) for model in spec.models],
         pathless=[number for number, known in enumerate(paths) if known is None],
         urls=[
@@ -158,7 +157,7 @@ def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
         targets=targets(spec.models),
         shard_rows=[plan.shard_rows(model, rows) for model in spec.models],
         keys=needs_keys(spec),
-        file_order=[number for number, model in enumerate(spec.models) if model.keeps_order],
+        file_order=[number for number, model in enumerate(spec.models) if not model.traits.groups_prefixes],
         prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,
     )
 

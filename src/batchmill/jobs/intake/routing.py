@@ -17,11 +17,9 @@ from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec, Usage
 from batchmill.wire.job_spec import JobSpec
 
-ROUTES = "routes"
 JOBS_MAX = 4  # at a provider at once, where the model does not say otherwise
 LATE_FACTOR = 1.5  # rows leave a provider when another way still has this much more time than it needs
 CHANGED = "it went on from"  # one way to another
-OURS = frozenset({"llm", "function", "function_process"})  # their rows cost nobody anything by the token
 
 
 class Choice(Struct, frozen=True):
@@ -53,7 +51,7 @@ def choose(
         deadline, now: seconds since the epoch.
         rates: `way_of` a route -> rows per second, as measured with earlier jobs.
     """
-    assert model.routes, "a model of the engine `routes` has some"
+    assert model.routes, "a model of which a route is chosen has some"
     left_s = math.inf if deadline is None else deadline - now
     ways = [_Way(route, cost_of(route, tokens), seconds_for(route, rows, tokens, rates)) for route in model.routes]
     ordered = sorted(ways, key=lambda way: _order(way, left_s))
@@ -118,7 +116,7 @@ def way_of(model: ModelSpec) -> str:
 def cost_of(route: ModelSpec, tokens: int | None) -> float | None:
     """USD, reckoned with as many input tokens as output; for a million tokens where they are not known."""
     if route.price is None:
-        return 0.0 if route.engine in OURS else None
+        return 0.0 if route.traits.is_local else None
     total = 1_000_000 if tokens is None else tokens
     return route.price.cost(Usage(input_tokens=total // 2, output_tokens=total - total // 2))
 
@@ -166,13 +164,13 @@ def warned(spec: JobSpec, numbers: Iterable[int], warnings: Sequence[str]) -> Jo
 
 def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
     """An order that is a known job again: its models go the ways they went, with what is said of these now."""
-    before = {model.name: model for model in earlier.models if model.engine != ROUTES}
+    before = {model.name: model for model in earlier.models if not model.needs_route}
     models = [_kept(model, before.get(model.name)) for model in spec.models]
     return replace(spec, models=models, routing=earlier.routing)
 
 
 def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
-    if model.engine != ROUTES or before is None:
+    if not model.needs_route or before is None:
         return model
     now = {way_of(route): route for route in model.routes}
     left = [now.get(way_of(route), route) for route in before.routes]

@@ -34,11 +34,6 @@ ROWS_MAX = 2**32 - 1  # a row number fits in a u32
 CHUNK_BYTES = 1024 * 1024
 STEP_ROWS = 1024 * 1024
 _FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
-# Rows of a shard, at least and at most: about two seconds of work at full speed for what each engine bears.
-SHARD_ROWS = {
-    "connector": (64, 1_024), "function": (1, 16_384), "function_process": (1, 16_384), "http": (64, 1_024),
-    "llm": (16, 64), "routes": (64, 1_024),
-}  # fmt: skip
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
 
 Progress = Callable[[float], None]
@@ -346,7 +341,7 @@ def shard_rows(model: ModelSpec, rows: int) -> int:
     """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there."""
     if model.is_handed_over:
         return handed_over_rows(model)
-    least, most = SHARD_ROWS[model.engine]
+    least, most = model.traits.shard_rows
     workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
     return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
 

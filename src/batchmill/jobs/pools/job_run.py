@@ -314,7 +314,7 @@ class JobRun:
         """
         if self.spec.models[shard.model].is_handed_over:
             return False
-        deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].is_function else CRASHES_MAX
+        deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].traits.runs_user_code else CRASHES_MAX
         return self._deaths.get(shard.number, 0) >= deaths_max
 
     # -- taking back --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from batchmill.models import functions
 from batchmill.models.secrets import NothingProvided
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.types import EngineState, EngineView, ModelSpec
+from batchmill.types.engine_traits import Source
 from batchmill.wire.messages import Learn
 
 IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
@@ -108,7 +109,7 @@ class Pools:
         """
         everybodys = _everybodys(model)
         digest = (code or {}).get(model.name, "")
-        if not digest and model.engine == "function":
+        if not digest and model.traits.source is Source.CODE:
             digest = self._codes.of(model.source)
         data = msgspec.json.encode([everybodys, digest], order="deterministic")
         return hashlib.sha256(data).hexdigest()
@@ -143,7 +144,7 @@ class Pools:
     def _learn(self, source: str, told: Learn) -> None:
         """Every worker of a base model knows what one has learnt, or somebody has cleared."""
         for pool in self._pools.values():
-            if pool.model.engine == "llm" and pool.model.source == source:
+            if pool.model.traits.learns_poison and pool.model.source == source:
                 for worker in pool.workers.values():
                     worker.handle.send(told)
 
@@ -379,9 +380,9 @@ class Pools:
         False where that has been tried, or there are none.
         """
         key = pool.key
-        if pool.was_ready or pool.model.engine != "llm" or key in self._second_tries or not self.is_current(pool):
+        if pool.was_ready or not pool.model.traits.takes_gpus or key in self._second_tries or not self.is_current(pool):
             return False
-        idle = [other for other in self._idle if self._pools[other].model.engine == "llm" and other != key]
+        idle = [other for other in self._idle if self._pools[other].model.traits.takes_gpus and other != key]
         if not idle:
             return False
         for other in idle:
@@ -414,7 +415,7 @@ def _everybodys(model: ModelSpec) -> ModelSpec:
     An engine that has room for adapters is told with each job which ones there are.
     """
     model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[], scaling=None)
-    if model.engine == "llm" and model.adapter_rank:
+    if model.traits.loads_adapters and model.adapter_rank:
         return msgspec.structs.replace(model, adapters={}, adapter_names={}, bad_adapters={})
     return model
 

@@ -78,7 +78,7 @@ class Resources:
         needs = model.needs
         if model.function is not None:
             return Needs(needs.memory_bytes, max(needs.gpus, model.function.gpus))
-        if model.engine == "llm" and not needs.gpus and self.gpus:
+        if model.traits.takes_gpus and not needs.gpus and self.gpus:
             return Needs(needs.memory_bytes, _parallel(model.engine_args))
         return needs
 

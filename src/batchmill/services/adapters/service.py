@@ -43,7 +43,6 @@ from batchmill.models.worker_environment import FETCHERS
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, SHOWN_CHARS, AdapterRecord, check_name
-from batchmill.services.configured_models import ENGINE
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.incoming import FULL
 from batchmill.services.model_rows import ModelKind, ModelRow
@@ -413,7 +412,7 @@ class AdapterService:
         """The model that an adapter of this name may be for."""
         check_name(name)
         model = self._directory.base(caller, base)
-        if model.engine != ENGINE:
+        if not model.traits.loads_adapters:
             raise InvalidInput(
                 f"the model {base[:SHOWN_CHARS]!r} takes no adapters: those of the engine vllm do", code="no_adapters"
             )

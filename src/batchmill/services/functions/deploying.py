@@ -34,6 +34,7 @@ from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
 from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec, Tensor
+from batchmill.types.engine_traits import FUNCTION_PROCESS
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles
 from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
@@ -244,7 +245,7 @@ def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: 
         received_shapes=order.received_shapes,
     )
     return ModelSpec(
-        name=order.name, engine="function_process", source=order.target, python=python, workers=order.workers,
+        name=order.name, engine=FUNCTION_PROCESS, source=order.target, python=python, workers=order.workers,
         limits=limits, function=function,
     )  # fmt: skip
 

@@ -18,7 +18,6 @@ from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, 
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import veiled
 from batchmill.ports import Clock
-from batchmill.services.configured_models import ENGINE
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
@@ -30,6 +29,7 @@ from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling
+from batchmill.types.engine_traits import LLM
 from batchmill.types.models import Suspect, seen
 
 __all__ = ["LlmDeployment", "LlmService"]
@@ -91,7 +91,7 @@ class LlmService:
             base = self._configuration.get(settings.base_model)
         except BatchmillError as error:
             log.warning("the deployment %s cannot be served: %s", stored.name, error.message)
-            broken = stored.deployment(ModelSpec(stored.name, ENGINE, settings.base_model))
+            broken = stored.deployment(ModelSpec(stored.name, LLM, settings.base_model))
             return replace(broken, is_broken=True, problem=error.message)
         return stored.deployment(model_of(base, settings, name=stored.name))
 

@@ -42,9 +42,9 @@ from batchmill.services.remote.task_records import refuse_running
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
 from batchmill.types.connectors import BATCH_PREDICT, PREDICT
+from batchmill.types.engine_traits import CONNECTOR, PROVIDER_BATCH, ROUTES
 
 AUTO, BATCH, ONLINE = "auto", "batch", "online"
-ROUTES = (AUTO, BATCH, ONLINE)
 PROVIDER = "provider"  # the parameter of a connector that says whose batch API it speaks
 _HOSTS = {
     "api.openai.com": "openai",
@@ -97,15 +97,15 @@ def spec_of(
     """
     provider = provider_of(connector)
     source = connector.parameters.get("model") or connector.name
-    online = ModelSpec(name, "connector", source, connector=connector, alias=alias, limits=limits)
+    online = ModelSpec(name, CONNECTOR, source, connector=connector, alias=alias, limits=limits)
     ways = []
     if provider is not None and route != ONLINE:
-        ways.append(replace(online, engine="provider_batch", provider=provider))
+        ways.append(replace(online, engine=PROVIDER_BATCH, provider=provider))
     if connector.action(PREDICT) is not None and route != BATCH:
         ways.append(online)
     if not ways:
         raise InvalidInput(_no_way(connector, route), code="no_route")
-    return ways[0] if len(ways) == 1 else ModelSpec(name, "routes", source, alias=alias, routes=ways, limits=limits)
+    return ways[0] if len(ways) == 1 else ModelSpec(name, ROUTES, source, alias=alias, routes=ways, limits=limits)
 
 
 def _no_way(connector: Connector, route: str) -> str:

@@ -299,7 +299,7 @@ class OwnerProvisions:
             name = each.removeprefix(VARIABLE)
             if name != each and name in self._environ:  # the worker says so where it is missing
                 given[each] = self._environ[name]
-        isolation = self.isolation if model.engine == "function_process" else None
+        isolation = self.isolation if model.traits.isolates else None
         return Provision(given, self._private_hosts, isolation)
 
 
@@ -319,5 +319,5 @@ def _values(model: ModelSpec) -> Iterator[object]:
         places.append(model.function.secrets.values())
     for each in places:
         yield from each
-    for route in model.routes if model.engine == "routes" else ():
+    for route in model.routes if model.needs_route else ():
         yield from _values(route)
