@@ -189,18 +189,18 @@ def of_system(error: OSError, *, refusals: bool = False) -> JobPaused | None:
     Args: refusals: also where the file system is sound and this user may not.
     """
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-    told = f"{where}{error.strerror}"
+    detail = f"{where}{error.strerror}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return StorageFull(f"there is no room left on the disk: {told}; free some, then do it again")
+            return StorageFull(f"there is no room left on the disk: {detail}; free some, then do it again")
         case errno.EMFILE | errno.ENFILE:
             return StorageFailed(
-                f"no further file can be opened: {told}; raise the limit (`ulimit -n`), then do it again"
+                f"no further file can be opened: {detail}; raise the limit (`ulimit -n`), then do it again"
             )
         case errno.EIO | errno.ESTALE:
-            return StorageFailed(f"the disk failed: {told}; see to it, then do it again")
+            return StorageFailed(f"the disk failed: {detail}; see to it, then do it again")
         case errno.EACCES | errno.EPERM | errno.EROFS if refusals:
-            return StorageFailed(f"a file may not be used: {told}; see to its owner and mode, then do it again")
+            return StorageFailed(f"a file may not be used: {detail}; see to its owner and mode, then do it again")
     return None
 
 

@@ -141,7 +141,7 @@ class Engine(Protocol):
 class MortalEngine(Engine, Protocol):
     """An engine whose server may die of a request."""
 
-    def tell_deaths(self, tell: Callable[[Struct], None]) -> None:
+    def report_deaths(self, report: Callable[[Struct], None]) -> None:
         """Have `tell` hear of deaths and their causes: `EngineDied`, `Suspected`, `Charged` of `wire.messages`."""
 
     def learn(self, poison: Poison) -> None:

@@ -86,7 +86,7 @@ class ExecutorSuite:
         worker.send(Open("job_1", "same", OpenAIForm(), str(tmp_path / "dataset"), str(tmp_path / "segments")))
 
     @staticmethod
-    async def hear(worker: WorkerHandle, kind: type) -> object:
+    async def expect(worker: WorkerHandle, kind: type) -> object:
         """The next message of a kind; others before it are passed over."""
         async for message in worker.messages():
             if isinstance(message, kind):
@@ -103,19 +103,19 @@ class ExecutorSuite:
             if isinstance(message, kind):
                 return
 
-    async def hear_live(self, worker: WorkerHandle, kind: type = ReplyChunk) -> object:
+    async def expect_live(self, worker: WorkerHandle, kind: type = ReplyChunk) -> object:
         """The next message of a kind among those about live requests."""
         return [message async for message in self.until(worker, kind)][-1]
 
     async def test_a_grant_becomes_a_durable_commit(self, executor, start, tmp_path):
         """Granted rows come back as one commit whose segment holds their outcomes; drained, the worker exits with 0."""
         worker = await executor.start(start)
-        ready = await self.hear(worker, Ready)
+        ready = await self.expect(worker, Ready)
         assert ready.pid == worker.pid
         self.open_job(worker, tmp_path)
         lease = Lease("job_1", 0, 0, 1)
         worker.send(Grant(lease, 0, 0, ROWS))
-        record = await self.hear(worker, Record)
+        record = await self.expect(worker, Record)
         commit = record.commit
         assert (commit.lease, commit.rows_ok, commit.rows_failed) == (lease, ROWS, 0)
         assert [row for block in read_ref(tmp_path / "segments", commit.ref) for row in block.rows()] == list(
@@ -129,11 +129,11 @@ class ExecutorSuite:
     async def test_a_revoked_job_is_released(self, executor, start, tmp_path):
         """After a Revoke the worker says when nothing of the job is in its hands any more."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         self.open_job(worker, tmp_path)
         worker.send(Grant(Lease("job_1", 0, 0, 1), 0, 0, ROWS))
         worker.send(Revoke("job_1"))
-        released = await self.hear(worker, Released)
+        released = await self.expect(worker, Released)
         assert released.job == "job_1"
         worker.kill()
         await worker.wait()
@@ -141,7 +141,7 @@ class ExecutorSuite:
     async def test_live_requests_are_answered_beside_rows(self, executor, start, tmp_path):
         """A live request is answered by a worker that runs rows: a head, the body, the end, under the number it has."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         self.open_job(worker, tmp_path)
         worker.send(Grant(Lease("job_1", 0, 0, 1), 0, 0, ROWS))
         worker.send(AnswerLive(7, LiveRequest("/v1/x", b'{"n": 21}')))
@@ -156,7 +156,7 @@ class ExecutorSuite:
     async def test_a_live_request_that_fails_says_why(self, executor, start):
         """What the engine raised comes back with its code, and the worker answers the next one."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         worker.send(AnswerLive(1, LiveRequest("/v1/x", b'{"m": 21}')))
         failed = [message async for message in self.until(worker, Answered)][-1]
         assert failed.raised is not None and failed.raised.code == "missing_argument"
@@ -169,7 +169,7 @@ class ExecutorSuite:
         """A worker runs no further ahead of its reader than agreed; what was abandoned is answered no more."""
         (tmp_path / "app.py").write_text("def double(n):\n    return 'x' * n\n")
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         size = 3 * LIVE_AHEAD_BYTES
         worker.send(AnswerLive(1, LiveRequest("/v1/x", b'{"n": %d}' % size)))
         worker.send(AnswerLive(2, LiveRequest("/v1/x", b'{"n": 1}')))
@@ -178,11 +178,11 @@ class ExecutorSuite:
         received = sum(len(message.data) for message in said if isinstance(message, ReplyChunk) and message.id == 1)
         worker.send(FlowCredit(1, received))
         while received < size:
-            chunk = await self.hear_live(worker)
+            chunk = await self.expect_live(worker)
             received += len(chunk.data)
             worker.send(FlowCredit(1, len(chunk.data)))
         worker.send(AnswerLive(3, LiveRequest("/v1/x", b'{"n": %d}' % size)))
-        await self.hear_live(worker, Head)
+        await self.expect_live(worker, Head)
         worker.send(Abandon(3))
         worker.send(AnswerLive(4, LiveRequest("/v1/x", b'{"n": 1}')))
         assert 3 not in {message.id async for message in self.until(worker, Answered) if isinstance(message, Answered)}
@@ -193,14 +193,14 @@ class ExecutorSuite:
         """A worker whose model cannot be loaded says why, and ends."""
         broken = Start("w2", ModelSpec("gone", "function", f"{tmp_path / 'app.py'}:gone"), str(tmp_path / "home"))
         worker = await executor.start(broken)
-        failed = await self.hear(worker, Failed)
+        failed = await self.expect(worker, Failed)
         assert "gone" in failed.message and failed.job is None
         assert await worker.wait() != 0
 
     async def test_a_killed_worker_is_noticed(self, executor, start):
         """The messages of a worker that was killed end, and its end is told as the signal's."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         worker.kill()
         async for _ in worker.messages():
             pass
@@ -210,7 +210,7 @@ class ExecutorSuite:
         """A worker that dies while a process it forked holds its socket has gone, and what it forked goes with it."""
         (tmp_path / "app.py").write_text(FORKS)
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         os.kill(worker.pid, signal.SIGKILL)
         async for _ in worker.messages():
             pass
@@ -222,7 +222,7 @@ class ExecutorSuite:
     async def test_a_stopped_worker_is_frozen(self, executor, start):
         """A worker that a signal stopped is told apart from one that is only slow."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         assert not worker.is_frozen()
         os.kill(worker.pid, signal.SIGSTOP)
         while not worker.is_frozen():
@@ -233,6 +233,6 @@ class ExecutorSuite:
     async def test_what_a_dead_owner_left_is_swept(self, executor, start):
         """Sweeping ends the workers that are still there."""
         worker = await executor.start(start)
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         executor.sweep()
         assert await worker.wait() == -signal.SIGKILL

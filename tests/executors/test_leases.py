@@ -60,9 +60,9 @@ async def test_a_note_is_known_once_it_is_durable(owner):
     held = owner.lease()
     first, second = await begun(owner, held, "new", b"2"), await begun(owner, held, "old", b"")
     assert held.notes == {"old": b"1"}
-    owner.notes.hear(Noted(2, is_kept=True))
+    owner.notes.receive(Noted(2, is_kept=True))
     await second
-    owner.notes.hear(Noted(1, is_kept=True))
+    owner.notes.receive(Noted(1, is_kept=True))
     await first
     assert held.notes == {"new": b"2"}
 
@@ -71,7 +71,7 @@ async def test_a_lease_of_another_ends(owner):
     """A note that is refused says that the lease is another's: it may be left, and fails no job."""
     held = owner.lease()
     task = await begun(owner, held, "new", b"2")
-    owner.notes.hear(Noted(1, is_kept=False))
+    owner.notes.receive(Noted(1, is_kept=False))
     with pytest.raises(JobPaused, match="another worker's"):
         await task
     assert (held.ending, held.notes) == (PAUSE, {"old": b"1"})
@@ -86,7 +86,7 @@ async def test_a_full_disk_is_told_as_such(owner):
     """A note that could not be written leaves the lease as it is, and says why the job has to pause."""
     held = owner.lease()
     task = await begun(owner, held, "new", b"2")
-    owner.notes.hear(Noted(1, False, PauseReason.STORAGE_FULL, "no room"))
+    owner.notes.receive(Noted(1, False, PauseReason.STORAGE_FULL, "no room"))
     with pytest.raises(JobPaused, match="no room") as raised:
         await task
     assert raised.value.reason is PauseReason.STORAGE_FULL and held.ending == ""

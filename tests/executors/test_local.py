@@ -40,7 +40,7 @@ class TestLocalExecutor(ExecutorSuite):
         source = functions.absolute(source, Path(tmp_path))
         monkeypatch.chdir(tmp_path / "stand")
         worker = await executor.start(Start("w3", ModelSpec("double", "function", source), str(tmp_path / "home")))
-        await self.hear(worker, Ready)
+        await self.expect(worker, Ready)
         worker.kill()
         await worker.wait()
 

@@ -17,7 +17,7 @@ USD = 1e-6
 
 
 def allowance(free: float, told: list[Spending], **more) -> Allowance:
-    made = Allowance("job", PRICE, has_requests=True, tell=told.append, **more)
+    made = Allowance("job", PRICE, has_requests=True, send=told.append, **more)
     made.add(free, is_lean=False)
     return made
 

@@ -23,7 +23,7 @@ class ScriptedWorker:
         self.name, self.home, self.pid = start.worker, start.home, 0
         self.gpus, self.replica = start.gpus, start.replica
         self.provision = start.provision  # what it was given beside its model
-        self.told: list[Struct] = []  # messages of the owner that the test has not asked for yet
+        self.inbox: list[Struct] = []  # messages of the owner that the test has not asked for yet
         self.was_killed = False
         self.holds_on = False  # a kill takes effect only when the test says so
         self._news = asyncio.Event()
@@ -31,7 +31,7 @@ class ScriptedWorker:
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def send(self, message: Struct) -> None:
-        self.told.append(message)
+        self.inbox.append(message)
         self._news.set()
 
     async def messages(self) -> AsyncIterator[Struct]:
@@ -59,18 +59,18 @@ class ScriptedWorker:
             self._code.set_result(code)
             self._words.put_nowait(None)
 
-    async def hear(self, kind: type[M]) -> M:
+    async def expect(self, kind: type[M]) -> M:
         """The next message of a kind that the owner sends, or has sent; those before it are passed over."""
         while True:
-            while self.told:
-                message = self.told.pop(0)
+            while self.inbox:
+                message = self.inbox.pop(0)
                 if isinstance(message, kind):
                     return message
             self._news.clear()
             await self._news.wait()
 
     def has_heard(self, kind: type[Struct]) -> bool:
-        return any(isinstance(message, kind) for message in self.told)
+        return any(isinstance(message, kind) for message in self.inbox)
 
     def finish(self, grant: Grant, positions: list[int], *, seq: int = 0, usage: Usage = Usage()) -> None:
         """Ask for these rows of a grant to be counted."""

@@ -81,7 +81,7 @@ async def grant(worker: ScriptedWorker, *, more_of: str = "") -> Grant:
     """The next grant of a worker; `more_of`: which has room for one more of this job."""
     if more_of:
         worker.say(RequestRows(more_of))
-    return await worker.hear(Grant)
+    return await worker.expect(Grant)
 
 
 def positions(grant: Grant) -> list[int]:
@@ -91,4 +91,4 @@ def positions(grant: Grant) -> list[int]:
 async def finish(worker: ScriptedWorker, granted: Grant) -> bool:
     """Finish all of a grant; whether it was counted."""
     worker.finish(granted, positions(granted))
-    return (await worker.hear(Ack)).counted
+    return (await worker.expect(Ack)).counted

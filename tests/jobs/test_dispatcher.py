@@ -48,7 +48,7 @@ async def test_pausing_leaves_a_worker_that_others_need(stage):
     pause(first)
     await stage.dispatcher.remove(first)
     stage.commit_log.ledger.move("first", JobState.PAUSED)
-    assert (await worker.hear(Revoke)).job == "first" and not worker.was_killed
+    assert (await worker.expect(Revoke)).job == "first" and not worker.was_killed
     assert second.is_held_by(worker.name)
     assert await finish(worker, one) and await finish(worker, two)
     assert (stage.rows_ok("first"), stage.rows_ok("second")) == (SHARD_ROWS, SHARD_ROWS)
@@ -70,7 +70,7 @@ async def test_rows_that_end_in_time_are_counted(stage, monkeypatch):
     first, _, worker, one, _ = await two_jobs(stage)
     first.cancel()
     removing = asyncio.create_task(stage.dispatcher.remove(first))
-    await worker.hear(Revoke)
+    await worker.expect(Revoke)
     assert await finish(worker, one)
     worker.say(Released("first"))
     await removing
@@ -131,7 +131,7 @@ async def test_closing_at_once_overtakes_what_is_under_way(stage, monkeypatch):
     stage.dispatcher.reserve("third", [ModelSpec("other", "function", "app.py:g")])
     idle = await stage.executor.next()
     letting_go = asyncio.create_task(stage.dispatcher.unreserve("third"))
-    await idle.hear(Drain)
+    await idle.expect(Drain)
     pause(first)
     pause(second)
     await asyncio.gather(*(stage.dispatcher.remove(run, at_once=True) for run in (first, second)))
@@ -157,9 +157,9 @@ async def test_a_resumed_job_takes_over_what_is_in_flight(stage):
         assert await finish(worker, each)
     await second.ended
     worker.finish(one, positions(one)[:1])
-    assert (await worker.hear(Ack)).counted
+    assert (await worker.expect(Ack)).counted
     worker.say(Released("first"))
-    assert (await worker.hear(Open)).job == "first"
+    assert (await worker.expect(Open)).job == "first"
     rest = [await grant(worker), *[await grant(worker, more_of="first") for _ in range(2)]]
     assert [each.n for each in rest] == [SHARD_ROWS - 1, SHARD_ROWS, SHARD_ROWS]
     for each in rest:
@@ -193,8 +193,8 @@ async def test_what_is_in_flight_goes_to_nobody_else(stage):
     for _ in range(20):
         await asyncio.sleep(0)
     slow.set()
-    assert [(await holder.hear(Ack)).counted for _ in range(3)] == [True] * 3
-    last = await holder.hear(Grant)
+    assert [(await holder.expect(Ack)).counted for _ in range(3)] == [True] * 3
+    last = await holder.expect(Grant)
     assert (last.lease.shard, last.n) == (one.lease.shard, 1)
     await busy
 
@@ -244,7 +244,7 @@ async def test_a_pool_follows_the_one_before(stage):
     worker = await stage.executor.next()
     worker.holds_on = True
     leaving = asyncio.create_task(stage.dispatcher.unreserve("first"))
-    await worker.hear(Drain)
+    await worker.expect(Drain)
     stage.dispatcher.reserve("second", [MODEL])
     for _ in range(20):
         await asyncio.sleep(0)
@@ -264,7 +264,7 @@ async def test_a_failed_pool_is_stopped_before_another_starts(stage):
     while len(stage.dispatcher.workers_of([two])) == 2:
         await asyncio.sleep(0)
     stage.dispatcher.reserve("second", [two])
-    await sound.hear(Drain)
+    await sound.expect(Drain)
     assert stage.executor.is_quiet
     sound.exit(0)
     await stage.executor.next()

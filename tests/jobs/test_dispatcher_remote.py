@@ -32,7 +32,7 @@ async def noted(worker: ScriptedWorker, granted: Grant, state: str = "submitted"
     """Note a job at the provider; whether that is kept."""
     data = msgspec.json.encode(RemoteJob(tag, "openai", state, created=1.0))
     worker.say(Note(7, granted.lease, tag, data))
-    answer = await worker.hear(Noted)
+    answer = await worker.expect(Noted)
     assert answer.id == 7
     return answer.is_kept
 
@@ -79,7 +79,7 @@ async def test_how_a_job_is_let_go(stage, is_over):
     else:
         run.pause(JobPaused("enough"))
     removing = asyncio.create_task(stage.dispatcher.remove(run))
-    assert (await worker.hear(Revoke)).is_over is is_over
+    assert (await worker.expect(Revoke)).is_over is is_over
     worker.say(LeaseReleased(granted.lease))
     worker.say(Released("job"))
     await removing
@@ -117,7 +117,7 @@ async def test_only_shards_with_notes_are_wound_up(stage):
     worker.finish(first, positions(first)[:1])
     worker.say(LeaseReleased(first.lease))
     assert await finish(worker, second)
-    assert (await worker.hear(Revoke)).is_over
+    assert (await worker.expect(Revoke)).is_over
     worker.say(Released("job"))
     await winding
     assert stage.rows_ok("job") == 1 + SHARD_ROWS
@@ -134,7 +134,7 @@ async def test_one_that_cannot_be_collected_is_left(stage):
     second = await grant(worker, more_of="job")
     assert second.lease.shard == 1
     worker.say(Failed("auth_refused", "401", PauseReason.AUTH, "job"))
-    await worker.hear(Revoke)
+    await worker.expect(Revoke)
     worker.say(Released("job"))
     with pytest.raises(JobPaused, match="cancel it again") as raised:
         await winding

@@ -39,14 +39,14 @@ async def test_a_worker_has_so_many_jobs_open(stage, monkeypatch):
     monkeypatch.setattr(pool_worker, "JOBS_OPEN_MAX", 2)
     runs = [stage.begin(name) for name in ("a", "b", "c", "d")]
     worker = await stage.executor.next()
-    assert [(await worker.hear(Grant)).lease.job for _ in range(2)] == ["a", "b"]
+    assert [(await worker.expect(Grant)).lease.job for _ in range(2)] == ["a", "b"]
     assert [stage.dispatcher.ahead_of(name) for name in ("a", "b", "c", "d")] == [0, 0, 2, 3]
     runs[0].cancel()
     leaving = asyncio.create_task(stage.dispatcher.remove(runs[0]))
-    assert (await worker.hear(Revoke)).job == "a"
+    assert (await worker.expect(Revoke)).job == "a"
     worker.say(Released("a"))
     await leaving
-    assert (await worker.hear(Open)).job == "c"
+    assert (await worker.expect(Open)).job == "c"
 
 
 async def test_a_worker_has_room_for_another_project(stage, monkeypatch):
@@ -56,9 +56,9 @@ async def test_a_worker_has_room_for_another_project(stage, monkeypatch):
     for name in ("a", "b", "c"):
         stage.begin(name)
     worker = await stage.executor.next()
-    assert [(await worker.hear(Grant)).lease.job for _ in range(2)] == ["a", "b"]
+    assert [(await worker.expect(Grant)).lease.job for _ in range(2)] == ["a", "b"]
     stage.begin("other", project="other")
-    assert (await worker.hear(Grant)).lease.job == "other"
+    assert (await worker.expect(Grant)).lease.job == "other"
 
 
 async def test_workers_hear_what_has_changed(stage):
@@ -68,7 +68,7 @@ async def test_workers_hear_what_has_changed(stage):
     alone = await grant(worker)
     assert (alone.priority, alone.share) == (0, 1.0)
     stage.begin("second")
-    less = await worker.hear(SetShare)
+    less = await worker.expect(SetShare)
     assert (less.job, less.share) == ("first", 0.625)
     second = await grant(worker)
     assert (second.lease.job, second.share) == ("second", 0.375)
@@ -77,7 +77,7 @@ async def test_workers_hear_what_has_changed(stage):
     first.spec = msgspec.structs.replace(first.spec, policy=Policy(priority=3))
     stage.clock.at += 1.0
     assert await finish(worker, second)
-    news = {each.job: each for each in [await worker.hear(SetShare), await worker.hear(SetShare)]}
+    news = {each.job: each for each in [await worker.expect(SetShare), await worker.expect(SetShare)]}
     assert (news["first"].priority, news["first"].share, news["second"].share) == (6, 1.0, 1.0)
     assert stage.dispatcher.ahead_of("second") == 1
 
@@ -89,7 +89,7 @@ async def test_a_row_is_reckoned_at_its_tokens(stage):
     granted = await grant(worker)
     assert granted.row_cost == 1.0
     worker.finish(granted, positions(granted), usage=Usage(90 * SHARD_ROWS, 50 * SHARD_ROWS, 10 * SHARD_ROWS))
-    await worker.hear(Ack)
+    await worker.expect(Ack)
     stage.clock.at += 1.0  # it is reckoned now and then
     assert (await grant(worker, more_of="first")).row_cost == 100.0
     stage.begin("second")
@@ -105,7 +105,7 @@ async def test_what_workers_do_is_counted(stage):
     assert (gauge.name, gauge.workers, gauge.ready, gauge.jobs, gauge.jobs_waiting) == ("m", 1, 1, 1, 0)
     assert gauge.rows_waiting == SHARDS * SHARD_ROWS
     worker.finish(granted, positions(granted), usage=Usage(8, 2, 4))
-    await worker.hear(Ack)
+    await worker.expect(Ack)
     tallies = stage.dispatcher.tallies
     assert tallies.rows == {("default", "m", "ok"): SHARD_ROWS, ("default", "m", "failed"): 0}
     assert [tallies.tokens["default", "m", kind] for kind in ("input", "cached", "output")] == [8, 2, 4]

@@ -69,7 +69,7 @@ async def stage(tmp_path, monkeypatch):
 
 
 async def answer(worker: ScriptedWorker, *pieces: bytes, status: int = 200) -> AnswerLive:
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     worker.say(Head(asked.id, LiveHead(status)))
     for piece in pieces:
         worker.say(ReplyChunk(asked.id, piece))
@@ -90,13 +90,13 @@ async def test_the_least_busy_worker_answers(stage):
     """Requests spread over the workers that are ready, by how many each has."""
     tasks = [stage.ask()]
     one, two = await stage.executor.next(), await stage.executor.next(ready=False)
-    first = await one.hear(AnswerLive)
+    first = await one.expect(AnswerLive)
     two.say(Ready(2))
     await asyncio.sleep(0.0)
     while stage.dispatcher.gauges()[0].ready < 2:
         await asyncio.sleep(0)
     tasks += [stage.ask()]
-    second = await two.hear(AnswerLive)
+    second = await two.expect(AnswerLive)
     for worker, asked in ((one, first), (two, second)):
         worker.say(Answered(asked.id))
     await asyncio.gather(*tasks)
@@ -107,11 +107,11 @@ async def test_whoever_leaves_is_not_answered_on(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     worker.say(Head(asked.id, LiveHead(200)))
     assert await beginning == LiveHead(200)
     await pieces.aclose()
-    assert (await worker.hear(Abandon)).id == asked.id
+    assert (await worker.expect(Abandon)).id == asked.id
     worker.say(ReplyChunk(asked.id, b"late"))
     worker.say(Answered(asked.id))
     task = stage.ask()
@@ -124,7 +124,7 @@ async def test_a_slow_reader_is_waited_for(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     piece = b"x" * (LIVE_AHEAD_BYTES // 4)
     worker.say(Head(asked.id, LiveHead(200)))
     for _ in range(3):
@@ -132,7 +132,7 @@ async def test_a_slow_reader_is_waited_for(stage):
     await beginning
     assert await anext(pieces) == piece and not worker.has_heard(FlowCredit)
     assert await anext(pieces) == piece
-    assert await worker.hear(FlowCredit) == FlowCredit(asked.id, len(piece))
+    assert await worker.expect(FlowCredit) == FlowCredit(asked.id, len(piece))
     await pieces.aclose()
 
 
@@ -140,7 +140,7 @@ async def test_what_the_engine_raised_is_raised(stage):
     """Without an answer there is the engine's own error, of its kind and with its code."""
     task = stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     worker.say(Answered(asked.id, Raised.of(InvalidRow("no such field", code="invalid_field"))))
     with pytest.raises(InvalidRow, match="no such field") as told:
         await task
@@ -151,9 +151,9 @@ async def test_a_worker_that_dies_leaves_nobody_waiting(stage):
     """A request whose worker died before or within its answer is told at once that it may come again."""
     first, second = stage.ask(), stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     worker.say(Head(asked.id, LiveHead(200)))
-    await worker.hear(AnswerLive)
+    await worker.expect(AnswerLive)
     worker.exit(1)
     for task in (first, second):
         with pytest.raises(Unavailable, match="ended before it had answered"):
@@ -210,7 +210,7 @@ async def test_waiting_has_a_limit(stage, monkeypatch):
     with pytest.raises(Unavailable, match="2 requests wait"):
         await stage.ask()
     worker.say(Ready(1))
-    asked = [await worker.hear(AnswerLive) for _ in waiting]
+    asked = [await worker.expect(AnswerLive) for _ in waiting]
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask()
     for each in asked:

@@ -74,7 +74,7 @@ async def test_a_call_and_its_answer(stage):
     spec = model()
     task = stage.ask(spec, b"body", head=b"h", timeout_s=2.0)
     worker = await stage.executor.next()
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     assert (ask.form, ask.body, ask.head, ask.timeout_s) == ("arguments", b"body", b"h", 2.0)
     reply(worker, FunctionReply(ask.id, b"done", b"h2"))
     assert await task == FunctionReply(ask.id, b"done", b"h2") and not worker.has_heard(Abandon)
@@ -85,7 +85,7 @@ async def test_calls_of_one_turn_travel_together(stage):
     spec = model()
     worker = await stage.loaded(spec)
     tasks = [stage.ask(spec, str(n).encode()) for n in range(50)]
-    asks = (await worker.hear(Asks)).asks
+    asks = (await worker.expect(Asks)).asks
     assert [ask.body for ask in asks] == [str(n).encode() for n in range(50)]
     reply(worker, *[FunctionReply(ask.id, ask.body) for ask in reversed(asks)])
     assert [answer.body for answer in await asyncio.gather(*tasks)] == [str(n).encode() for n in range(50)]
@@ -114,11 +114,11 @@ def _ask(number, body):
 async def test_a_call_without_waiting(stage):
     """`ask_now` begins where a worker is ready and not before; its answer is heard once, errors included."""
     spec, heard = model(), []
-    assert stage.live.ask_now(spec, "rows", b"a", hear=heard.append) is None and not stage.live.is_ready(spec)
+    assert stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append) is None and not stage.live.is_ready(spec)
     worker = await stage.loaded(spec)
     assert stage.live.is_ready(spec)
-    assert stage.live.ask_now(spec, "rows", b"a", hear=heard.append) is not None
-    (ask,) = (await worker.hear(Asks)).asks
+    assert stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append) is not None
+    (ask,) = (await worker.expect(Asks)).asks
     answer = FunctionReply(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
     reply(worker, answer, answer)
     await _until(lambda: heard)
@@ -129,17 +129,17 @@ async def test_whoever_leaves_is_not_answered(stage):
     """A call that is cancelled ends at its worker too, one that has not been sent yet as well; nothing is heard."""
     spec, heard = model(), []
     worker = await stage.loaded(spec)
-    cancel = stage.live.ask_now(spec, "rows", b"a", hear=heard.append)
+    cancel = stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append)
     cancel()
-    (ask,) = (await worker.hear(Asks)).asks
-    assert (await worker.hear(Abandon)).id == ask.id
+    (ask,) = (await worker.expect(Asks)).asks
+    assert (await worker.expect(Abandon)).id == ask.id
     task = stage.ask(spec)
-    (other,) = (await worker.hear(Asks)).asks
+    (other,) = (await worker.expect(Asks)).asks
     task.cancel()
-    assert (await worker.hear(Abandon)).id == other.id
+    assert (await worker.expect(Abandon)).id == other.id
     reply(worker, FunctionReply(ask.id), FunctionReply(other.id))
     last = stage.ask(spec)
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     reply(worker, FunctionReply(ask.id))
     await last
     cancel()
@@ -151,7 +151,7 @@ async def test_what_was_raised_is_raised(stage):
     spec = model()
     worker = await stage.loaded(spec)
     task = stage.ask(spec)
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     reply(worker, FunctionReply(ask.id, raised=Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no") as told:
         await task
@@ -163,7 +163,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
     spec = model()
     worker = await stage.loaded(spec)
     tasks = [stage.ask(spec), stage.ask(spec)]
-    await worker.hear(Asks)
+    await worker.expect(Asks)
     worker.exit(-9)
     for task in tasks:
         with pytest.raises(ModelFailed, match="died before it had answered") as told:
@@ -171,7 +171,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
         assert told.value.code == "worker_crashed"
     again = stage.ask(spec)
     worker = await stage.executor.next()
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     reply(worker, FunctionReply(ask.id, b"fine"))
     assert (await again).body == b"fine"
 
@@ -181,12 +181,12 @@ async def test_what_may_be_called_twice_is(stage):
     spec = model(is_idempotent=True)
     worker = await stage.loaded(spec)
     first, second = stage.ask(spec, b"first"), stage.ask(spec, b"second")
-    await worker.hear(Asks)
+    await worker.expect(Asks)
     worker.exit(-9)
     worker = await stage.executor.next()
     asks = {}
     while len(asks) < 2:
-        asks |= {ask.body: ask.id for ask in (await worker.hear(Asks)).asks}
+        asks |= {ask.body: ask.id for ask in (await worker.expect(Asks)).asks}
     reply(worker, FunctionReply(asks[b"first"], b"done"))
     assert (await first).body == b"done"
     worker.exit(-9)
@@ -202,8 +202,8 @@ async def test_the_least_busy_worker_answers(stage):
     two = await stage.executor.next()
     await _until(lambda: stage.dispatcher.gauges()[0].ready == 2)
     for _ in range(4):
-        assert stage.live.ask_now(spec, "rows", b"a", hear=lambda _: None) is not None
-    assert [len((await each.hear(Asks)).asks) for each in (one, two)] == [2, 2]
+        assert stage.live.ask_now(spec, "rows", b"a", on_reply=lambda _: None) is not None
+    assert [len((await each.expect(Asks)).asks) for each in (one, two)] == [2, 2]
 
 
 async def test_calls_have_limits(stage, monkeypatch):
@@ -215,13 +215,13 @@ async def test_calls_have_limits(stage, monkeypatch):
     with pytest.raises(TooLarge):
         await stage.ask(spec, b"x" * (live_path.BODY_BYTES_MAX + 1))
     full = stage.ask(spec, b"x" * 10)
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     with pytest.raises(Unavailable, match="on their way"):
         await stage.ask(spec, b"y")
     reply(worker, FunctionReply(ask.id))
     await full
     tasks = [stage.ask(spec, b""), stage.ask(spec, b"")]
-    asks = (await worker.hear(Asks)).asks
+    asks = (await worker.expect(Asks)).asks
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask(spec, b"")
     reply(worker, *[FunctionReply(ask.id) for ask in asks])
@@ -248,7 +248,7 @@ async def test_workers_stay_while_they_are_called(stage, monkeypatch):
     pools = stage.dispatcher._pools
     (key,) = [key for key, _ in pools.items()]
     task = stage.ask(spec)
-    (ask,) = (await worker.hear(Asks)).asks
+    (ask,) = (await worker.expect(Asks)).asks
     reply(worker, FunctionReply(ask.id))
     await task
     assert len(pools.users(key)) == 2
@@ -285,7 +285,7 @@ async def test_the_next_version_is_warm_before_it_is_called(stage):
     await warming
     assert stage.live.is_ready(spec)
     with contextlib.suppress(BatchmillError):
-        assert stage.live.ask_now(spec, "rows", b"", hear=lambda _: None) is not None
+        assert stage.live.ask_now(spec, "rows", b"", on_reply=lambda _: None) is not None
 
 
 async def _until(is_so) -> None:

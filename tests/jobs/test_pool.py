@@ -203,7 +203,7 @@ async def test_stopping_at_once_overtakes_a_drain(stage):
     executor, _, made = stage
     worker = await executor.next()
     draining = asyncio.create_task(made.stop())
-    await worker.hear(Drain)
+    await worker.expect(Drain)
     await made.stop(at_once=True)
     await draining
     assert worker.was_killed and made.workers == {}

@@ -87,7 +87,7 @@ async def test_a_changed_secret_reaches_all_workers_once(stage: Stage) -> None:
     stage.pools.provide()
     stage.pools.provide()
     for worker in workers:
-        assert (await worker.hear(Provide)).provision == SECOND
+        assert (await worker.expect(Provide)).provision == SECOND
         assert not worker.has_heard(Provide)
 
 
@@ -106,7 +106,7 @@ async def test_a_worker_that_was_starting_is_told_too(stage: Stage) -> None:
     stage.executor.gate.set()
     worker = await stage.executor.next()
     assert worker.provision == FIRST
-    assert (await worker.hear(Provide)).provision == SECOND
+    assert (await worker.expect(Provide)).provision == SECOND
 
 
 async def test_without_its_secret_a_model_fails(stage: Stage) -> None:

@@ -79,7 +79,7 @@ def model(name: str, engine: str = "llm") -> ModelSpec:
 
 async def left(worker: ScriptedWorker) -> None:
     """The worker is asked to end, and does."""
-    await worker.hear(Drain)
+    await worker.expect(Drain)
     worker.exit(0)
 
 
@@ -177,7 +177,7 @@ async def test_a_server_that_finds_no_room_is_tried_again(stage):
     first = await stage.executor.next(ready=False)
     first.say(no_room)
     first.exit(1)
-    await idle.hear(Drain)
+    await idle.expect(Drain)
     assert stage.executor.is_quiet and stage.names() == ["big"]
     idle.exit(0)
     second = await stage.executor.next(ready=False)

@@ -69,7 +69,7 @@ def model(name: str, gib: float = 0, gpus: int = 0, scaling: Scaling | None = No
 
 async def left(worker: ScriptedWorker) -> None:
     """The worker is asked to end, and does."""
-    await worker.hear(Drain)
+    await worker.expect(Drain)
     worker.exit(0)
     await settled()
 

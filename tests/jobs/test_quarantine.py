@@ -58,13 +58,13 @@ async def test_every_worker_of_a_base_model_knows_what_one_has_learnt(tmp_path):
         worker.say(EngineDied(1.0, "killed by signal 9", {"a": 1, "b": 2}))
         worker.say(Suspected(suspect("one", 1, stage.clock.now())))
         worker.say(Charged(charge))
-        first = await worker.hear(Learn)
-        second = await worker.hear(Learn)
+        first = await worker.expect(Learn)
+        second = await worker.expect(Learn)
         assert ([each.digest for each in first.poison.suspects], first.poison.charges) == (["one"], [])
         assert second.poison.charges == [charge]
         event = next(each for each in stage.dispatcher.engine_of(LLM).events if each.kind == DIED)
         assert (event.message, event.by_project) == ("killed by signal 9", {"a": 1, "b": 2})
         stage.dispatcher.quarantine.clear(None)
-        assert (await worker.hear(Learn)).poison.suspects == []
+        assert (await worker.expect(Learn)).poison.suspects == []
     finally:
         await stage.close()

@@ -130,7 +130,7 @@ class Told(list):
     def __init__(self) -> None:
         self.news = asyncio.Event()
 
-    def hear(self, what: str):
+    def callback(self, what: str):
         def told(answer: object) -> None:
             self.append((what, answer))
             self.news.set()
@@ -151,12 +151,14 @@ async def test_a_note_waits_for_what_was_put_before_it(job):
     other = job.ledger.lease("job", 0, job.shard(1)).lease
     ref, done = SegmentRef("w-0001.seg", 64, 10), pack_positions([0], 0)
     commit = Commit(lease=lease, seq=0, ref=ref, done=done, rows_ok=1, rows_failed=0, usage=Usage())
-    await commit_log.commit(commit, None, told.hear("commit"))
-    await commit_log.note(note(lease, "a", b"1"), told.hear("note"))
+    await commit_log.commit(commit, None, told.callback("commit"))
+    await commit_log.note(note(lease, "a", b"1"), told.callback("note"))
     assert await told.all(2) == [("commit", "counted"), ("note", True)]
-    await commit_log.commit(msgspec.structs.replace(commit, seq=1), None, told.hear("twice"))  # rows that are counted
-    await commit_log.note(note(lease, "a", b"2"), told.hear("mine"))
-    await commit_log.note(note(other, "a", b"3"), told.hear("other"))
+    await commit_log.commit(
+        msgspec.structs.replace(commit, seq=1), None, told.callback("twice")
+    )  # rows that are counted
+    await commit_log.note(note(lease, "a", b"2"), told.callback("mine"))
+    await commit_log.note(note(other, "a", b"3"), told.callback("other"))
     twice, *notes = (await told.all(5))[2:]
     assert isinstance(twice[1], LedgerBroken) and notes == [("mine", False), ("other", True)]
     assert job.ledger.lease("job", 0, job.shard(0)).notes == {"a": b"1"}

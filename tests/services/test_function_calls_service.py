@@ -79,7 +79,7 @@ async def stage(tmp_path):
 
 
 async def heard(worker: ScriptedWorker):
-    return (await worker.hear(Asks)).asks
+    return (await worker.expect(Asks)).asks
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_an_answer_is_told_of(stage):
     with pytest.raises(InvalidRow):
         await tasks[1]
     tasks[2].cancel()
-    assert (await worker.hear(Abandon)).id == asks[2].id
+    assert (await worker.expect(Abandon)).id == asks[2].id
     assert [(call.model, call.status, call.error) for call in stage.told] == [
         ("f", 200, None), ("f", 0, "invalid_field"), ("f", 0, "abandoned"),
     ]  # fmt: skip
@@ -202,14 +202,14 @@ async def test_a_stream_comes_piece_by_piece(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}", b"h"))
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     assert (asked.request.stream, asked.request.form, asked.request.head) == (True, "arguments", b"h")
     worker.say(Head(asked.id, LiveHead(200, "text/event-stream")))
     worker.say(ReplyChunk(asked.id, b"data: 1\n\n"))
     head, pieces = await beginning
     assert head.content_type == "text/event-stream" and await anext(pieces) == b"data: 1\n\n"
     await pieces.aclose()
-    assert (await worker.hear(Abandon)).id == asked.id
+    assert (await worker.expect(Abandon)).id == asked.id
     assert [(call.status, call.error) for call in stage.told] == [(0, "abandoned")]
 
 
@@ -218,7 +218,7 @@ async def test_a_stream_that_cannot_begin(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}"))
-    asked = await worker.hear(AnswerLive)
+    asked = await worker.expect(AnswerLive)
     worker.say(Answered(asked.id, Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no"):
         await beginning

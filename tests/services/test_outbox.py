@@ -213,7 +213,7 @@ async def test_every_end_is_heard_once(jobs: EndedJobs):
     heard: list[Ended] = []
     await jobs.end(1, frontend=None)
     await jobs.end(2, traceparent="00-1-2-01")
-    async with jobs.running(heard=heard.append) as outbox:
+    async with jobs.running(on_ended=heard.append) as outbox:
         await outbox.turn()
     assert [(each.job[-1], each.traceparent) for each in heard] == [("1", None), ("2", "00-1-2-01")]
 

@@ -249,7 +249,7 @@ def test_any_body_is_read_or_refused(body: bytes, tail: bytes, has_length: bool)
 def test_any_result_is_written_or_refused(value: Any, interface: Interface, is_binary: bool):
     """Whatever a function returns, the reply is valid or there is an error of ours."""
     found = asked({"inputs": []}, Interface(takes=interface.takes), form=STRICT)
-    found.told.binary = is_binary
+    found.state.binary = is_binary
     try:
         body, head = STRICT.write(found, FunctionResults(json.dumps([value]).encode()), "m", "1")
     except BatchmillError:

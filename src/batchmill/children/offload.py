@@ -93,13 +93,13 @@ class Child:
     @classmethod
     async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
         """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
-        told = of_helpers(os.environ) if environ is None else dict(environ)
+        variables = of_helpers(os.environ) if environ is None else dict(environ)
         with contextlib.ExitStack() as its, contextlib.ExitStack() as unless_started:
             speech, its_speech = await _opened(unless_started, its)
             errors, its_errors = await _opened(unless_started, its)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
-                stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=told,
+                stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=variables,
             )  # fmt: skip
             unless_started.pop_all()  # nothing is waited for behind this: whoever is cancelled leaves no child
         return cls(process, speech, errors)
@@ -393,8 +393,8 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Reso
     except BatchmillError as error:
         _send(_ERROR, msgspec.json.encode(Raised.of(error)))
     except OSError as error:
-        told = of_system(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
-        _send(_ERROR, msgspec.json.encode(Raised.of(told)))
+        failure = of_system(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
+        _send(_ERROR, msgspec.json.encode(Raised.of(failure)))
     except MemoryError:
         if bounds is None:
             raise

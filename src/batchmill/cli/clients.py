@@ -35,12 +35,12 @@ class MachineTransport:
 
     async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
         assert file is None, "files of this machine are named, not sent"
-        return await self._connection.send(self._told(request))
+        return await self._connection.send(self._with_project(request))
 
     def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[Any]:
-        return self._connection.stream(self._told(request))
+        return self._connection.stream(self._with_project(request))
 
-    def _told(self, request: HttpRequest) -> HttpRequest:
+    def _with_project(self, request: HttpRequest) -> HttpRequest:
         return replace(request, headers=request.headers | self._headers)
 
     async def close(self) -> None:

@@ -144,8 +144,8 @@ class ServerJobs(JobsClient):
         known = [view.id async for view in self._client.jobs() if view.id.startswith(job_id)]
         if len(known) == 1:
             return known[0]
-        told = f"{len(known)} jobs begin with" if known else "no job is called"
-        raise UnknownName(f"{told} {job_id!r}", code="unknown_job")
+        found_text = f"{len(known)} jobs begin with" if known else "no job is called"
+        raise UnknownName(f"{found_text} {job_id!r}", code="unknown_job")
 
     def shown(self, view: JobView) -> JobView:
         """The names of the input in place of the ids that the server gave them."""
@@ -187,13 +187,13 @@ def work_of(order: JobOrder) -> dict[str, Any]:
 def job_of(order: JobOrder) -> dict[str, Any]:
     """An order as a job of the server's API."""
     policy = order.policy
-    told = {
+    fields = {
         "budget": policy.budget, "priority": policy.priority, "labels": order.labels, "together": order.together,
     }  # fmt: skip
     if order.output is not None:
         kind, packed = output_kind(Path(order.output))
-        told["output_format"] = kind + packed
-    return work_of(order) | told
+        fields["output_format"] = kind + packed
+    return work_of(order) | fields
 
 
 def _check_output(order: JobOrder) -> None:

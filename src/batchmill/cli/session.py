@@ -286,9 +286,9 @@ class Session:
     def _crashed(self, error: BaseException) -> int:
         if self.as_json:
             self.emit("error", code="internal_error", message=redaction.mask(str(error)))
-        told = f"batchmill: internal error: {type(error).__name__}: {clean(redaction.mask(str(error)))}"
+        message = f"batchmill: internal error: {type(error).__name__}: {clean(redaction.mask(str(error)))}"
         if self.verbose:
-            self.say(f"{told}\n{_trace(error)}")
+            self.say(f"{message}\n{_trace(error)}")
             return EXIT_FAILED
         try:
             folder = self.config().data_dir / "crashes"
@@ -296,9 +296,9 @@ class Session:
             path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
             path.write_text(f"{' '.join(sys.argv)}\n{_trace(error)}\n", encoding="utf-8", errors="backslashreplace")
         except (OSError, BatchmillError):  # no place to write to: then the terminal is it
-            self.say(f"{told}\n{_trace(error)}")
+            self.say(f"{message}\n{_trace(error)}")
             return EXIT_FAILED
-        self.say(f"{told} (details: {path})")
+        self.say(f"{message} (details: {path})")
         return EXIT_FAILED
 
 

@@ -42,9 +42,9 @@ def collect_git(source: str) -> Iterator[Collected]:
         if not inside.is_relative_to(Path(place).resolve()) or not inside.is_dir():
             raise InvalidInput(f"there is no folder {folder!r} in that repository", code="unknown_function")
         shown = f"{PREFIX}{hidden(address)}@{commit}"
-        told = f"{shown}#{_SUBDIRECTORY}{folder}" if folder else shown
-        found = from_folder(inside, target, told)
-        yield replace(found, source=f"{told}:{found.target}")
+        shown_source = f"{shown}#{_SUBDIRECTORY}{folder}" if folder else shown
+        found = from_folder(inside, target, shown_source)
+        yield replace(found, source=f"{shown_source}:{found.target}")
 
 
 def _read(source: str) -> tuple[str, str, str, str]:
@@ -150,18 +150,18 @@ def _collected(source: Any, cwd: Path) -> Iterator[Collected]:
 def order_of(found: Collected, settings: Mapping[str, Any]) -> DeployOrder:
     """The order with these settings over what the code says of itself. Raises: InvalidInput."""
     known = [each.name for each in fields(DeployOrder) if each.name not in OWN]
-    told = {name: value for name, value in settings.items() if value is not None}
-    for name in told:
+    values = {name: value for name, value in settings.items() if value is not None}
+    for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise InvalidInput(f"there is no setting {name!r}; {hint}", code="unknown_field")
-    if "name" not in told:
-        told["name"] = _name_of(found)
+    if "name" not in values:
+        values["name"] = _name_of(found)
     said = {"requirements": found.requirements, "python": found.python, "frame_columns": found.frame_columns}
     said = {name: value for name, value in said.items() if value}
     try:
-        return msgspec.convert(said | told | {"target": found.target, "source": found.source}, DeployOrder)
+        return msgspec.convert(said | values | {"target": found.target, "source": found.source}, DeployOrder)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
 

@@ -68,10 +68,10 @@ def request(
     **query: object,
 ) -> HttpRequest:
     """As `ask`, where the reply is read as it comes."""
-    told = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
+    sent_headers = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
     return HttpRequest(
         endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
-        told, None if body is None else msgspec.json.encode(body), is_repeatable=endpoint.is_repeatable,
+        sent_headers, None if body is None else msgspec.json.encode(body), is_repeatable=endpoint.is_repeatable,
         is_long=endpoint.is_long,
     )  # fmt: skip
 

@@ -171,13 +171,13 @@ def from_folder(folder: Path, target: str, source: str) -> Collected:
     columns: list[str] = []
     if not target:
         if "metadata.yaml" in files and "source.py" in files:
-            told = _text(folder / "metadata.yaml")
-            main = _MAIN.search(told)
+            metadata = _text(folder / "metadata.yaml")
+            main = _MAIN.search(metadata)
             if main is None:
                 raise InvalidInput(f"{source}: metadata.yaml names no mainFunction", code="unknown_function")
             target = f"source.py:{main[1]}"
-            python = found[1] if (found := _PYTHON.search(told)) else None
-            columns = _COLUMN.findall(block[2]) if (block := _COLUMNS.search(told)) else []
+            python = found[1] if (found := _PYTHON.search(metadata)) else None
+            columns = _COLUMN.findall(block[2]) if (block := _COLUMNS.search(metadata)) else []
             requirements = _text(folder / "requirements.txt") if "requirements.txt" in files else None
         elif "app.py" in files and re.search(rf"^class {INFERLESS_CLASS}\b", _text(folder / "app.py"), re.MULTILINE):
             target = f"app.py:{INFERLESS_CLASS}"
@@ -390,5 +390,5 @@ def _named(target: Any) -> str:
     return repr(getattr(target, "__qualname__", type(target).__name__))
 
 
-def _no(told: str) -> InvalidInput:
-    return InvalidInput(told, code="uncapturable")
+def _no(message: str) -> InvalidInput:
+    return InvalidInput(message, code="uncapturable")

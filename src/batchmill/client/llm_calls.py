@@ -19,16 +19,16 @@ from batchmill.wire.native_models import LlmChange, LlmEvents, LlmInfo, LlmList,
 T = TypeVar("T", bound=Struct)
 
 
-def filled(kind: type[T], told: Mapping[str, Any], **own: Any) -> T:
+def filled(kind: type[T], values: Mapping[str, Any], **own: Any) -> T:
     """A body with these fields. Raises: InvalidInput for one that nobody knows."""
     known = [each.name for each in fields(kind) if each.name not in own]
-    for name in told:
+    for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise InvalidInput(f"there is no field {name!r}; {hint}", code="unknown_field")
     try:
-        return msgspec.convert({**told, **own}, kind)
+        return msgspec.convert({**values, **own}, kind)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_field") from None
 

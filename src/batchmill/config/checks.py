@@ -290,15 +290,15 @@ def load(
     return Config(data_dir=place.resolve(), base=base, file=path, key_file=key_file, **kept)
 
 
-def _place(told: str | None, base: Path) -> Path | None:
+def _place(path_text: str | None, base: Path) -> Path | None:
     """Its last part is not resolved: a key file that is a link is refused."""
-    return (base / Path(told).expanduser()).absolute() if told else None
+    return (base / Path(path_text).expanduser()).absolute() if path_text else None
 
 
 def _default_data_dir(environ: Mapping[str, str]) -> Path:
     """The XDG base directory specification: a relative XDG_DATA_HOME counts as unset."""
-    told = environ.get("XDG_DATA_HOME", "")
-    home = Path(told) if told.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".local/share"
+    data_home = environ.get("XDG_DATA_HOME", "")
+    home = Path(data_home) if data_home.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".local/share"
     return home / "batchmill"
 
 

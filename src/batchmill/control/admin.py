@@ -102,8 +102,8 @@ class JobHandlers:
         return RemoteJobList(await self._jobs.remote(call.name))
 
     async def settle_remote(self, call: OwnerCall) -> RemoteJob:
-        told: Settlement = call.body
-        return await self._jobs.settle_remote(call.names["job_id"], call.names["tag"], told.remote_id)
+        body: Settlement = call.body
+        return await self._jobs.settle_remote(call.names["job_id"], call.names["tag"], body.remote_id)
 
     async def verify(self, call: OwnerCall) -> LedgerReport:
         return await self._jobs.verify(call.name)

@@ -95,12 +95,12 @@ class ControlApp:
         endpoint = route.endpoint
         query = None if endpoint.query is None else _converted(request.query, endpoint.query)
         body = _decoded(request.body, endpoint)
-        told = await route.handler(OwnerCall(names, query, body, request.headers.get(PROJECT)))
-        if isinstance(told, AsyncIterator):
-            return Pieces(_events(told))
-        if isinstance(told, bytes):
-            return Pieces(_whole(told), endpoint.media[0].media)
-        data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(told)
+        reply = await route.handler(OwnerCall(names, query, body, request.headers.get(PROJECT)))
+        if isinstance(reply, AsyncIterator):
+            return Pieces(_events(reply))
+        if isinstance(reply, bytes):
+            return Pieces(_whole(reply), endpoint.media[0].media)
+        data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(reply)
         return HttpReply(endpoint.status, {"content-type": JSON}, data)
 
     def _find(self, request: HttpRequest) -> tuple[_Route, dict[str, str]]:
@@ -137,10 +137,10 @@ async def _pong(call: OwnerCall) -> None:
 def _pattern(path: str) -> re.Pattern[str]:
     """`{name}` is one segment, `{name:path}` whatever follows."""
     parts = re.split(r"\{([a-z_]+)(:path)?\}", path)
-    told = re.escape(parts[0])
+    pattern = re.escape(parts[0])
     for name, rest, literal in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        told += f"(?P<{name}>{'.+' if rest else '[^/]+'}){re.escape(literal)}"
-    return re.compile(told)
+        pattern += f"(?P<{name}>{'.+' if rest else '[^/]+'}){re.escape(literal)}"
+    return re.compile(pattern)
 
 
 def _converted(query: dict[str, str], kind: type[Struct]) -> Struct:

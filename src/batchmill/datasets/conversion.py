@@ -112,8 +112,8 @@ def convert(
         done += size
         progress(min(1.0, done / total))
 
-    told = [late.load(source.format).rows_in(source.path) for source in sources if source.format == "parquet"]
-    allowance.foresee(sum(told))
+    row_counts = [late.load(source.format).rows_in(source.path) for source in sources if source.format == "parquet"]
+    allowance.foresee(sum(row_counts))
     path = home / layout.ROWS
     with open(path, "wb") as rows_file, open(home / layout.REFUSED_EARLY, "wb") as refused_file:
         target = _Target(rows_file, refused_file, allowance)

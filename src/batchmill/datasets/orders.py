@@ -110,14 +110,14 @@ RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # of the disk that is left to others
 
 
 class SizeLimits:
-    """Told of what is about to be written. `heard` is called now and then, so that whoever waits hears of it.
+    """Told of what is about to be written. `on_progress` is called now and then, so that whoever waits hears of it.
 
     Raises: InvalidDataset (`unpacked_too_large`, `too_many_rows`), OverQuota, StorageFull.
     """
 
-    def __init__(self, order: SealOrder, home: Path, source_bytes: int, heard: Callable[[], None]) -> None:
+    def __init__(self, order: SealOrder, home: Path, source_bytes: int, on_progress: Callable[[], None]) -> None:
         spec = order.dataset
-        self._order, self._home, self._heard = order, home, heard
+        self._order, self._home, self._on_progress = order, home, on_progress
         self._source_bytes = source_bytes
         ratio = max(FREE_BYTES, spec.unpacked_ratio_max * source_bytes)
         self._bytes_max = min(spec.unpacked_bytes_max, ratio)
@@ -142,7 +142,7 @@ class SizeLimits:
         if self.bytes - self._looked >= LOOK_BYTES:
             self._looked = self.bytes
             self._see_room()
-        self._heard()
+        self._on_progress()
 
     def _judge(self, size_bytes: int) -> None:
         if size_bytes > self._bytes_max:

@@ -62,9 +62,9 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     detected = detect(order.dataset)
     order = _with_form(order, detected)
     clear(home)
-    heard = _Heard(progress)
-    allowance = SizeLimits(order, home, sum(source.size_bytes for source in sources), heard.again)
-    material, progress = _material(order, detected, home, heard.progress, allowance)
+    steps = _ProgressSteps(progress)
+    allowance = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.again)
+    material, progress = _material(order, detected, home, steps.progress, allowance)
     with Tables(home, order, material, allowance) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
@@ -85,7 +85,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
         return msgspec.structs.replace(report, adapters=sorted(adapters))
 
 
-class _Heard:
+class _ProgressSteps:
     """Tells how far it is also while that does not change: whoever waits looks at what is written meanwhile."""
 
     def __init__(self, progress: Callable[[float], None]) -> None:

@@ -436,7 +436,7 @@ def _explained(line: bytes, error: Exception) -> InvalidRow:
             code = "missing_custom_id" if name == "custom_id" else "invalid_url"
             return InvalidRow(f"the row has no {name}", code=code)
         if bytes(memoryview(fields[name])[:1]) != b'"':
-            return InvalidRow(f"{name} is {_told(fields[name])}; it must be a string", code=f"invalid_{name}")
+            return InvalidRow(f"{name} is {_kind_of(fields[name])}; it must be a string", code=f"invalid_{name}")
     if "body" not in fields:
         return InvalidRow("the row has no body", code="missing_body")
     return InvalidRow(f"the row cannot be read: {error}", code="invalid_json")
@@ -476,7 +476,7 @@ def _kind(value: Raw) -> str:
             return "a number"
 
 
-def _told(value: Raw) -> str:
+def _kind_of(value: Raw) -> str:
     """What stands there, and what that is where its text does not say it: `null`; `7, a number`; `[1, 2], an array`."""
     text = bytes(value).decode(errors="replace")
     text = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"

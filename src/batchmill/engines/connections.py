@@ -213,13 +213,15 @@ class Connections:
         """
         target = _read_url(url) if isinstance(url, str) else url
         size = sum(part.size if isinstance(part, FileRange) else len(part) for part in parts)
-        told = {**(headers or {}), hdrs.CONTENT_LENGTH: str(size)}
+        sent_headers = {**(headers or {}), hdrs.CONTENT_LENGTH: str(size)}
         session = self._open(target)
         try:
             with ExitStack() as opened:
                 async with asyncio.timeout(self._idle_timeout_s) as patience:
                     body = self._pieces(parts, patience, opened)
-                    response = await session.request(method, target, data=body, headers=told, allow_redirects=False)
+                    response = await session.request(
+                        method, target, data=body, headers=sent_headers, allow_redirects=False
+                    )
                     patience.reschedule(None)
                     return response, await self._read_whole(response)
         except (aiohttp.ClientError, OSError) as error:

@@ -41,12 +41,12 @@ class _Bounds(Struct, gc=False):
     def tokens(self, url: str) -> int | None:
         """The most that it is answered with; None: as many as the model likes."""
         if url.endswith("/responses"):
-            told = [self.max_output_tokens]
+            limits = [self.max_output_tokens]
         elif url.endswith("/completions"):  # which may read one of the two or the other
-            told = [self.max_completion_tokens, self.max_tokens]
+            limits = [self.max_completion_tokens, self.max_tokens]
         else:
-            told = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens]
-        most = max((each for each in told if each is not None), default=None)
+            limits = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens]
+        most = max((each for each in limits if each is not None), default=None)
         if most is None or most < 0:
             return None
         return most * max(self.n or 1, self.best_of or 1, 1) * self._prompts()
@@ -73,7 +73,7 @@ class Allowance:
     """One job's at this worker. `free` is what no row has reserved; it comes from the owner, and goes back to it."""
 
     def __init__(
-        self, job: str, price: Price, *, has_requests: bool, tell: Callable[[Spending], None], takes_all: bool = False
+        self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None], takes_all: bool = False
     ) -> None:
         """Args:
         has_requests: its rows are requests to a model, not arguments.
@@ -82,14 +82,14 @@ class Allowance:
         self.takes_all = takes_all
         self.free = 0.0
         self.is_lean = False  # the budget is nearly spent: what a row leaves of its reservation goes back at once
-        self._job, self._price, self._has_requests, self._tell = job, price, has_requests, tell
+        self._job, self._price, self._has_requests, self._send = job, price, has_requests, send
         self._input = max(price.input, price.cached or 0.0) / 1e6
         self._reserved: dict[int, _Reserved] = {}  # position -> what its row has reserved
         self._written: deque[float] = deque(maxlen=MEMORY)  # USD for what rows without a bound were answered with
         self._usual = price.output / 1e6 * OUTPUT_GUESS
-        self._done = self._heard = 0
+        self._done = self._allowances_seen = 0
         self._needs = 0.0  # what the next row would reserve, where that is too much
-        self._told: Spending | None = None
+        self._reported: Spending | None = None
 
     def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
         """How many of these rows, from the first on, may go: their most is reserved.
@@ -130,8 +130,8 @@ class Allowance:
     def add(self, usd: float, *, is_lean: bool) -> None:
         """The owner allows so much more."""
         self.free += usd
-        self._heard += 1
-        self._told = None
+        self._allowances_seen += 1
+        self._reported = None
         if is_lean and not (self.is_lean and usd):
             self.is_lean = True
             self.report(gives_back=True)
@@ -147,19 +147,19 @@ class Allowance:
         given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
         unbounded = sum(each.base is not None for each in self._reserved.values()) if self._written else 0
         beyond = unbounded * (max(self._written) - self._usual) if unbounded else 0.0
-        told = Spending(
+        spending = Spending(
             self._job,
             given,
             self._needs,
             len(self._reserved),
             self._done,
             max(0.0, beyond),
-            self._heard,
+            self._allowances_seen,
             self.takes_all,
         )
-        if told != self._told or given:
-            self._told = told
-            self._tell(told)
+        if spending != self._reported or given:
+            self._reported = spending
+            self._send(spending)
 
     def _most(self, row: Row) -> _Reserved:
         """What a row may cost. One that cannot be read is never sent."""
@@ -273,18 +273,18 @@ class Held(Struct, eq=False):
 
     async def note(self, key: str, data: bytes) -> None:
         """See `ports.LeaseHandle`: also, everything put before it has been counted once it returns."""
-        told = (
+        answer = (
             REFUSED
             if self.lease_host is None or self.stale or self.is_left
             else await self.lease_host.note(self, key, data)
         )
-        if not told.is_kept:
-            if not told.reason:
+        if not answer.is_kept:
+            if not answer.reason:
                 self.stale = True
                 self.end(PAUSE)
             raise JobPaused(
-                told.message or f"the shard {self.lease.shard} of {self.lease.job} is another worker's meanwhile",
-                reason=PauseReason(told.reason or PauseReason.INTERRUPTED),
+                answer.message or f"the shard {self.lease.shard} of {self.lease.job} is another worker's meanwhile",
+                reason=PauseReason(answer.reason or PauseReason.INTERRUPTED),
             )
         if data:
             self.noted[key] = data
@@ -347,7 +347,7 @@ class NoteClient:
         finally:
             del self._waiting[number]
 
-    def hear(self, noted: Noted) -> None:
+    def receive(self, noted: Noted) -> None:
         """The owner has said what became of a note."""
         answer = self._waiting.get(noted.id)
         if answer is not None and not answer.done():

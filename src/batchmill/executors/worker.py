@@ -92,7 +92,7 @@ class Worker:
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
         if isinstance(self._engine, MortalEngine):
-            self._engine.tell_deaths(self._send)
+            self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
         self._feed = GrantFeed(
             want=lambda job: self._send(RequestRows(job)),
@@ -121,7 +121,7 @@ class Worker:
             if isinstance(error, OSError):
                 self._storage_failed(error)
             else:
-                self._fail(_told(error, "the worker"), PauseReason.ENGINE_FAILED)
+                self._fail(_failure(error, "the worker"), PauseReason.ENGINE_FAILED)
         if not working.done():
             # The owner died, or this worker cannot go on: what is finished goes to the kernel, where it is found again.
             self._recorder.flush()
@@ -148,8 +148,8 @@ class Worker:
         except BatchmillError as error:
             self._fail(error, PauseReason.ENGINE_FAILED)
         except Exception as error:  # an engine's own bug: the owner must hear of it before this process ends
-            told = _told(error, f"the {self._model.engine} engine")
-            self._fail(told, told.reason if isinstance(told, JobPaused) else PauseReason.ENGINE_FAILED)
+            failure = _failure(error, f"the {self._model.engine} engine")
+            self._fail(failure, failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED)
         self._recorder.flush()
         await self._recorder.sync()
         try:
@@ -169,15 +169,15 @@ class Worker:
     # -- what the owner says ------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        decode, hear = messages.to_worker.decode, self._hear
+        decode, receive = messages.to_worker.decode, self._receive
         for data in self._first:
-            hear(decode(data))
+            receive(decode(data))
         while found := await self._channel.read():
             for data in found:
-                hear(decode(data))
+                receive(decode(data))
         self._owner_gone.set()
 
-    def _hear(self, message: ToWorker) -> None:
+    def _receive(self, message: ToWorker) -> None:
         match message:
             case Asks(asks):
                 self._calling.begin(asks)
@@ -201,7 +201,7 @@ class Worker:
             case Revoke(job, is_over):
                 self._revoke(job, OVER if is_over else PAUSE)
             case Noted():
-                self._notes.hear(message)
+                self._notes.receive(message)
             case Provide(provision):
                 secrets.take(provision)
             case Learn(poison):
@@ -236,7 +236,7 @@ class Worker:
         if job.allowance is None:
             job.allowance = Allowance(
                 job.id, price, has_requests=not self._model.takes_columns, takes_all=self._model.is_handed_over,
-                tell=self._send,
+                send=self._send,
             )  # fmt: skip
         job.allowance.add(usd, is_lean=is_lean)
         self._feed.unblock(job.id)
@@ -373,19 +373,19 @@ class Worker:
 
         Another worker has another segment: only where that would fail in the same way the model's jobs stop.
         """
-        told = f"the files of a job cannot be read or written: {error}"
+        detail = f"the files of a job cannot be read or written: {error}"
         if error.errno in FULL:
-            self._send(Failed("storage_full", told, PauseReason.STORAGE_FULL))
+            self._send(Failed("storage_full", detail, PauseReason.STORAGE_FULL))
         elif error.errno in REFUSED_FOR_ALL:
-            self._send(Failed("storage_failed", told, PauseReason.STORAGE_FAILED))
+            self._send(Failed("storage_failed", detail, PauseReason.STORAGE_FAILED))
         else:
-            self._send(StorageBroken(told))
+            self._send(StorageBroken(detail))
         self._failed = True
         self._feed.end()
         self._owner_gone.set()
 
 
-def _told(error: BaseException, who: str) -> BatchmillError:
+def _failure(error: BaseException, who: str) -> BatchmillError:
     """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
     redaction.print_exception(error)
     if isinstance(error, OSError) and (of_machine := of_system(error)) is not None:
@@ -424,9 +424,9 @@ async def main(fd: int) -> int:
             _step_back()
         worker = Worker(start, channel, found[1:])
     except Exception as error:  # of an engine that cannot be made: the owner must hear why
-        told = error if isinstance(error, BatchmillError) else _told(error, f"the {start.model.engine} engine")
-        reason = told.reason if isinstance(told, JobPaused) else PauseReason.ENGINE_FAILED
-        channel.send(Failed(told.code, redaction.mask(told.message), reason))
+        failure = error if isinstance(error, BatchmillError) else _failure(error, f"the {start.model.engine} engine")
+        reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
+        channel.send(Failed(failure.code, redaction.mask(failure.message), reason))
         await channel.drain()
         channel.close()
         return 1

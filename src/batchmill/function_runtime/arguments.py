@@ -66,8 +66,8 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
         if len(bound.calls) != meta["rows"]:
             raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} came")
     except _READ_ERRORS as error:
-        told = ["invalid_json", f"the rows cannot be read: {error}", ""]
-        return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), told))
+        failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
+        return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), failure))
     return bound
 
 
@@ -127,9 +127,9 @@ def _positional(calls, skip, parameters):
         return Bound(STAR, rows, {})
     errors = {}
     for number, row in enumerate(rows):
-        told = _misfit(len(row), parameters)
-        if told is not None:
-            errors[number] = told
+        misfit = _misfit(len(row), parameters)
+        if misfit is not None:
+            errors[number] = misfit
             rows[number] = None
     return Bound(STAR, rows, errors)
 

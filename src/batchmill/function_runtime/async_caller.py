@@ -178,14 +178,14 @@ class AsyncLoop:
                 ask.values[row] = await call_with(self._code.call, ask.bound, row)
         except BaseException as error:  # SystemExit and the like too: one row must not end the process
             self._refuse_cancel()
-            ask.errors[row] = self._told(error)
+            ask.errors[row] = self._error_of(error)
         self._replies.count(1, 1, 0, time.perf_counter_ns() - began)
         if self._code.result is not None and not self._code.streams and row not in ask.errors:
             sync_callers.settle(ask, row, self._code)
         ask.end_rows(row, row + 1)
         self._reply(ask, 1)
 
-    def _told(self, error):
+    def _error_of(self, error):
         self.met_memory_limit |= isinstance(error, MemoryError)
         return row_error(error, self._memory_bytes)
 
@@ -230,7 +230,7 @@ class AsyncLoop:
             self._refuse_cancel()
             if rows > 1:
                 return False
-            sync_callers.fail(parts, self._told(error))
+            sync_callers.fail(parts, self._error_of(error))
             self._failed += 1
             return True
         finally:
@@ -298,7 +298,7 @@ class AsyncLoop:
             pass
         except BaseException as raised:  # user code
             self._refuse_cancel()
-            error = self._told(raised)
+            error = self._error_of(raised)
         else:
             if not self._replies.piece(stream_id, event, exact=exact):
                 await self._close(stream_id, events)

@@ -95,12 +95,12 @@ def model_fields(model):
     """(name, hint, default, is required) of each field of a pydantic class, of either major version."""
     hints = typing.get_type_hints(model, include_extras=True)
     fields = getattr(model, "model_fields", None) or getattr(model, "__fields__", {})
-    told = []
+    described = []
     for name, field in fields.items():
         is_required = field.is_required() if callable(getattr(field, "is_required", None)) else bool(field.required)
         default = None if is_required else getattr(field, "default", None)
-        told.append((name, hints.get(name), default, is_required))
-    return told
+        described.append((name, hints.get(name), default, is_required))
+    return described
 
 
 def _without_none(hint):

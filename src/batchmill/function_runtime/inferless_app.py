@@ -88,11 +88,11 @@ def _read_sample(tensor, *, is_input):
     name = tensor["name"]
     datatype = _datatype(name, tensor["datatype"])
     datatype = "STRING" if datatype == "BYTES" else datatype  # the only texts of the older form
-    told = {"name": name, "datatype": datatype, "shape": _shape(name, tensor["shape"])}
+    fields = {"name": name, "datatype": datatype, "shape": _shape(name, tensor["shape"])}
     if is_input:
-        told["required"] = not tensor.get("optional", False)
-        told["example"] = tensor.get("data")
-    return told
+        fields["required"] = not tensor.get("optional", False)
+        fields["example"] = tensor.get("data")
+    return fields
 
 
 def read_model(model):

@@ -147,7 +147,7 @@ class LogWriter:
         if len(text) > TEXT_CHARS_MAX:
             text = f"{text[:TEXT_CHARS_MAX]}… ({len(text) - TEXT_CHARS_MAX} more characters)"
         entry = {"at": round(now, 6), "stream": stream, "text": text, "stage": self.stage}
-        entry["project"], entry["requests"] = self._told(*origin)
+        entry["project"], entry["requests"] = self._requests_of(*origin)
         data = json.dumps(entry).encode() + b"\n"
         self._bytes += len(data)
         try:
@@ -155,7 +155,7 @@ class LogWriter:
         except OSError:  # the disk is full: to raise here would fail calls for what they print
             self._left_out += 1
 
-    def _told(self, asks, row):
+    def _requests_of(self, asks, row):
         """(project, requests) of asks; a project only where it is that of all."""
         projects = {ask.of[0] for ask in asks if ask.of}
         requests = [self._request(ask, row, len(asks)) for ask in asks[:REQUESTS_MAX] if ask.of]

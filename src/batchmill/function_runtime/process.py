@@ -79,8 +79,8 @@ class Replies:
             text %= (ask.id, first, end - first, layout, ran, ask.queue_ns)
         else:
             text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":%b,"ran":%b,"queue_ns":%d}'
-            told = installed.dump({str(row): error for row, error in errors.items()})
-            text %= (ask.id, first, end - first, layout, told, ran, ask.queue_ns)
+            failures = installed.dump({str(row): error for row, error in errors.items()})
+            text %= (ask.id, first, end - first, layout, failures, ran, ask.queue_ns)
         self._link.put(pack_text(text, [values, *buffers]))
 
     def _values(self, ask, first, end):
@@ -99,9 +99,9 @@ class Replies:
     def _taken(self):
         if not self._ran:
             return b"[]"
-        told = b"[%b]" % b",".join([b"[%d,%d,%d,%d,%d]" % (size, *ran) for size, ran in self._ran.items()])
+        sizes = b"[%b]" % b",".join([b"[%d,%d,%d,%d,%d]" % (size, *ran) for size, ran in self._ran.items()])
         self._ran.clear()
-        return told
+        return sizes
 
     def piece(self, stream_id, value, *, exact):
         """One event of a stream."""
@@ -213,8 +213,8 @@ class FunctionProcess:
             gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
         if self._lines is not None:
             self._lines.stage = printing.CALL
-        told = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
-        self._link.put(pack({"kind": "ready", "interface": self._code.interface, **told}))
+        fields = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
+        self._link.put(pack({"kind": "ready", "interface": self._code.interface, **fields}))
         self._link.flush()
         return frames[1:]
 

@@ -104,15 +104,15 @@ def write_columns(pieces):
     kinds = {tuple((name, each.dtype, each.shape[1:]) for name, each in columns.items()) for *_, columns in pieces}
     if len(kinds) > 1:
         return None
-    buffers, told = [], {}
+    buffers, described = [], {}
     for name in pieces[0][2]:
         parts = [columns[name] for *_, columns in pieces]
         array = parts[0] if len(parts) == 1 else arrays.joined(parts)
         written = arrays.write(array, buffers)
         if written is None:
             return None
-        told[name] = written
-    return installed.dump(told), buffers
+        described[name] = written
+    return installed.dump(described), buffers
 
 
 def bad_return(error):

@@ -269,12 +269,12 @@ class _Rebuild:
         """Error code -> (rows, one message) of the rows whose newest outcome is an error, refused ones included."""
         rows: Counter[str] = Counter()
         samples: dict[str, str] = {}
-        told = bytearray(len(states))
+        has_error = bytearray(len(states))
         for place in sorted(self._failed, key=lambda place: -place.generation):
             block = read_block(place.path, place.offset)
-            current = [states[row] == FAILED and not told[row] for row in block.rows()]
+            current = [states[row] == FAILED and not has_error[row] for row in block.rows()]
             for row in block.rows():
-                told[row] = 1
+                has_error[row] = 1
             for code, count, sample in self._causes(block, current):
                 rows[code] += count
                 samples.setdefault(code, sample)

@@ -190,7 +190,7 @@ class JobRunner:
     @property
     def waits_for(self) -> str:
         """What must be there before its rows can run; empty: nothing."""
-        return self._adapters.told
+        return self._adapters.waiting_for
 
     @property
     def models(self) -> list[ModelSpec]:

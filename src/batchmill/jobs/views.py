@@ -160,7 +160,7 @@ def _models_at_work(runner: JobRunner, dispatcher: Dispatcher, now: float) -> It
 
 
 def _silent(worker: PoolWorker, now: float) -> Silent | None:
-    for_s = now - worker.heard
+    for_s = now - worker.heard_at
     if for_s < SILENT_S or not worker.is_ready:  # one that starts may load a model without a word
         return None
     return Silent(worker.handle.pid, for_s, worker.handle.is_frozen())
@@ -217,9 +217,9 @@ def unattended(view: JobView, *, is_stranded: bool) -> Wait:
 
 
 def _paused(view: JobView) -> str:
-    told = f": {view.message}" if view.message else ""
+    message = f": {view.message}" if view.message else ""
     way_out = WAYS_OUT.get(view.reason) if view.message else "resume it to continue"
-    return f"it is paused ({view.reason}){told.rstrip('.')}" + (f"; {way_out}" if way_out else "")
+    return f"it is paused ({view.reason}){message.rstrip('.')}" + (f"; {way_out}" if way_out else "")
 
 
 def _share(view: JobView) -> str:
@@ -242,10 +242,10 @@ def _engines(models: Sequence[ModelAtWork]) -> list[str]:
 
 
 def _silence(model: str, worker: Silent) -> str:
-    told = f"a worker of the model {model!r} (process {worker.pid}) has said nothing for {worker.for_s:,.0f} s"
+    message = f"a worker of the model {model!r} (process {worker.pid}) has said nothing for {worker.for_s:,.0f} s"
     if worker.is_frozen:
-        return f"{told}: a signal has stopped it; `kill -CONT {worker.pid}` continues it"
-    return f"{told}: its code keeps it from speaking; `kill {worker.pid}` has another worker take its rows"
+        return f"{message}: a signal has stopped it; `kill -CONT {worker.pid}` continues it"
+    return f"{message}: its code keeps it from speaking; `kill {worker.pid}` has another worker take its rows"
 
 
 def _standstill(standstill: Standstill, *, is_known: bool) -> list[str]:

@@ -63,8 +63,8 @@ class CallLog:
             self._left_out += 1
             return
         self._written += 1
-        told = f"({self._left_out} more were left out)\n" if self._left_out else ""
-        entry = Entry(now, TRACE, told + mask_known(text[-TEXT_CHARS_MAX:]), CALL, project or None, [request])
+        message = f"({self._left_out} more were left out)\n" if self._left_out else ""
+        entry = Entry(now, TRACE, message + mask_known(text[-TEXT_CHARS_MAX:]), CALL, project or None, [request])
         try:
             os.write(self.fd, msgspec.json.encode(entry) + b"\n")
         except OSError:  # the disk is full: what the call itself is told is worth more than its trace here

@@ -110,12 +110,12 @@ class Environments:
         environ, files = _environ(), []
         if self._isolation is None:
             follow = [base, "-I", "-c", _FOLLOW] if sys.platform == "linux" else []
-            return lambda command, log, told: _run([*follow, *command], log, told, environ)
+            return lambda command, log, output: _run([*follow, *command], log, output, environ)
         if settings := _pip_settings(environ):
             environ[PIP_SETTINGS], files = settings, [settings]
         before = isolation.of_build(self._isolation, [*places, *files], writes=str(place), python=base)
         environ = isolation.environ(environ)
-        return lambda command, log, told: _run([*before, *command], log, told, environ)
+        return lambda command, log, output: _run([*before, *command], log, output, environ)
 
     def sweep(self, used: Collection[str] = ()) -> None:
         """Remove what was not finished, and what has long not been used. No other process builds here.
@@ -164,8 +164,8 @@ def _is_whole(place: Path) -> bool:
 
 def _pip_settings(environ: Mapping[str, str]) -> str | None:
     """The file with the settings of pip for this user, who has no home where it runs isolated; None: none."""
-    told = [environ[PIP_SETTINGS]] if PIP_SETTINGS in environ else ["~/.config/pip/pip.conf", "~/.pip/pip.conf"]
-    return next((path for path in map(os.path.expanduser, told) if os.path.isfile(path)), None)
+    settings = [environ[PIP_SETTINGS]] if PIP_SETTINGS in environ else ["~/.config/pip/pip.conf", "~/.pip/pip.conf"]
+    return next((path for path in map(os.path.expanduser, settings) if os.path.isfile(path)), None)
 
 
 def _is_fresh(mark: Path) -> bool:
@@ -226,14 +226,14 @@ async def _version_of(python: str) -> str:
                 stderr=asyncio.subprocess.DEVNULL, env=_environ(), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            told = f"{python} is no Python interpreter: {error.strerror}"
-            raise InvalidInput(told, code="unknown_python") from None
+            message = f"{python} is no Python interpreter: {error.strerror}"
+            raise InvalidInput(message, code="unknown_python") from None
         try:
             async with asyncio.timeout(ASK_S_MAX):
                 await process.wait()
         except TimeoutError:
-            told = f"{python} is no Python interpreter: it does not answer"
-            raise InvalidInput(told, code="unknown_python") from None
+            message = f"{python} is no Python interpreter: it does not answer"
+            raise InvalidInput(message, code="unknown_python") from None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -251,7 +251,7 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in _BUILDS or name.startswith(_BUILDERS)}
 
 
-async def _run(command: list[str], log: Path, told: str, environ: Mapping[str, str]) -> None:
+async def _run(command: list[str], log: Path, message: str, environ: Mapping[str, str]) -> None:
     """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
     with log.open("ab") as out:
         begin = out.tell()
@@ -262,14 +262,14 @@ async def _run(command: list[str], log: Path, told: str, environ: Mapping[str, s
             async with asyncio.timeout(BUILD_S_MAX):
                 code = await process.wait()
         except TimeoutError:
-            raise ModelFailed(f"{told}: it took longer than {BUILD_S_MAX:.0f} s") from None
+            raise ModelFailed(f"{message}: it took longer than {BUILD_S_MAX:.0f} s") from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
     if code:
-        raise ModelFailed(f"{told}:\n{_end_of(log, begin)}")
+        raise ModelFailed(f"{message}:\n{_end_of(log, begin)}")
 
 
 def _end_of(log: Path, begin: int) -> str:

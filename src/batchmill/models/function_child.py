@@ -151,7 +151,7 @@ def _place(trace: str) -> str:
     return next((line.strip() for line in reversed(trace.splitlines()) if line.lstrip().startswith("File ")), "")
 
 
-TOLD_BYTES_MAX = 4096
+STATUS_BYTES_MAX = 4096
 
 
 class Inside:
@@ -170,7 +170,7 @@ class Inside:
         """The process itself, once it was started; 0: nothing tells."""
         if self._first == 0 and self._fd >= 0:
             try:
-                self._first = int(json.loads(os.read(self._fd, TOLD_BYTES_MAX))["child-pid"])
+                self._first = int(json.loads(os.read(self._fd, STATUS_BYTES_MAX))["child-pid"])
             except (BlockingIOError, ValueError, KeyError):  # it has not come that far, or has ended before
                 return 0
             self.close()
@@ -186,8 +186,8 @@ class Inside:
 
 def _child_of(pid: int) -> int:
     try:
-        told = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(told[0]) if told else 0
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else 0
     except FileNotFoundError:  # it has ended, or the kernel does not tell: then every process is asked whose it is
         return next((each for each in _pids() if _parent_of(each) == pid), 0)
 
@@ -220,7 +220,7 @@ Call = tuple[int, int, int]  # ask id, first row, rows
 class FunctionChild:
     """One process of a deployed function. Started once, ended for ever.
 
-    `heard` is called with the frames that came together, `ended` once when the process is gone, after its last frames;
+    `on_frames` gets the frames of one read, `ended` is called once when the process is gone, after its last frames;
     set them before `start` returns, or between `start` and the first turn of the loop after it.
     Concurrency: one event loop.
 
@@ -240,7 +240,7 @@ class FunctionChild:
         self._spec, self._function, self._resolve = spec, spec.function, resolve
         self._isolation, self._calls = isolation, calls
         self._inside = Inside()
-        self.heard: Callable[[list[Frame]], None] = self._hear_nothing
+        self.on_frames: Callable[[list[Frame]], None] = self._ignore_frames
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
         self.batch_size = 0  # rows that it calls together at most; known once it has started
@@ -291,7 +291,7 @@ class FunctionChild:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
             self._process = await asyncio.create_subprocess_exec(
-                *before[:1], *_told_at(info), *before[1:],
+                *before[:1], *_status_arguments(info), *before[1:],
                 self._spec.python or sys.executable, str(PROGRAM), str(theirs.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder,
@@ -308,7 +308,7 @@ class FunctionChild:
             theirs.close()
             for fd in (progress, *info):
                 os.close(fd)
-        self._socket = FrameSocket(ours, heard=self._take, closed=self._disconnected)
+        self._socket = FrameSocket(ours, on_frames=self._take, closed=self._disconnected)
         self._gone = asyncio.create_task(self._until_gone(self._process))
 
     def _isolated(self) -> list[str]:
@@ -349,21 +349,21 @@ class FunctionChild:
 
     def _take(self, come: list[Frame]) -> None:
         if self._began is None or self._began.done():
-            self.heard(come)
+            self.on_frames(come)
             return
         meta, _ = come[0]
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
-            told = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
-            self._began.set_result(msgspec.convert(meta["interface"] | told, Interface))
+            fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
+            self._began.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":
             self._began.set_exception(ModelFailed(str(meta["message"])))
         else:
             raise AssertionError(f"the first frame of a function's process is {meta['kind']!r}")
         if len(come) > 1:
-            self.heard(come[1:])
+            self.on_frames(come[1:])
 
-    def _hear_nothing(self, come: list[Frame]) -> None:
+    def _ignore_frames(self, come: list[Frame]) -> None:
         raise AssertionError(f"nobody asked for {come[0][0]['kind']!r}")
 
     def _disconnected(self, why: str) -> None:
@@ -461,7 +461,7 @@ class FunctionChild:
 def _nothing() -> None: ...
 
 
-def _told_at(info: list[int]) -> list[str]:
+def _status_arguments(info: list[int]) -> list[str]:
     return [word for fd in info for word in ("--info-fd", str(fd))]
 
 

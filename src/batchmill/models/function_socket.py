@@ -24,14 +24,14 @@ class FrameSocket:
     """
     Args:
         sock: one end of a socket pair; taken over.
-        heard: is given all frames that one read completed, in order.
+        on_frames: is given all frames that one read completed, in order.
         closed: is called once when the other side has gone or speaks no frames; why, or "".
     """
 
     def __init__(
-        self, sock: socket.socket, *, heard: Callable[[list[Frame]], None], closed: Callable[[str], None]
+        self, sock: socket.socket, *, on_frames: Callable[[list[Frame]], None], closed: Callable[[str], None]
     ) -> None:
-        self._sock, self._heard, self._closed = sock, heard, closed
+        self._sock, self._on_frames, self._closed = sock, on_frames, closed
         self._loop = asyncio.get_running_loop()
         self._reader = Reader()
         self._out: deque[bytes | memoryview] = deque()
@@ -90,7 +90,7 @@ class FrameSocket:
             self._end(str(error))
             return False
         if frames:
-            self._heard(frames)
+            self._on_frames(frames)
         return size == len(room)
 
     def _end(self, why: str) -> None:

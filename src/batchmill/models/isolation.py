@@ -54,12 +54,12 @@ def require(isolation: Isolation) -> Isolation:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRY_S, check=False, env={}, text=True
         )
-        told = done.stderr.strip() if done.returncode else ""
+        problem = done.stderr.strip() if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        told = str(error)
-    if told:
+        problem = str(error)
+    if problem:
         raise InvalidConfig(
-            f'functions.isolate is "bubblewrap", and bwrap cannot make namespaces here: {told[:500]}. A container '
+            f'functions.isolate is "bubblewrap", and bwrap cannot make namespaces here: {problem[:500]}. A container '
             'needs user namespaces and an unmasked /proc; or set functions.isolate = "none"',
             code="no_isolation",
         )
@@ -115,8 +115,8 @@ def _namespaces(isolation: Isolation) -> list[str]:
 
 def _all_readable(places: Sequence[str], isolation: Isolation) -> list[str]:
     """What lies in the data directory comes last: what was hidden of it stays so."""
-    told = sorted((*isolation.readable, *places), key=lambda place: _is_below(place, [isolation.data_dir]))
-    return [word for place in dict.fromkeys(told) for word in _readable(place, isolation)]
+    readable = sorted((*isolation.readable, *places), key=lambda place: _is_below(place, [isolation.data_dir]))
+    return [word for place in dict.fromkeys(readable) for word in _readable(place, isolation)]
 
 
 def _readable(place: str, isolation: Isolation) -> list[str]:
@@ -159,16 +159,16 @@ def places_of(python: str) -> tuple[str, ...]:
     Raises: ModelFailed for what is no interpreter.
     """
     if python == sys.executable:
-        told = [sys.prefix, sys.base_prefix]
+        prefixes = [sys.prefix, sys.base_prefix]
     else:
         done = subprocess.run(
             [python, "-I", "-c", _ASK], stdin=subprocess.DEVNULL, capture_output=True, timeout=TRY_S, check=False,
             env={"PATH": os.environ.get("PATH", "")}, text=True,
         )  # fmt: skip
-        told = done.stdout.splitlines()[:2]
-        if done.returncode or len(told) < 2:
+        prefixes = done.stdout.splitlines()[:2]
+        if done.returncode or len(prefixes) < 2:
             raise ModelFailed(f"{python} is no Python interpreter: {done.stderr.strip()[:200]}", code="unknown_python")
-    return tuple(dict.fromkeys(os.path.abspath(each) for each in told))
+    return tuple(dict.fromkeys(os.path.abspath(each) for each in prefixes))
 
 
 def of_config(entry: FunctionsEntry, data_dir: Path) -> Isolation | None:

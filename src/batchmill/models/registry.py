@@ -161,10 +161,10 @@ def _unknown_model(name: str, config: Config, cwd: Path) -> str:
 
 def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> ModelEntry:
     """The entry with the flags over it, and every path absolute: the flags' from `cwd`, its own from `base`."""
-    told = {each.name: getattr(flags, each.name) for each in fields(flags)}
-    limits = {name: told[name] for name in _LIMIT_FLAGS if told[name] is not None}
+    reference = {each.name: getattr(flags, each.name) for each in fields(flags)}
+    limits = {name: reference[name] for name in _LIMIT_FLAGS if reference[name] is not None}
     changed: dict[str, Any] = {
-        name: told[name] for name in ("base_url", "api_key", "python", "workers") if told[name] is not None
+        name: reference[name] for name in ("base_url", "api_key", "python", "workers") if reference[name] is not None
     }
     kind = _kind(entry.engine)
     own = {name: _adapter(kind, name, place, base) for name, place in entry.adapters.items()}
@@ -181,7 +181,7 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
             "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
             "api_key": _secret(changed.get("api_key", entry.api_key), base),
-            "secrets": {name: _secret(told, base, f"secrets.{name}") for name, told in entry.secrets.items()},
+            "secrets": {name: _secret(reference, base, f"secrets.{name}") for name, reference in entry.secrets.items()},
             "limits": replace(entry.limits, **limits),
         },
     )

@@ -99,9 +99,9 @@ GROUPS = {"devices": DEVICES, "user_code": KEPT, "hub_cache": HUB_CACHE, "proxie
 
 def chosen(ours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Those variables of `ours` that one of the names means."""
-    told = list(names)
-    whole = {name for name in told if not name.endswith("*")}
-    begins = tuple(name[:-1] for name in told if name.endswith("*"))
+    patterns = list(names)
+    whole = {name for name in patterns if not name.endswith("*")}
+    begins = tuple(name[:-1] for name in patterns if name.endswith("*"))
     return {name: value for name, value in ours.items() if name in whole or name.startswith(begins)}
 
 

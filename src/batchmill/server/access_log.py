@@ -103,12 +103,12 @@ class Requests(logging.Handler):
         second = int(now)
         if second != self._second:
             self._second, self._date = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        told = _Line(
+        line = _Line(
             f"{self._date}.{int((now - second) * 1000):03d}+00:00", "info", access.name, served.method[:16],
             served.route, served.status, round(served.seconds * 1000, 2), served.project, served.key, served.id,
             served.bytes_in, served.bytes_out, served.code,
         )  # fmt: skip
-        return _encode(told)
+        return _encode(line)
 
     def flush(self) -> None:
         """Write what there is. Also at the end of the process, by `logging.shutdown`."""

@@ -142,10 +142,10 @@ def _add(counter: Counter[str], name: str, more: int) -> None:
         del counter[name]
 
 
-def connections_for(files: int, told: int | None) -> int:
+def connections_for(files: int, configured: int | None) -> int:
     """How many connections a process that may open so many files takes."""
     share, whole = FILES_SHARE
-    return max(1, min(told or CONNECTIONS_MAX, files * share // whole))
+    return max(1, min(configured or CONNECTIONS_MAX, files * share // whole))
 
 
 PROXIES_MAX = 256  # entries of server.trusted_proxies
@@ -180,8 +180,8 @@ class Proxies:
         """
         if not self.trusts(peer):
             return group_of(peer)
-        told = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
-        for each in reversed(told.split(",")[-FORWARDED_MAX:]):
+        forwarded_for = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
+        for each in reversed(forwarded_for.split(",")[-FORWARDED_MAX:]):
             address = _address(each.strip())
             if address is None:
                 break
@@ -194,8 +194,8 @@ class Proxies:
         X-Forwarded-Proto."""
         if not self.trusts(peer):
             return own
-        told = next((value for name, value in headers if name == b"x-forwarded-proto"), b"")
-        return SCHEMES.get(told.strip().lower(), own)
+        forwarded_proto = next((value for name, value in headers if name == b"x-forwarded-proto"), b"")
+        return SCHEMES.get(forwarded_proto.strip().lower(), own)
 
     def _is_proxy(self, address: Address) -> bool:
         return any(address.version == network.version and address in network for network in self._networks)
@@ -306,9 +306,9 @@ PARSED_TIMES = 8  # what is parsed takes several times the bytes it came in
 STREAM_BYTES = 256 * 1024  # of an upload, however long it is: what is on its way between socket and disk
 
 
-def memory_for(body_bytes_max: int, told: int | None) -> int:
+def memory_for(body_bytes_max: int, configured: int | None) -> int:
     """The bound of the server: room for four bodies of the largest size, unless it is told."""
-    return max(MEMORY_BYTES_MAX, 4 * body_bytes_max) if told is None else told
+    return max(MEMORY_BYTES_MAX, 4 * body_bytes_max) if configured is None else configured
 
 
 class BodyMemory:

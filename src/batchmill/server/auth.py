@@ -115,17 +115,17 @@ class Gate:
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
         for key, rate in caller.minted_by:
-            if (told := rate or self._per_minute) is not None:
-                self._requests.take(key, told, self._clock.monotonic())
+            if (per_minute := rate or self._per_minute) is not None:
+                self._requests.take(key, per_minute, self._clock.monotonic())
 
     def _refuse_family(self, caller: Caller) -> None:
         """A key pays for the requests of those that it minted. Raises: RateLimited where one of them cannot."""
         for key, rate in caller.minted_by:
-            if (told := rate or self._per_minute) is not None:
-                wait_s = self._requests.wait_s(key, told, self._clock.monotonic())
+            if (per_minute := rate or self._per_minute) is not None:
+                wait_s = self._requests.wait_s(key, per_minute, self._clock.monotonic())
                 if wait_s:
                     raise RateLimited(
-                        f"more than {told:,} requests a minute of the key {key} and those that it minted, together",
+                        f"more than {per_minute:,} requests a minute of the key {key} and the keys it minted",
                         retry_after_s=wait_s,
                     )
 
@@ -148,9 +148,9 @@ class Gate:
         if per_minute is not None and self._requests.wait_s(caller.key or "", per_minute, now):
             return False
         return not caller.minted_by or not any(
-            self._requests.wait_s(key, told, now)
+            self._requests.wait_s(key, per_minute, now)
             for key, rate in caller.minted_by
-            if (told := rate or self._per_minute) is not None
+            if (per_minute := rate or self._per_minute) is not None
         )
 
     async def asker(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
@@ -197,9 +197,9 @@ class Hosts:
         """Raises: InvalidInput for a Host that is none of ours, Forbidden for a page of another site."""
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) != 1 or not self._is_ours(hosts[0].decode("latin-1")):
-            told = hosts[0].decode("latin-1")[:80] if hosts else ""
+            host = hosts[0].decode("latin-1")[:80] if hosts else ""
             raise InvalidInput(
-                f"this server is not called {told!r}: use the address it listens on, or add the name to "
+                f"this server is not called {host!r}: use the address it listens on, or add the name to "
                 "server.allowed_hosts",
                 code="invalid_host",
             )

@@ -164,8 +164,8 @@ async def read_body(operation: Operation, reader: BodyReader, programs: Programs
     if media == JSON and isinstance(wanted, Content) and not reader.media and not await reader.read():
         return b"", None  # who reads it says in the words of its API that it is missing
     if reader.media != media and media != "*/*":
-        told = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
-        raise InvalidField(f"the body must have the Content-Type {media}, not {told}", code="unsupported_media_type")
+        sent = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
+        raise InvalidField(f"the body must have the Content-Type {media}, not {sent}", code="unsupported_media_type")
     if media != JSON:
         return b"", None
     raw = await reader.read()
@@ -276,8 +276,8 @@ def _explained(sentence: str, wanted: type[Struct]) -> InvalidField:
     if what.startswith("Object missing required field `"):
         name = f"{place}.{what.split('`')[1]}"
         return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
-    told = f"Invalid value for {place!r}: {what[:1].lower()}{what[1:]}" if place else f"Invalid request: {what}"
-    return InvalidField(told, code="invalid_value", param=place or None)
+    message = f"Invalid value for {place!r}: {what[:1].lower()}{what[1:]}" if place else f"Invalid request: {what}"
+    return InvalidField(message, code="invalid_value", param=place or None)
 
 
 def _unknown(name: str, known: list[str], kind: str) -> InvalidField:

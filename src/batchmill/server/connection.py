@@ -117,8 +117,8 @@ class Connection(HttpToolsProtocol):
             pass  # a client that offers another protocol is answered in this one
         except httptools.HttpParserError as error:
             cause = error.__context__
-            told = InvalidInput("this is no HTTP request that can be read", code="invalid_http")
-            self._refuse(cause.error if isinstance(cause, _Unreadable) else told)
+            failure = InvalidInput("this is no HTTP request that can be read", code="invalid_http")
+            self._refuse(cause.error if isinstance(cause, _Unreadable) else failure)
             return
         if self._has_begun and not self._is_timed:
             self._is_timed = True

@@ -63,7 +63,7 @@ async def unpacked(body: bytes, encoding: str | None, bytes_max: int, hold: Call
 def _inflate(body: bytes, name: str, bytes_max: int, whole: io.BytesIO) -> Iterator[int]:
     """Fill `whole`; yields how long it is whenever it is about STEP_BYTES longer. gzip may be several members, one
     behind the other."""
-    view, reader, members, told = memoryview(body), None, 0, 0
+    view, reader, members, size = memoryview(body), None, 0, 0
     try:
         for at in range(0, len(view), PIECE_BYTES):
             rest: bytes | memoryview = view[at : at + PIECE_BYTES]
@@ -77,9 +77,9 @@ def _inflate(body: bytes, name: str, bytes_max: int, whole: io.BytesIO) -> Itera
                 if members > MEMBERS_MAX:
                     raise TooLarge(f"the {name} body has more than {MEMBERS_MAX:,} members", code="request_too_large")
                 rest, reader = (reader.unused_data, None) if reader.eof else (reader.unconsumed_tail, reader)
-                if whole.tell() >= told + STEP_BYTES:
-                    told = whole.tell()
-                    yield told
+                if whole.tell() >= size + STEP_BYTES:
+                    size = whole.tell()
+                    yield size
     except zlib.error as error:
         raise InvalidField(
             f"the body is not {name}, as its Content-Encoding says: {error}", code="invalid_encoding"
@@ -142,10 +142,10 @@ def head_of(call: Call) -> bytes:
 
     Raises: Refusal for a header without anything in it.
     """
-    told = call.request.headers.get(LENGTH)
-    if told is None:
+    length = call.request.headers.get(LENGTH)
+    if length is None:
         return b""
-    head = told.strip().encode("latin-1")
+    head = length.strip().encode("latin-1")
     if not head:
         raise InvalidField("the header Inference-Header-Content-Length holds no number", code="invalid_header")
     return head
@@ -196,12 +196,12 @@ class Events(PieceReply):
 
 async def stream(
     call: Call, functions: FunctionCalls, target: VersionTarget, form: str, sent: tuple[bytes, bytes], *,
-    say: Say, told: Callable[[Pieces], Pieces] = lambda pieces: pieces,
+    say: Say, encode_pieces: Callable[[Pieces], Pieces] = lambda pieces: pieces,
 ) -> Response:  # fmt: skip
     """What a function answers event by event; `told` makes of its events what a client gets. Raises as `answer`."""
     body, head = sent
     begun = await unless_gone(call, functions.stream(call.caller, target, form, body, head))
-    return Response(status_code=CLIENT_LEFT) if begun is None else Events(told(begun[1]), say)
+    return Response(status_code=CLIENT_LEFT) if begun is None else Events(encode_pieces(begun[1]), say)
 
 
 class FastCalls:
@@ -227,7 +227,7 @@ class FastCalls:
         if target.interface.streams:
             return None
 
-        def hear(answered: FunctionReply) -> None:
+        def on_reply(answered: FunctionReply) -> None:
             if answered.raised is not None:
                 reply.refuse(answered.raised.error())
             elif answered.head:
@@ -235,4 +235,4 @@ class FastCalls:
             else:
                 reply(200, [(b"content-type", JSON.encode())], answered.body)
 
-        return self._functions.ask_now(caller, target, self._form, body, head, hear)
+        return self._functions.ask_now(caller, target, self._form, body, head, on_reply)

@@ -231,8 +231,8 @@ def _no_route(scope: Scope, found: Match) -> InvalidInput:
     method, path = scope["method"][:16], scope["path"][:256]
     error: InvalidInput = UnknownName(f"Invalid URL ({method} {path})", code="unknown_url")
     if found.methods:
-        told = f"Not allowed: {method} {path}; it has {', '.join(found.methods)}"
-        error = InvalidInput(told, code="method_not_allowed")
+        detail = f"Not allowed: {method} {path}; it has {', '.join(found.methods)}"
+        error = InvalidInput(detail, code="method_not_allowed")
     error.asked = (method, path, found.methods)
     return error
 

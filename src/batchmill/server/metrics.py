@@ -98,14 +98,14 @@ class Timings:
     def counts(self) -> dict[tuple[str, ...], int]:
         return {labels: sum(timing.counts) for labels, timing in self._found.items()}
 
-    def family(self, name: str, told: str, labels: Sequence[str]) -> HistogramMetricFamily:
+    def family(self, name: str, help_text: str, labels: Sequence[str]) -> HistogramMetricFamily:
         """The durations, under all labels but the last."""
         sums: dict[tuple[str, ...], _Timing] = {}
         for key, timing in self._found.items():
             whole = sums.setdefault(key[:-1], _Timing([0] * len(timing.counts)))
             whole.counts = [a + b for a, b in zip(whole.counts, timing.counts, strict=True)]
             whole.seconds += timing.seconds
-        family = HistogramMetricFamily(f"batchmill_{name}", told, labels=labels)
+        family = HistogramMetricFamily(f"batchmill_{name}", help_text, labels=labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for key, whole in sorted(sums.items()):
             family.add_metric(key, list(zip(bounds, accumulate(whole.counts), strict=True)), whole.seconds)
@@ -118,18 +118,20 @@ class _Timing(Struct):
 
 
 def counted(
-    name: str, told: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
+    name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
 ) -> CounterMetricFamily:
     """A counter with these values. Copied first: it may grow meanwhile."""
-    family = CounterMetricFamily(f"batchmill_{name}", told, labels=labels)
+    family = CounterMetricFamily(f"batchmill_{name}", help_text, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)
     return family
 
 
-def measured(name: str, told: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+def measured(
+    name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
+) -> GaugeMetricFamily:
     """A gauge with these values."""
-    family = GaugeMetricFamily(f"batchmill_{name}", told, labels=labels)
+    family = GaugeMetricFamily(f"batchmill_{name}", help_text, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)
     return family
@@ -144,15 +146,15 @@ def adapters(sums: Mapping[tuple[str, str], AdapterStats]) -> Iterator[CounterMe
     for key, each in found.items():
         tokens |= {(*key, "input"): each.input_tokens, (*key, "output"): each.output_tokens}
     yield counted("adapter_tokens", "Tokens of these rows.", [*labels, "kind"], tokens)
-    told = "Rows that found their adapter in the engine."
-    yield counted("adapter_hits", told, labels, {key: each.hits for key, each in found.items()})
-    told = "Times an adapter was put into an engine."
-    yield counted("adapter_loads", told, labels, {key: each.loads for key, each in found.items()})
-    told = "Seconds during which rows of an adapter were in flight: its rows over these are its rate."
-    yield counted("adapter_busy_seconds", told, labels, {key: each.busy_s for key, each in found.items()})
-    told = "Share of an adapter's rows that found it in the engine, 0 to 1."
+    help_text = "Rows that found their adapter in the engine."
+    yield counted("adapter_hits", help_text, labels, {key: each.hits for key, each in found.items()})
+    help_text = "Times an adapter was put into an engine."
+    yield counted("adapter_loads", help_text, labels, {key: each.loads for key, each in found.items()})
+    help_text = "Seconds during which rows of an adapter were in flight: its rows over these are its rate."
+    yield counted("adapter_busy_seconds", help_text, labels, {key: each.busy_s for key, each in found.items()})
+    help_text = "Share of an adapter's rows that found it in the engine, 0 to 1."
     ratios = {key: each.hits / each.rows for key, each in found.items() if each.rows}
-    yield measured("adapter_hit_ratio", told, labels, ratios)
+    yield measured("adapter_hit_ratio", help_text, labels, ratios)
 
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # upper bounds
@@ -195,21 +197,21 @@ def functions(
 
 
 def _of_each(
-    called: Iterable[Counted], name: str, told: str, read: Callable[[CallStats], float]
+    called: Iterable[Counted], name: str, help_text: str, read: Callable[[CallStats], float]
 ) -> CounterMetricFamily:
     values = {(each.model, each.version): read(each.stats) for each in called}
-    return counted(f"function_{name}", told, LABELS, values)
+    return counted(f"function_{name}", help_text, LABELS, values)
 
 
 def _by_result(
-    called: Iterable[Counted], name: str, told: str, read: Callable[[CallStats], tuple[float, float]]
+    called: Iterable[Counted], name: str, help_text: str, read: Callable[[CallStats], tuple[float, float]]
 ) -> CounterMetricFamily:
     values = {
         (each.model, each.version, result): value
         for each in called
         for result, value in zip(("ok", "failed"), read(each.stats), strict=True)
     }
-    return counted(f"function_{name}", told, [*LABELS, "result"], values)
+    return counted(f"function_{name}", help_text, [*LABELS, "result"], values)
 
 
 def _parts(batches: Iterable[BatchTimes]) -> Iterable[tuple[str, float]]:
@@ -258,8 +260,8 @@ class Metrics:
         self._registry.register(_Now(self))
 
     def _build(self) -> None:
-        told = {"registry": self._registry, "namespace": "batchmill"}
-        info = prometheus.Gauge("build_info", "Which batchmill runs; always 1.", ["version", "python"], **told)
+        options = {"registry": self._registry, "namespace": "batchmill"}
+        info = prometheus.Gauge("build_info", "Which batchmill runs; always 1.", ["version", "python"], **options)
         info.labels(batchmill.__version__, platform.python_version()).set(1)
         self._requests = Timings(HTTP_SECONDS)
         self._live = Timings(LIVE_SECONDS)
@@ -275,9 +277,9 @@ class Metrics:
         """A live request has ended."""
         self._live.add((call.model, str(call.status) if call.status else "none"), call.seconds)
         if call.usage is not None:
-            told = call.usage.input_tokens, call.usage.cached_tokens, call.usage.output_tokens
-            for kind, tokens in zip(("input", "cached", "output"), told, strict=True):
-                self._live_tokens[call.project, call.model, kind] += tokens
+            tokens = call.usage.input_tokens, call.usage.cached_tokens, call.usage.output_tokens
+            for kind, count in zip(("input", "cached", "output"), tokens, strict=True):
+                self._live_tokens[call.project, call.model, kind] += count
 
     def ended(self, ended: Ended) -> None:
         """A job has come to rest."""
@@ -298,13 +300,13 @@ class Metrics:
         project, model = "project", "model"
         labels = ["method", "route", "status"]
         yield counted("http_requests", "HTTP requests that ended.", labels, self._requests.counts())
-        told = "Seconds from a request's first byte to its reply's last one."
-        yield self._requests.family("http_request_duration_seconds", told, labels[:2])
+        help_text = "Seconds from a request's first byte to its reply's last one."
+        yield self._requests.family("http_request_duration_seconds", help_text, labels[:2])
         labels = [model, "status"]
-        told = "Live requests that ended; status none: without an answer."
-        yield counted("live_requests", told, labels, self._live.counts())
-        told = "Seconds until a live request was answered whole."
-        yield self._live.family("live_request_duration_seconds", told, labels[:1])
+        help_text = "Live requests that ended; status none: without an answer."
+        yield counted("live_requests", help_text, labels, self._live.counts())
+        help_text = "Seconds until a live request was answered whole."
+        yield self._live.family("live_request_duration_seconds", help_text, labels[:1])
         yield counted("rows", "Rows of jobs whose outcome was counted.", [project, model, "result"], tallies.rows)
         yield counted(
             "tokens", "Tokens of these rows; kind input includes cached.", [project, model, "kind"], tallies.tokens
@@ -354,17 +356,19 @@ class _Now(Collector):
 
 def models(gauges: Sequence[ModelGauge]) -> Iterable[Family]:
     """One family a measure. A model whose code was edited has two pools for a while: they count as one."""
-    for name, told, read in MODEL_GAUGES:
+    for name, help_text, read in MODEL_GAUGES:
         sums: Counter[tuple[str, ...]] = Counter()
         for each in gauges:
             sums[each.name,] += read(each)
-        yield measured(name, told, ["model"], sums)
-    for name, told, read in MODEL_RATIOS:
+        yield measured(name, help_text, ["model"], sums)
+    for name, help_text, read in MODEL_RATIOS:
         values: dict[str, list[float]] = {}
         for each in gauges:
             if (ratio := read(each)) is not None:
                 values.setdefault(each.name, []).append(ratio)
-        yield measured(name, told, ["model"], {(model,): sum(found) / len(found) for model, found in values.items()})
+        yield measured(
+            name, help_text, ["model"], {(model,): sum(found) / len(found) for model, found in values.items()}
+        )
 
 
 def _count_jobs(db: sa.Connection) -> dict[str, int]:
@@ -418,7 +422,7 @@ class Observers:
         self._services = services
         self._tracing = load_tracing(services.config.server.otlp_endpoint, environ, services.clock)
         self._outbox = Outbox(
-            database, services.clock, webhooks=services.webhooks, jobs=jobs, files=services.files, heard=self._ended
+            database, services.clock, webhooks=services.webhooks, jobs=jobs, files=services.files, on_ended=self._ended
         )
         self.metrics = Metrics(database, dispatcher, self._outbox)
         self._running: asyncio.Task[None] | None = None

@@ -72,7 +72,7 @@ def _alternatives(reply: Any) -> tuple[Any, ...]:
 
 def _operation(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
     operation = route.operation
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [route.dialect.name],
@@ -81,13 +81,13 @@ def _operation(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
         "security": [{name: []} for name in SECURITY] if operation.scope is not None else [],
     }
     if operation.scope is not None:
-        told["x-batchmill-scope"] = operation.scope.value
+        fields["x-batchmill-scope"] = operation.scope.value
     if operation.body is not None:
-        told["requestBody"] = {
+        fields["requestBody"] = {
             "required": not operation.body_is_optional,
             "content": _content(operation.body, schemas),
         }
-    return told
+    return fields
 
 
 def _content(kind: Any, schemas: _Schemas) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _responses(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
     operation = route.operation
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for status, reply in _replies(operation):
         content: dict[str, Any] = {}
         for kind in _alternatives(reply):
             content |= _content(kind, schemas) if kind is not None else {}
         said = {"description": HTTPStatus(status).phrase, "headers": _ID_HEADER}
-        told[str(status)] = said | ({"content": content} if content else {})
+        fields[str(status)] = said | ({"content": content} if content else {})
     statuses = {*ALWAYS, *operation.errors}
     if operation.scope is not None or operation.method not in ("GET", "HEAD"):
         statuses |= {*WITH_KEY}
@@ -138,10 +138,10 @@ def _responses(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
         statuses |= {*WITH_BODY}
     envelope = {"application/json": {"schema": {"$ref": REF.format(name=_error_name(route.dialect))}}}
     for status in sorted(statuses - {status for status, _ in _replies(operation)}):
-        told[str(status)] = {
+        fields[str(status)] = {
             "description": HTTPStatus(status).phrase, "headers": _ID_HEADER, "content": envelope,
         }  # fmt: skip
-    return told
+    return fields
 
 
 _ID_HEADER = {"x-request-id": {"schema": {"type": "string"}, "description": "The id that the server's log has."}}

@@ -76,17 +76,17 @@ def refusal(dialect: Dialect, error: BatchmillError, methods: Sequence[str]) -> 
     elif response.status_code == 503:
         response.headers.setdefault("retry-after", f"{RETRY_S:.0f}")
     if response.status_code >= 500:
-        told = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
-        log.warning("request %s: %s: %s", error.request_id, error.code, told)
+        detail = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
+        log.warning("request %s: %s: %s", error.request_id, error.code, detail)
     return response
 
 
 def hidden(error: Exception, request_id: str) -> BatchmillError:
     """Our own fault as whoever asked is told of it: that it is not theirs, and no more."""
     log.error("request %s failed", request_id, exc_info=error)
-    told = of_system(error) if isinstance(error, OSError) else None
-    if told is not None:  # without the path
-        return type(told)(f"the server's disk is in trouble; its log has more under request {request_id}")
+    system_error = of_system(error) if isinstance(error, OSError) else None
+    if system_error is not None:  # without the path
+        return type(system_error)(f"the server's disk is in trouble; its log has more under request {request_id}")
     return BatchmillError(f"the server failed to answer; its log has more under request {request_id}")
 
 

@@ -73,27 +73,27 @@ class Tracing:
             return
         if served.route:
             span.update_name(f"{served.method[:16]} {served.route}")
-        told = {
+        fields = {
             "http.request.method": served.method[:16], "http.route": served.route or None,
             "http.response.status_code": served.status, "batchmill.request.id": served.id,
             "batchmill.project": served.project, "error.type": served.code,
         }  # fmt: skip
-        span.set_attributes({name: value for name, value in told.items() if value is not None})
+        span.set_attributes({name: value for name, value in fields.items() if value is not None})
         if served.status >= 500:
             span.set_status(StatusCode.ERROR, served.code)
 
     def live(self, call: LiveCall) -> None:
         """A live request has ended: a span inside of its HTTP request's."""
         end = self._clock.now()
-        told = {
+        fields = {
             "gen_ai.operation.name": call.url, "gen_ai.request.model": call.model, "batchmill.project": call.project,
             "http.response.status_code": call.status or None, "error.type": call.error,
         }  # fmt: skip
         if call.usage is not None:
-            told["gen_ai.usage.input_tokens"] = call.usage.input_tokens
-            told["gen_ai.usage.output_tokens"] = call.usage.output_tokens
+            fields["gen_ai.usage.input_tokens"] = call.usage.input_tokens
+            fields["gen_ai.usage.output_tokens"] = call.usage.output_tokens
         span = self._tracer.start_span(
-            f"live {call.model}", kind=SpanKind.CLIENT, start_time=_nanos(end - call.seconds), attributes=_given(told)
+            f"live {call.model}", kind=SpanKind.CLIENT, start_time=_nanos(end - call.seconds), attributes=_given(fields)
         )
         if call.error is not None:
             span.set_status(StatusCode.ERROR, call.error)
@@ -105,14 +105,14 @@ class Tracing:
         if ended.traceparent is not None:
             found = self._w3c.extract({"traceparent": ended.traceparent})
             context = trace.get_current_span(found).get_span_context()
-        told = {
+        fields = {
             "batchmill.job.id": ended.job, "batchmill.job.state": ended.state, "batchmill.project": ended.project,
             "batchmill.job.generation": ended.generation, "batchmill.job.frontend": ended.frontend,
         }  # fmt: skip
         span = self._tracer.start_span(
             "job", trace.set_span_in_context(trace.INVALID_SPAN), kind=SpanKind.INTERNAL,
             links=[Link(context)] if context is not None and context.is_valid else [],
-            start_time=_nanos(ended.created), attributes=_given(told),
+            start_time=_nanos(ended.created), attributes=_given(fields),
         )  # fmt: skip
         if ended.state == "failed":
             span.set_status(StatusCode.ERROR)
@@ -128,8 +128,8 @@ def _trace_headers(scope: Scope) -> dict[str, str]:
     return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}
 
 
-def _given(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in told.items() if value is not None}
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _nanos(seconds: float) -> int:

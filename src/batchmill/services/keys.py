@@ -54,9 +54,9 @@ class KeyRecord(Struct, frozen=True):
 
 def key_info(record: KeyRecord) -> KeyInfo:
     """A key as people and clients see it."""
-    told = msgspec.structs.asdict(record)
-    told["minted_by"] = [key for key, _ in record.minted_by]
-    return KeyInfo(**told)
+    fields = msgspec.structs.asdict(record)
+    fields["minted_by"] = [key for key, _ in record.minted_by]
+    return KeyInfo(**fields)
 
 
 class CreatedKey(Struct, frozen=True):
@@ -350,5 +350,5 @@ def _record(row: sa.RowMapping) -> KeyRecord:
     )  # fmt: skip
 
 
-def _minters_of(told: str | None) -> list[tuple[str, int | None]]:
-    return [] if told is None else msgspec.json.decode(told, type=list[tuple[str, int | None]])
+def _minters_of(column: str | None) -> list[tuple[str, int | None]]:
+    return [] if column is None else msgspec.json.decode(column, type=list[tuple[str, int | None]])

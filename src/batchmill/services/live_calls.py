@@ -89,7 +89,7 @@ class LiveCalls:
         except BaseException as error:
             code = error.code if isinstance(error, BatchmillError) else "abandoned"
             await _close(pieces)
-            self._tell(msgspec.structs.replace(call, error=code), began)
+            self._publish(msgspec.structs.replace(call, error=code), began)
             raise
         return head, self._body(pieces, msgspec.structs.replace(call, status=head.status), began)
 
@@ -127,9 +127,9 @@ class LiveCalls:
             raise
         finally:
             await _close(pieces)
-            self._tell(msgspec.structs.replace(call, usage=usage.found(), error=failure or None), began)
+            self._publish(msgspec.structs.replace(call, usage=usage.found(), error=failure or None), began)
 
-    def _tell(self, call: LiveCall, began: float) -> None:
+    def _publish(self, call: LiveCall, began: float) -> None:
         ended = msgspec.structs.replace(call, seconds=self._clock.monotonic() - began)
         for listener in self._listeners:
             listener(ended)

@@ -190,8 +190,8 @@ def _one(db: sa.Connection, *where: sa.ColumnElement[bool]) -> DatasetRecord | N
 
 
 def _read(row: sa.Row) -> DatasetRecord:
-    told = dict(row._mapping)
-    return DatasetRecord(**told | {"details": _details.decode(told["details"])})
+    fields = dict(row._mapping)
+    return DatasetRecord(**fields | {"details": _details.decode(fields["details"])})
 
 
 def _update(db: sa.Connection, record: DatasetRecord) -> DatasetRecord:
@@ -520,8 +520,10 @@ class DatasetService:
             )  # fmt: skip
             state = DatasetState.FAILED if found.rejected else DatasetState.CONNECTED
         except BatchmillError as error:
-            told = error.message.replace(str(path), details.filename)
-            details = replace(details, message=told if error.blame == "caller" else f"it could not be checked: {told}")
+            detail = error.message.replace(str(path), details.filename)
+            details = replace(
+                details, message=detail if error.blame == "caller" else f"it could not be checked: {detail}"
+            )
             if error.blame != "caller":
                 log.warning("the dataset %s could not be checked: %s", record.id, error.message)
         faults.point("after_check")

@@ -87,17 +87,17 @@ def _ended(found: sa.Row) -> Ended:
 def announce(
     db: sa.Connection, ends: Sequence[Ended], now: float, listening: Callable[[sa.Connection, str, str], list[str]]
 ) -> list[Ended]:
-    """Put the events of these ends into the outbox and mark them as told; those that were not told before."""
-    told = []
+    """Put the events of these ends into the outbox and mark them as announced; returns those that are new."""
+    new = []
     for ended in ends:
         still = (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
         mark = jobs.update().where(still, jobs.c.announced <= ended.generation).values(announced=ended.generation + 1)
         if db.execute(mark).rowcount == 0:
-            continue  # it was opened again meanwhile, or told already
-        told.append(ended)
+            continue  # it was opened again meanwhile, or is announced
+        new.append(ended)
         if ended.type is not None:
             _put(db, ended, now, listening(db, ended.project, ended.type))
-    return told
+    return new
 
 
 def _put(db: sa.Connection, ended: Ended, now: float, endpoints: Iterable[str]) -> None:
@@ -190,12 +190,12 @@ class Outbox:
         webhooks: WebhookService,
         jobs: Jobs,
         files: FileService,
-        heard: Callable[[Ended], None] | None = None,
+        on_ended: Callable[[Ended], None] | None = None,
     ) -> None:
-        """`heard` is called once for each end of a job, whoever is told of it."""
+        """`on_ended` is called once for each end of a job, whoever is told of it."""
         self._database, self._clock = database, clock
         self._steps = ClockSteps(database, clock, outbox)
-        self._webhooks, self._jobs, self._files, self._heard = webhooks, jobs, files, heard
+        self._webhooks, self._jobs, self._files, self._on_ended = webhooks, jobs, files, on_ended
         self._sending: dict[str, _Sending] = {}  # by message
         self._settled: deque[Settled] = deque()
         self._standing: dict[str, _Standing] = {}
@@ -255,11 +255,11 @@ class Outbox:
             ready.append(ended)
         if not ready:
             return
-        told = await self._database.write(announce, ready, self._clock.now(), self._webhooks.listening)
+        announced = await self._database.write(announce, ready, self._clock.now(), self._webhooks.listening)
         if len(ends) == PAGE:
             self._wake.set()
-        for ended in told if self._heard is not None else ():
-            self._heard(ended)
+        for ended in announced if self._on_ended is not None else ():
+            self._on_ended(ended)
 
     async def _adopt(self, ended: Ended) -> None:
         """Have its result files ready for whoever is told."""

@@ -58,8 +58,10 @@ async def usage(room: DiskQuota, project: str, now: float) -> list[QuotaInfo]:
     quotas = room.quotas.of(project)
     held = await room.database.read(_count, project, now)
     has, most = await room.look(project)
-    told = [QuotaInfo(name, held[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in held]
-    return [*told, QuotaInfo("disk", has, most)]
+    quotas_used = [
+        QuotaInfo(name, held[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in held
+    ]
+    return [*quotas_used, QuotaInfo("disk", has, most)]
 
 
 def _count(db: sa.Connection, project: str, now: float) -> dict[str, int]:

@@ -103,7 +103,7 @@ class WebhookSender:
             )  # again: what is allowed may have changed since it was registered
         except InvalidInput as refused:
             return DeliveryResult(failure=refused.message)
-        told = {
+        fields = {
             "content-type": "application/json",
             "user-agent": f"batchmill/{batchmill.__version__}",
             **(headers or {}),
@@ -112,7 +112,7 @@ class WebhookSender:
         try:
             async with (
                 self._http.session(target, TIMEOUT_S) as session,
-                session.post(url, data=body, headers=told, allow_redirects=False) as reply,
+                session.post(url, data=body, headers=fields, allow_redirects=False) as reply,
             ):
                 return _read(reply)
         except (aiohttp.ClientError, OSError, ValueError) as error:

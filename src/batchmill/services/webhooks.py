@@ -143,8 +143,8 @@ def owner_of(project: str, endpoint_id: str) -> str:
 
 
 def endpoint_of(record: sa.RowMapping, hint: str | None = None) -> WebhookRecord:
-    told: dict[str, Any] = {name: record[name] for name in ("id", "project", "name", "url", "created", "updated")}
-    return WebhookRecord(**told, events=msgspec.json.decode(record["events"], type=list[str]), hint=hint)
+    fields: dict[str, Any] = {name: record[name] for name in ("id", "project", "name", "url", "created", "updated")}
+    return WebhookRecord(**fields, events=msgspec.json.decode(record["events"], type=list[str]), hint=hint)
 
 
 def find(db: sa.Connection, project: str, endpoint_id: str) -> sa.RowMapping:
@@ -280,8 +280,8 @@ class WebhookService:
     ) -> WebhookRecord:
         """Change what is not None."""
         known = await self.get(project, endpoint_id)
-        told = {"name": name, "url": url, "events": event_types}
-        asked = replace(known, **{key: value for key, value in told.items() if value is not None})
+        fields = {"name": name, "url": url, "events": event_types}
+        asked = replace(known, **{key: value for key, value in fields.items() if value is not None})
         asked = replace(asked, events=self._checked(asked.name, asked.url, asked.events))
         if asked != known:
             asked = replace(asked, updated=max(self._clock.now(), known.created, known.updated))
@@ -342,9 +342,9 @@ class WebhookService:
 
     def listening(self, db: sa.Connection, project: str, event_type: str) -> list[str]:
         """The ids of the endpoints that hear of an event."""
-        told = events_of(db, project)
-        told += [(each.id, each.events) for each, _ in self._configured.values() if each.project == project]
-        return [endpoint for endpoint, types in told if event_type in types]
+        listeners = events_of(db, project)
+        listeners += [(each.id, each.events) for each, _ in self._configured.values() if each.project == project]
+        return [endpoint for endpoint, types in listeners if event_type in types]
 
     async def listener(self, endpoint_id: str) -> DeliveryTarget | None:
         """An endpoint with the secrets that are valid now; None where it is gone.

@@ -153,16 +153,16 @@ def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
 
 def _unopened(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
     """Why a database cannot be opened, and the way out."""
-    code, told = _code(error), f"the database {path} cannot be opened: {error.orig}"
+    code, message = _code(error), f"the database {path} cannot be opened: {error.orig}"
     if code in _OF_THE_DISK:
-        return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(told)
+        return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(message)
     if code in DAMAGED:
         return InvalidConfig(
             f"the database {path} is damaged: {error.orig}; run `batchmill ledger salvage`, which makes another of "
             "what can be read, of backups and of the jobs' own files",
             code="database_damaged",
         )
-    return InvalidConfig(told)
+    return InvalidConfig(message)
 
 
 def _code(error: sa.exc.SQLAlchemyError) -> int:

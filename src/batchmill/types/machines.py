@@ -25,13 +25,13 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def size_of(told: int | str, place: str = "a size") -> int:
-    """Bytes, told as a number or like "24GiB". Raises: InvalidConfig, which names `place`."""
-    found = _SIZE.fullmatch(str(told).strip())
-    size = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found is not None else 0
-    if not 0 < size <= MEMORY_MAX:
-        raise InvalidConfig(f'{place} is a number of bytes or like "24GiB", not {str(told)[:SHOWN_CHARS]!r}')
-    return size
+def size_of(size: int | str, place: str = "a size") -> int:
+    """Bytes, given as a number or like "24GiB". Raises: InvalidConfig, which names `place`."""
+    found = _SIZE.fullmatch(str(size).strip())
+    size_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found is not None else 0
+    if not 0 < size_bytes <= MEMORY_MAX:
+        raise InvalidConfig(f'{place} is a number of bytes or like "24GiB", not {str(size)[:SHOWN_CHARS]!r}')
+    return size_bytes
 
 
 def size_text(size: int) -> str:
@@ -60,8 +60,8 @@ class ReplicaEntry(Struct, frozen=True, kw_only=True):
     @property
     def scaling(self) -> Scaling | None:
         """None where nothing is said of it."""
-        told = {name: getattr(self, name) for name in Scaling.__struct_fields__ if getattr(self, name) is not None}
-        return Scaling(**{"replicas_max": max(1, told.get("replicas_min", 0))} | told) if told else None
+        fields = {name: getattr(self, name) for name in Scaling.__struct_fields__ if getattr(self, name) is not None}
+        return Scaling(**{"replicas_max": max(1, fields.get("replicas_min", 0))} | fields) if fields else None
 
     def check(self, place: str) -> None:
         """Raises: InvalidConfig for a value out of range."""

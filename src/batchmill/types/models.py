@@ -96,9 +96,9 @@ class Price(Struct, frozen=True, forbid_unknown_fields=True):
     output: float = 0.0
 
     @classmethod
-    def of(cls, told: Price | float | None) -> Price | None:
+    def of(cls, price: Price | float | None) -> Price | None:
         """A price as people write it: one number is that of every token, input, cached or output."""
-        return cls(input=told, output=told) if isinstance(told, int | float) else told
+        return cls(input=price, output=price) if isinstance(price, int | float) else price
 
     @property
     def is_one(self) -> bool:

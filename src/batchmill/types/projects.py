@@ -90,9 +90,9 @@ class Quotas(Struct, frozen=True):
 
     def with_own(self, own: Mapping[str, int | str], place: str) -> Quotas:
         """These, with a project's own in the place of some. Raises: InvalidConfig."""
-        told = msgspec.structs.asdict(self) | dict(own)
+        fields = msgspec.structs.asdict(self) | dict(own)
         try:
-            return msgspec.convert(told, Quotas)
+            return msgspec.convert(fields, Quotas)
         except msgspec.ValidationError as error:
             raise InvalidConfig(f"{place}: {error}") from None
 
@@ -108,10 +108,10 @@ class ProjectQuotas(Struct, frozen=True):
         """Those of all, and by project what some have in their place. Raises: InvalidConfig."""
         each.check("quotas")
         found = {}
-        for name, told in own.items():
-            if told:
+        for name, limit in own.items():
+            if limit:
                 place = f"projects.{name}.quotas"
-                found[name] = each.with_own(told, place)
+                found[name] = each.with_own(limit, place)
                 found[name].check(place)
         return cls(each, found)
 

@@ -107,5 +107,5 @@ def too_large(name: str) -> TooLarge:
     return TooLarge(f"{name} is larger than the {FILES[name]:,} bytes that an adapter's may have")
 
 
-def _invalid(told: str) -> InvalidInput:
-    return InvalidInput(f"this is no archive of an adapter: {told}", code="invalid_bundle")
+def _invalid(message: str) -> InvalidInput:
+    return InvalidInput(f"this is no archive of an adapter: {message}", code="invalid_bundle")

@@ -215,8 +215,8 @@ def check_place(place: str) -> str:
     return place
 
 
-def _invalid(told: str) -> InvalidInput:
-    return InvalidInput(f"this is no bundle of code: {told}", code="invalid_bundle")
+def _invalid(message: str) -> InvalidInput:
+    return InvalidInput(f"this is no bundle of code: {message}", code="invalid_bundle")
 
 
 def digest(folder: Path) -> str:

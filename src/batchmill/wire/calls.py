@@ -39,7 +39,7 @@ class ParsedCalls(Struct):
     calls: bytes  # JSON
     buffers: list[bytes | memoryview] = []
     timeout_s: float | None = None  # as the body asks for it
-    told: Any = None  # what the form needs again when it writes
+    state: Any = None  # what the form needs again when it writes
 
 
 class CallError(Struct, frozen=True):

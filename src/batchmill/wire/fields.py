@@ -199,11 +199,11 @@ def lorax_refusal(name: str) -> InvalidRow:
 def _format(value: Raw) -> Raw:
     """LoRAX's `{"type": "json_object", "schema": …}` as OpenAI writes it; others as they are."""
     try:
-        told = msgspec.json.decode(value, type=_Format | None)
+        declared = msgspec.json.decode(value, type=_Format | None)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return value  # the engine says what is wrong with it
-    if told is None or bytes(told.schema) == b"null":
+    if declared is None or bytes(declared.schema) == b"null":
         return value
-    if told.type != "json_object" or bytes(told.json_schema) != b"null":
+    if declared.type != "json_object" or bytes(declared.json_schema) != b"null":
         raise InvalidRow("body.response_format.schema needs the type json_object", code="invalid_field")
-    return Raw(encode({"type": "json_schema", "json_schema": {"name": "response", "schema": told.schema}}))
+    return Raw(encode({"type": "json_schema", "json_schema": {"name": "response", "schema": declared.schema}}))

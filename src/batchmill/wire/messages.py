@@ -201,7 +201,7 @@ class Spending(Struct, frozen=True, tag="spending"):
     reserved: int  # rows in flight
     done: int = 0  # rows that ended here, counted or not
     beyond: float = 0.0  # USD that those without a bound may cost more than they have reserved, told from those before
-    heard: int = 0  # Allow messages before it
+    allowances_seen: int = 0  # Allow messages before it
     takes_all: bool = False  # what it is allowed is handed over together
 
 

@@ -88,7 +88,7 @@ class _Id(Struct, array_like=True, gc=False):
     id: Raw
 
 
-class _Told(Struct, gc=False):
+class _State(Struct, gc=False):
     ids: Sequence[_Id] | None  # None: one call, not a batch
     row_errors: bool = False
 
@@ -114,29 +114,29 @@ class RowsForm:
         fields = body_of(body)
         data, timeout_s = fields.data, fields.timeout_seconds
         if not _is_batch(data):
-            told = _Told(None, fields.row_errors)
+            state = _State(None, fields.row_errors)
             layout, calls = _single(data, interface)
-            return ParsedCalls(1, layout, calls, timeout_s=timeout_s, told=told)
+            return ParsedCalls(1, layout, calls, timeout_s=timeout_s, state=state)
         ids = _ids_of(data)
         layout, calls = WITH_IDS, bytes(data)
         if interface.takes != "arguments":
             layout, calls = _objects(data, interface)
-        told = _Told(ids, fields.row_errors)
-        return ParsedCalls(len(ids), layout, calls, timeout_s=timeout_s, told=told)
+        state = _State(ids, fields.row_errors)
+        return ParsedCalls(len(ids), layout, calls, timeout_s=timeout_s, state=state)
 
     def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """Raises: ModelFailed, InvalidInput where a row failed and the request did not ask for errors by row."""
-        told: _Told = asked.told
+        state: _State = asked.state
         errors = results.errors
-        if errors and not told.row_errors:
+        if errors and not state.row_errors:
             row = min(errors)
-            raise failure(errors[row], _place(row, told.ids))
-        if told.ids is None:
+            raise failure(errors[row], _place(row, state.ids))
+        if state.ids is None:
             if errors:
                 return b'{"data":null,"error":' + _encode(_text(errors[0])) + b"}", b""
             return b'{"data":' + only_value(results.values) + b"}", b""
         values = _items.decode(results.values)
-        ids = [row.id for row in told.ids]
+        ids = [row.id for row in state.ids]
         if not errors:
             return b'{"data":' + _encode(list(zip(ids, values, strict=True))) + b"}", b""
         rows: list[tuple] = list(zip(ids, values, strict=True))

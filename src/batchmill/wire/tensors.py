@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
 
 
-class _Told(Struct, gc=False):
+class _State(Struct, gc=False):
     """Of the request, for its reply."""
 
     id: str | None
@@ -76,32 +76,32 @@ class TensorsForm:
             self._check(received, tensor, has_schema=interface.has_schema)
             column = self._column(received, tensor, layout, received_shapes=received_shapes)
             members.append(_encode(received.name) + b":" + column.written(buffers))
-        told = _Told(request.id, request.wanted, request.binary, layout, interface, self._kept(pairs, interface))
+        state = _State(request.id, request.wanted, request.binary, layout, interface, self._kept(pairs, interface))
         calls = b"{" + b",".join(members) + b"}"
-        return ParsedCalls(layout.rows, COLUMNS, calls, buffers, timeout_s=request.timeout_s, told=told)
+        return ParsedCalls(layout.rows, COLUMNS, calls, buffers, timeout_s=request.timeout_s, state=state)
 
     def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
         """The reply, and the length of its JSON as digits where binary tensors follow it.
 
         Raises: ModelFailed, InvalidInput for a row that failed, a result that is no tensor, an output nobody returned.
         """
-        told: _Told = asked.told
+        state: _State = asked.state
         if results.errors:
             row = min(results.errors)
             place = f"row {row + 1} of {asked.rows}" if asked.rows > 1 else ""
             raise failure(results.errors[row], place)
-        outputs = _outputs(told, results.values, results.columns, results.buffers)
+        outputs = _outputs(state, results.values, results.columns, results.buffers)
         head: dict[str, Any] = {"model_name": spec_name, "model_version": version}
-        if told.id is not None:
-            head["id"] = told.id
-        return reply_of(head, outputs, told.wanted, binary=told.binary)
+        if state.id is not None:
+            head["id"] = state.id
+        return reply_of(head, outputs, state.wanted, binary=state.binary)
 
     def event(self, asked: ParsedCalls, values: bytes, buffers: Buffers) -> bytes:
         """`{"outputs": […]}`, always JSON."""
-        told: _Told = asked.told
-        outputs = _outputs(told, b"[" + values + b"]", b"", buffers)
-        head = {} if told.id is None else {"id": told.id}
-        wanted = told.wanted and [Wanted(each.name, None, each.classes) for each in told.wanted]
+        state: _State = asked.state
+        outputs = _outputs(state, b"[" + values + b"]", b"", buffers)
+        head = {} if state.id is None else {"id": state.id}
+        wanted = state.wanted and [Wanted(each.name, None, each.classes) for each in state.wanted]
         return reply_of(head, outputs, wanted, binary=False)[0]
 
     def _kept(self, pairs: list[tuple[Received, Tensor | None]], interface: Interface) -> Kept:
@@ -197,8 +197,8 @@ def _check_wanted(wanted: list[Wanted] | None, interface: Interface) -> None:
     check_names([each.name for each in wanted], [each.name for each in interface.outputs])
 
 
-def _outputs(told: _Told, values: bytes, columns: bytes, buffers: Buffers) -> list[Output]:
+def _outputs(state: _State, values: bytes, columns: bytes, buffers: Buffers) -> list[Output]:
     if columns:
-        return outputs_of_columns(_any.decode(columns), buffers, told.interface, told.layout)
-    found = outputs_of_rows(_any.decode(values), buffers, told.interface, told.layout)
-    return [as_received(each, told.kept) for each in found] if told.kept else found
+        return outputs_of_columns(_any.decode(columns), buffers, state.interface, state.layout)
+    found = outputs_of_rows(_any.decode(values), buffers, state.interface, state.layout)
+    return [as_received(each, state.kept) for each in found] if state.kept else found

@@ -85,7 +85,7 @@ class Room:
             try:
                 self.call_gate.spend(caller)
             except RateLimited as error:
-                await write(STREAM.response(error_message=self.call_gate.told(error)).SerializeToString())
+                await write(STREAM.response(error_message=self.call_gate.message_of(error)).SerializeToString())
                 continue
             await write(STREAM.response(infer_response={"id": request.id}).SerializeToString())
 

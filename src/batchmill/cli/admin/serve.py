@@ -95,8 +95,8 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
     session.local_only("serve", "it is one")
     config = session.config()
     given = {"host": host, "port": port, "grpc_port": grpc_port}
-    told = {name: value for name, value in given.items() if value is not None}
-    config = replace(config, server=replace(config.server, **told))
+    fields = {name: value for name, value in given.items() if value is not None}
+    config = replace(config, server=replace(config.server, **fields))
     access_log.configure(log_level)
     os.umask(0o077)  # whatever the server and its workers write is for nobody else on this machine
     return session.run(_serve(session, config))

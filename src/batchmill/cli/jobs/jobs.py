@@ -82,7 +82,7 @@ async def _prune(session: Session, age: float, state: str | None, *, is_dry: boo
         old = [view for view in await opened.list() if _is_old(view, before, state)]
         if is_dry:
             for view in old:
-                _tell(session, view, "would be removed")
+                _print_removed(session, view, "would be removed")
             return EXIT_OK
         code = await _remove_each(session, opened, [view.id for view in old])
     if not session.as_json:
@@ -100,7 +100,7 @@ async def _remove_each(session: Session, opened: JobsClient, job_ids: list[str])
     code = EXIT_OK
     for job_id in job_ids:
         try:
-            _tell(session, await opened.remove(job_id), "removed")
+            _print_removed(session, await opened.remove(job_id), "removed")
         except BatchmillError as error:
             if len(job_ids) == 1:
                 raise
@@ -109,7 +109,7 @@ async def _remove_each(session: Session, opened: JobsClient, job_ids: list[str])
     return code
 
 
-def _tell(session: Session, view: JobView, what: str) -> None:
+def _print_removed(session: Session, view: JobView, what: str) -> None:
     if session.as_json:
         session.emit("removed" if what == "removed" else "old", job=view)
         return

@@ -175,7 +175,7 @@ async def _announce(session: Session, jobs: JobsClient, submitted: Submitted, di
         return
     view = await jobs.show(submitted.id)
     rows = f": {count(done(view))} of {count(view.rows)} rows are done" if view.rows else ""
-    told = {
+    announcements = {
         "started": f"job {submitted.id}",
         "resumed": f"resuming job {submitted.id}{rows}",
         "retried": f"retrying {count(view.rows - done(view), 'row')} of job {submitted.id}",
@@ -183,4 +183,4 @@ async def _announce(session: Session, jobs: JobsClient, submitted: Submitted, di
         "prices and budget have no effect on it, and Ctrl-C pauses it for everybody",
         "finished": f"job {submitted.id} is finished already; --overwrite runs it again",
     }
-    display.say(clean(told.get(submitted.how, f"job {submitted.id}: {submitted.how}")))
+    display.say(clean(announcements.get(submitted.how, f"job {submitted.id}: {submitted.how}")))

@@ -122,7 +122,7 @@ def lines(view: JobView) -> list[str]:
         found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
     if view.cost is not None:
         found.append(_line("cost", money(view.cost)))
-    found += [_line("price", told) for told in prices(view)]
+    found += [_line("price", price_line) for price_line in prices(view)]
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         found += [_line("results", clean(view.output, 4096))] if view.output else []
         found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
@@ -133,8 +133,8 @@ def lines(view: JobView) -> list[str]:
 def prices(view: JobView) -> list[str]:
     """What a million tokens cost, with the name of the model where there are several."""
     is_one = len(view.prices) == 1 and view.model in view.prices
-    told = {name: f"USD {price.in_words} per million tokens" for name, price in view.prices.items()}
-    return [text if is_one else f"{clean(name, NAME_CHARS_MAX)}: {text}" for name, text in told.items()]
+    fields = {name: f"USD {price.in_words} per million tokens" for name, price in view.prices.items()}
+    return [text if is_one else f"{clean(name, NAME_CHARS_MAX)}: {text}" for name, text in fields.items()]
 
 
 def causes(view: JobView) -> list[str]:
@@ -154,10 +154,10 @@ def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how it goes on."""
     known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
     why, then = known or (clean(view.reason or view.state), RESUME)
-    told = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
-    if not told.startswith(why):  # many a message begins with the reason itself
-        told = f"{why}: {told}" if told else why
-    return [f"batchmill: {told}", f"to go on: {then.format(id=view.id)}"]
+    message = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
+    if not message.startswith(why):  # many a message begins with the reason itself
+        message = f"{why}: {message}" if message else why
+    return [f"batchmill: {message}", f"to go on: {then.format(id=view.id)}"]
 
 
 def leave_lines(view: JobView) -> list[str]:

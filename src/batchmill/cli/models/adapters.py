@@ -127,7 +127,7 @@ def show(session: Session, name: str, project: str | None) -> int:
     """Show an adapter; without a version, the newest that is ready."""
     wanted, version = read_reference(name)
 
-    async def tell(opened: AsyncClient) -> None:
+    async def print_all(opened: AsyncClient) -> None:
         info = await opened.adapter(wanted, version)
         if session.as_json:
             session.emit("adapter", adapter=info)
@@ -141,7 +141,7 @@ def show(session: Session, name: str, project: str | None) -> int:
         if info.message:
             session.print(f"  {clean(info.message)}")
 
-    return _with(session, project, tell)
+    return _with(session, project, print_all)
 
 
 @adapters.command()

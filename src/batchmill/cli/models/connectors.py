@@ -55,8 +55,8 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
             session.emit("connector", connector=made, model=model)
             return
         session.print(made.id if model is None else model.id)
-        told = "" if model is None else f"; the model {clean(model.name)} goes through it"
-        session.say(f"connector {made.id}: {clean(made.connector.name)}{told}")
+        message = "" if model is None else f"; the model {clean(model.name)} goes through it"
+        session.say(f"connector {made.id}: {clean(made.connector.name)}{message}")
 
     return _with(session, make, project)
 
@@ -69,7 +69,7 @@ def list_connectors(session: Session, project: str | None) -> int:
     """List the connectors and their models."""
     session.local_only("connectors list", LOCAL)
 
-    async def show(opened: Any) -> None:
+    async def print_all(opened: Any) -> None:
         listed = await opened.call(ask(own.LIST_CONNECTORS))
         found, models = listed.connectors, listed.models
         if session.as_json:
@@ -100,7 +100,7 @@ def show(session: Session, connector_id: str) -> int:
     """Show a connector: its actions, parameters, and the references of its credentials."""
     session.local_only("connectors show", LOCAL)
 
-    async def tell(opened: Any) -> None:
+    async def print_all(opened: Any) -> None:
         record: ConnectorRecord = await opened.call(ask(own.SHOW_CONNECTOR, connector_id))
         if session.as_json:
             session.emit("connector", connector=record)
@@ -116,7 +116,7 @@ def show(session: Session, connector_id: str) -> int:
         for name, reference in found.credential.items():
             session.print(f"  credential {clean(name)}: {clean(reference)}")
 
-    return _with(session, tell)
+    return _with(session, print_all)
 
 
 @connectors.command()

@@ -120,20 +120,22 @@ async def _deploy(session: Session, source: str, options: dict[str, Any]) -> int
 
 def settings_of(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """The given options as fields of an order. Raises: InvalidInput."""
-    told = {name: value for name, value in options.items() if value not in (None, False, ()) or name == "is_shared"}
-    if (path := told.pop("requirements_file", None)) is not None:
-        told["requirements"] = _read(Path(path))
-    if "python" in told and "/" in told["python"]:
-        told["python"] = str(session.cwd / Path(told["python"]).expanduser())
-    if "variables" in told:
-        told["environment"] = pairs(told.pop("variables"), "--env")
-    if "secrets" in told:
-        told["secrets"] = {name: _secret(session, value) for name, value in pairs(told["secrets"], "--secret").items()}
-    if "dataframe" in told:
-        told["frame_columns"] = columns_of(told.pop("dataframe"), session.cwd)
-    if "examples" in told:
-        told["examples"] = [_example(text, session.cwd) for text in told["examples"]]
-    return told
+    fields = {name: value for name, value in options.items() if value not in (None, False, ()) or name == "is_shared"}
+    if (path := fields.pop("requirements_file", None)) is not None:
+        fields["requirements"] = _read(Path(path))
+    if "python" in fields and "/" in fields["python"]:
+        fields["python"] = str(session.cwd / Path(fields["python"]).expanduser())
+    if "variables" in fields:
+        fields["environment"] = pairs(fields.pop("variables"), "--env")
+    if "secrets" in fields:
+        fields["secrets"] = {
+            name: _secret(session, value) for name, value in pairs(fields["secrets"], "--secret").items()
+        }
+    if "dataframe" in fields:
+        fields["frame_columns"] = columns_of(fields.pop("dataframe"), session.cwd)
+    if "examples" in fields:
+        fields["examples"] = [_example(text, session.cwd) for text in fields["examples"]]
+    return fields
 
 
 def _secret(session: Session, reference: str) -> str:
@@ -209,11 +211,11 @@ def signature_of(version: VersionInfo) -> str:
     """What it takes, as one would write it."""
     if version.interface is None:
         return version.name
-    told = []
+    described = []
     for tensor in version.interface.inputs:
         kind = tensor.datatype or "any"
         shape = "" if tensor.shape == [1] else str(tensor.shape).replace(" ", "")
-        told.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
+        described.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
     if version.interface.takes_more:
-        told.append("…")
-    return f"{version.name}({', '.join(told)})"
+        described.append("…")
+    return f"{version.name}({', '.join(described)})"

@@ -75,12 +75,12 @@ def settings_options(command):
     return command
 
 
-def _told(flags: dict[str, Any]) -> dict[str, Any]:
+def _settings(flags: dict[str, Any]) -> dict[str, Any]:
     """The fields of a body that flags say something of."""
     args = {name: scalar(value) for name, value in pairs(flags.pop("args"), "--engine-arg", bare="true").items()}
-    told = {"cooldown_s": flags.pop("cooldown"), "memory_bytes": flags.pop("memory")} | flags
-    told |= {"engine_args": args or None, "preloaded_adapters": list(told.pop("preloaded")) or None}
-    return {name: value for name, value in told.items() if value is not None}
+    fields = {"cooldown_s": flags.pop("cooldown"), "memory_bytes": flags.pop("memory")} | flags
+    fields |= {"engine_args": args or None, "preloaded_adapters": list(fields.pop("preloaded")) or None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _with_token(session: Session, asked: T) -> T:
@@ -118,7 +118,7 @@ def llms() -> None:
 @click.pass_obj
 def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
     """Deploy BASE as NAME. BASE is a configured model, or a model hub id that the configuration allows."""
-    asked = NewLlm(name, base_model, **_told(flags))
+    asked = NewLlm(name, base_model, **_settings(flags))
     return _changed(
         session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, asked))), "is deployed"
     )
@@ -168,7 +168,7 @@ def _state(info: LlmInfo) -> str:
 def show(session: Session, name: str, project: str | None) -> int:
     """Show a language model: its settings, adapters and the state of its engine."""
 
-    async def tell(opened: AsyncClient) -> None:
+    async def print_all(opened: AsyncClient) -> None:
         info = await opened.llm(name)
         if session.as_json:
             session.emit("llm", llm=info)
@@ -178,7 +178,7 @@ def show(session: Session, name: str, project: str | None) -> int:
             for line in more:
                 session.print(f"  {clean(line, MESSAGE_CHARS, lines=True)}")
 
-    return _with(session, project, tell)
+    return _with(session, project, print_all)
 
 
 def _lines(info: LlmInfo) -> list[str]:
@@ -207,10 +207,10 @@ def _lines(info: LlmInfo) -> list[str]:
 @click.pass_obj
 def update(session: Session, name: str, base_model: str | None, project: str | None, **flags: Any) -> int:
     """Update a deployment. Omitted settings are unchanged. The old engine answers until the new one is ready."""
-    told = _told(flags) | ({} if base_model is None else {"base_model": base_model})
-    if not told:
+    settings = _settings(flags) | ({} if base_model is None else {"base_model": base_model})
+    if not settings:
         raise InvalidInput("nothing to update: see `batchmill llms update --help`")
-    asked = _with_token(session, LlmChange(**told))
+    asked = _with_token(session, LlmChange(**settings))
     return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, asked)), "is changed")
 
 
@@ -252,7 +252,7 @@ def stop(session: Session, name: str, project: str | None) -> int:
 def events(session: Session, name: str, project: str | None) -> int:
     """Print recent events: starts, failures with the engine's last lines, preloaded adapters."""
 
-    async def tell(opened: AsyncClient) -> None:
+    async def print_all(opened: AsyncClient) -> None:
         for each in await opened.llm_events(name):
             if session.as_json:
                 session.emit("event", event=each)
@@ -260,13 +260,15 @@ def events(session: Session, name: str, project: str | None) -> int:
             replica = "" if each.replica is None else f" (replica {each.replica})"
             if (own := sum(each.by_project.values()) if each.in_flight is None else each.in_flight) or each.by_project:
                 replica += f", {own} requests in flight"
-            told = f": {each.message}" if each.message else ""
-            session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{told}", MESSAGE_CHARS, lines=True))
+            message = f": {each.message}" if each.message else ""
+            session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{message}", MESSAGE_CHARS, lines=True))
 
-    return _with(session, project, tell)
+    return _with(session, project, print_all)
 
 
-def _changed(session: Session, project: str | None, do: Callable[[AsyncClient], Awaitable[LlmInfo]], told: str) -> int:
+def _changed(
+    session: Session, project: str | None, do: Callable[[AsyncClient], Awaitable[LlmInfo]], outcome: str
+) -> int:
     """Do something to a deployment and say what became of it."""
 
     async def work(opened: AsyncClient) -> None:
@@ -275,7 +277,7 @@ def _changed(session: Session, project: str | None, do: Callable[[AsyncClient], 
             session.emit("llm", llm=info)
             return
         why = f": {info.message}" if info.message else ""
-        session.print(clean(f"{info.name} {told}{why}", MESSAGE_CHARS, lines=True))
+        session.print(clean(f"{info.name} {outcome}{why}", MESSAGE_CHARS, lines=True))
 
     return _with(session, project, work)
 

@@ -63,9 +63,9 @@ def _entry(session: Session, entry: LogEntry) -> None:
     if session.as_json:
         session.emit("line", entry=entry)
         return
-    told = [clean(each, 100) for each in entry.requests[:REQUESTS_SHOWN]]
-    more = len(entry.requests) - len(told)
-    of = ", ".join(told) + (f" and {more} more" if more else "") or entry.stage
+    requests = [clean(each, 100) for each in entry.requests[:REQUESTS_SHOWN]]
+    more = len(entry.requests) - len(requests)
+    of = ", ".join(requests) + (f" and {more} more" if more else "") or entry.stage
     for line in clean(entry.text, TEXT_CHARS_MAX, lines=True).split("\n"):
         session.print(f"{moment(entry.at)} {of} | {line}")
 
@@ -120,7 +120,7 @@ def _columns(model: ModelInfo) -> list[str]:
 def show(session: Session, name: str) -> int:
     """Show a deployed function: its inputs, versions and example calls."""
 
-    async def tell() -> None:
+    async def print_all() -> None:
         async with session.open() as opened:
             found = await opened.model(name).show()
         if session.as_json:
@@ -128,7 +128,7 @@ def show(session: Session, name: str) -> int:
         else:
             _show(session, found)
 
-    return session.run(tell())
+    return session.run(print_all())
 
 
 def _show(session: Session, found: FunctionDetail) -> None:
@@ -146,9 +146,9 @@ def _show(session: Session, found: FunctionDetail) -> None:
 
 def _split(alias: AliasInfo) -> str:
     whole = sum(each.weight for each in alias.backends)
-    told = [f"{each.branch}/{each.number} {100 * each.weight / whole:.0f} %" for each in alias.backends]
+    shares = [f"{each.branch}/{each.number} {100 * each.weight / whole:.0f} %" for each in alias.backends]
     copies = [f"{each.branch}/{each.number}" for each in alias.mirrors]
-    return clean(", ".join(told) + (f"; copies to {', '.join(copies)}" if copies else ""))
+    return clean(", ".join(shares) + (f"; copies to {', '.join(copies)}" if copies else ""))
 
 
 @models.command()
@@ -158,7 +158,7 @@ def _split(alias: AliasInfo) -> str:
 def versions(session: Session, name: str) -> int:
     """List the versions of a deployed function, including failed ones."""
 
-    async def tell() -> None:
+    async def print_all() -> None:
         async with session.open() as opened:
             found = await opened.model(name).show()
         if session.as_json:
@@ -169,7 +169,7 @@ def versions(session: Session, name: str) -> int:
         for line in table([head, *(_version(each, found) for each in found.versions)]):
             session.print(line)
 
-    return session.run(tell())
+    return session.run(print_all())
 
 
 def _version(version: VersionInfo, found: FunctionDetail) -> list[str]:
@@ -318,10 +318,10 @@ def _change(session: Session, change) -> int:
 
     async def work() -> None:
         async with session.open() as opened:
-            told = await change(opened)
+            changed = await change(opened)
         if session.as_json:
-            session.emit("changed", message=told)
+            session.emit("changed", message=changed)
         else:
-            session.print(clean(told, 4000))
+            session.print(clean(changed, 4000))
 
     return session.run(work())

@@ -54,7 +54,7 @@ class Cluster:
         ]  # fmt: skip
 
     async def info(self, call: Call) -> Response:
-        told = {
+        fields = {
             "name": "batchmill",
             "cluster_name": "batchmill",
             "cluster_uuid": self._uuid,
@@ -68,7 +68,7 @@ class Cluster:
             },
             "tagline": TAGLINE,
         }
-        return reply(call, told)
+        return reply(call, fields)
 
     async def everything(self, call: Call) -> Response:
         return self._reply(call, {**self._of_models(call, []), **await self._of_tasks(call, [])})
@@ -80,8 +80,8 @@ class Cluster:
         return self._reply(call, await self._of_tasks(call, _named(call, "task_ids")))
 
     def _reply(self, call: Call, node: dict[str, Any]) -> Response:
-        told = {name: each for name, each in node.items() if each}
-        return reply(call, {"nodes": {self._node: told}} if told else {})
+        fields = {name: each for name, each in node.items() if each}
+        return reply(call, {"nodes": {self._node: fields}} if fields else {})
 
     def _of_models(self, call: Call, ids: list[str]) -> dict[str, Any]:
         chosen = _asked(call, "model_ids") or ids
@@ -109,8 +109,8 @@ def _named(call: Call, name: str) -> list[str]:
 
 def _asked(call: Call, name: str) -> list[str]:
     """The ids of the body. Raises: InvalidInput for what nobody knows."""
-    told = search_of(call)
-    for key, value in told.items():
+    query = search_of(call)
+    for key, value in query.items():
         if key in FLAGS and isinstance(value, bool):
             continue
         if key in LISTS and isinstance(value, list) and len(value) <= IDS_MAX:
@@ -119,7 +119,7 @@ def _asked(call: Call, name: str) -> list[str]:
             f"a profile takes {', '.join(FLAGS)} (true or false) and {', '.join(LISTS)} (lists), not {key[:80]!r}: "
             f"{str(value)[:80]}"
         )
-    return [str(each) for each in told.get(name, [])]
+    return [str(each) for each in query.get(name, [])]
 
 
 HEALTH, STATS = "/_cluster/health", "stats"
@@ -171,7 +171,7 @@ class ClusterHandlers:
     async def health(self, call: Call) -> Response:
         query: HealthQuery = call.query
         in_time = _is_met(query.wait_for_nodes)
-        told = {
+        fields = {
             "cluster_name": "batchmill",
             "status": "green",
             "timed_out": not in_time,
@@ -189,7 +189,7 @@ class ClusterHandlers:
             ),
             "active_shards_percent_as_number": 100.0,
         }  # fmt: skip
-        return reply(call, told, 200 if in_time else 408)
+        return reply(call, fields, 200 if in_time else 408)
 
     async def stats(self, call: Call) -> Response:
         """Counts of the caller's project; calls since the server was started."""
@@ -202,7 +202,7 @@ class ClusterHandlers:
             "ml_model_count": len(models),
             **{f"ml_{each}_index_status": "green" for each in INDEXES},
         }
-        node_told: dict[str, Any] = {
+        node_fields: dict[str, Any] = {
             "ml_deployed_model_count": sum(each.is_deployed for each in models),
             "ml_executing_task_count": sum(not each.has_ended for each in tasks),
             "ml_request_count": self._requests[project],
@@ -211,14 +211,14 @@ class ClusterHandlers:
         }
         asked = [each for each in call.path.get("stat", "").split(",") if each not in ("", "_all")]
         for name in asked:
-            if name not in cluster and name not in node_told:
-                known = ", ".join((*cluster, *node_told))
+            if name not in cluster and name not in node_fields:
+                known = ", ".join((*cluster, *node_fields))
                 raise InvalidInput(f"there is no stat {name[:80]!r}; there are {known}", code="unknown_stat")
-        of_node = {name: value for name, value in node_told.items() if not asked or name in asked}
-        told = {name: value for name, value in cluster.items() if not asked or name in asked}
+        of_node = {name: value for name, value in node_fields.items() if not asked or name in asked}
+        fields = {name: value for name, value in cluster.items() if not asked or name in asked}
         if "node_id" in call.path:
-            told = {}
-        return reply(call, told | {"nodes": {self._node: of_node}} if of_node else told)
+            fields = {}
+        return reply(call, fields | {"nodes": {self._node: of_node}} if of_node else fields)
 
     def _count(self, call: LiveCall) -> None:
         """Of a call that has ended: whether it was one of a remote model."""

@@ -85,11 +85,11 @@ class ClusterSettings:
 
     async def get(self, call: Call) -> Response:
         query: Reading = call.query
-        told: dict[str, Any] = {kind: {} for kind in KINDS}
+        fields: dict[str, Any] = {kind: {} for kind in KINDS}
         if is_set(query.include_defaults):
             known = {PREFIX + name: value for name, (value, _) in _known(self._entry, self._has_private).items()}
-            told["defaults"] = _shaped(query, known | {PREFIX + TRUSTED: self._entry.trusted_connector_endpoints})
-        return reply(call, told)
+            fields["defaults"] = _shaped(query, known | {PREFIX + TRUSTED: self._entry.trusted_connector_endpoints})
+        return reply(call, fields)
 
     async def put(self, call: Call) -> Response:
         body = body_of(call)
@@ -98,15 +98,15 @@ class ClusterSettings:
                 f"a change of settings holds {' and '.join(KINDS)}, not {unknown[0][:SHOWN_CHARS]!r}",
                 code="unknown_parameter",
             )
-        told: dict[str, Any] = {"acknowledged": True}
+        fields: dict[str, Any] = {"acknowledged": True}
         for kind in KINDS:
             settings = flattened(body.get(kind) or {}, kind)
             for name, value in settings.items():
                 self._check(kind, name, value)
-            told[kind] = _shaped(call.query, settings)
-        if not any(told[kind] for kind in KINDS):
+            fields[kind] = _shaped(call.query, settings)
+        if not any(fields[kind] for kind in KINDS):
             raise InvalidInput("no settings to update", code="missing_field")
-        return reply(call, told)
+        return reply(call, fields)
 
     def _check(self, kind: str, name: str, value: Any) -> None:
         """Raises: InvalidInput for a setting that would change something, or that there is not."""
@@ -185,11 +185,11 @@ def flattened(settings: Any, kind: str) -> dict[str, Any]:
 
 def _shaped(query: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     """As OpenSearch tells settings: values are texts; nested, or flat where the query says so."""
-    told = {name: _told(value) for name, value in settings.items() if value is not None}
+    fields = {name: _setting_text(value) for name, value in settings.items() if value is not None}
     if is_set(query.flat_settings):
-        return told
+        return fields
     nested: dict[str, Any] = {}
-    for name, value in told.items():
+    for name, value in fields.items():
         *path, last = name.split(".")
         place = nested
         for part in path:
@@ -199,7 +199,7 @@ def _shaped(query: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _told(value: Any) -> Any:
+def _setting_text(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else _plain(value)
 
 

@@ -70,9 +70,9 @@ class Envelope(Struct, frozen=True):
 
 def status_and_type(error: BatchmillError) -> tuple[int, str]:
     """The code's own row, or its class's. What a remote service answered has its status."""
-    told = getattr(error, "status", None)
-    if isinstance(told, int) and 400 <= told < 600:
-        return told, STATUS
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and 400 <= status < 600:
+        return status, STATUS
     return status_of(error, STATUSES), row_of(error, TYPES) or "exception"
 
 

@@ -76,15 +76,15 @@ class DatasetTasks:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, caller: Caller, model: RemoteModel, told: dict[str, Any], once: Once) -> TaskRecord:
+    async def run(self, caller: Caller, model: RemoteModel, values: dict[str, Any], once: Once) -> TaskRecord:
         """Start the job of a batch. The same order again is that job's task, whatever has become of its files."""
-        if told.get("parameters"):
+        if values.get("parameters"):
             raise InvalidInput(
                 "a dataset's rows hold their parameters themselves: leave `parameters` out, or put them into the "
                 "connector",
                 code="parameters_with_dataset",
             )
-        fields = {name: each for name, each in told.items() if name not in ("parameters", "dlq") or each}
+        fields = {name: each for name, each in values.items() if name not in ("parameters", "dlq") or each}
         asked = parse_json(msgspec.json.encode(fields), BatchOfRows)
         known = await self._services.remote_tasks.known_job(caller, once)
         if known is not None:
@@ -256,17 +256,17 @@ class PredictHandlers:
         self._tasks.check_enabled()
         assert call.programs is not None, "it came over HTTP"
         await inspect(call.raw, VALUES_MAX, call.programs, call.caller.project)
-        told = body_of(call)
+        fields = body_of(call)
         model = await self._ready(call)
         once = once_for(
             call.caller, f"{BATCH_ROUTE} {model.id}", call.raw, call.request.headers.get("idempotency-key"), 0,
             arrived=self._services.clock.now(),
         )  # fmt: skip
-        if "dataset" in told:
-            task = await self._datasets.run(call.caller, model, told, once)
+        if "dataset" in fields:
+            task = await self._datasets.run(call.caller, model, fields, once)
         else:
-            _check_fields(told)
-            parameters = _parameters(told)
+            _check_fields(fields)
+            parameters = _parameters(fields)
             task = await self._tasks.predict(call.caller, model.id, parameters, once)
         call.on_delivered(lambda: self._services.repeats.delivered(once))
         return reply(call, {"task_id": task.id, "status": "CREATED", "remote_job": task.remote_job})
@@ -298,8 +298,8 @@ def _action(named: Any, of_path: str) -> str:
     return kind
 
 
-def _check_fields(told: dict[str, Any]) -> None:
-    dlq = told.get("dlq")
+def _check_fields(values: dict[str, Any]) -> None:
+    dlq = values.get("dlq")
     if dlq is not None:
         if not isinstance(dlq, dict) or not dlq.get("bucket") or not dlq.get("region"):
             raise InvalidInput("DLQ bucketName or region cannot be null", code="invalid_dlq")
@@ -308,7 +308,7 @@ def _check_fields(told: dict[str, Any]) -> None:
             "dataset have an error file; leave dlq out",
             code="invalid_dlq",
         )
-    unknown = [name for name in told if name not in BATCH_FIELDS]
+    unknown = [name for name in values if name not in BATCH_FIELDS]
     if unknown:
         raise InvalidInput(
             f"there is nothing called {unknown[0][:SHOWN_CHARS]!r} in a batch: known are "
@@ -317,8 +317,8 @@ def _check_fields(told: dict[str, Any]) -> None:
         )
 
 
-def _parameters(told: dict[str, Any]) -> dict[str, Any]:
-    parameters = told.get("parameters")
+def _parameters(values: dict[str, Any]) -> dict[str, Any]:
+    parameters = values.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidInput("parameters must be a JSON object", code="invalid_value")
     return parameters or {}

@@ -166,8 +166,8 @@ async def found(
 
 def search(order: bytes, progress: Progress) -> bytes:
     documents, (asked, index, shape) = msgspec.json.decode(order, type=tuple[list[Document], tuple[bytes, str, Shape]])
-    told = parse_object(asked) if asked else {}
-    return write_shaped(search_documents(documents, told, index=index), shape)
+    body = parse_object(asked) if asked else {}
+    return write_shaped(search_documents(documents, body, index=index), shape)
 
 
 def write(order: bytes, progress: Progress) -> bytes:

@@ -98,8 +98,8 @@ def refuse_missing(call: Call, missing: str = "request body is required") -> Non
 def search_of(call: Call) -> dict[str, Any]:
     """What is searched for: the body, or `source`; nothing is everything."""
     query: Search = call.query
-    told = call.raw.strip() or query.source.encode()
-    return parse_object(told) if told else {}
+    source = call.raw.strip() or query.source.encode()
+    return parse_object(source) if source else {}
 
 
 Handler = Callable[[Call], Awaitable[Response]]

@@ -363,9 +363,9 @@ class MlCommonsModels:
 
     async def undeploy_many(self, call: Call) -> Response:
         """Those that are named; where none is, all of the caller's."""
-        told = _said(call)
-        self._check_nodes(told)
-        named = _texts(told, "model_ids")
+        fields = _said(call)
+        self._check_nodes(fields)
+        named = _texts(fields, "model_ids")
         return reply(call, await self._undeployed(call, named or [each.id for each in self._models.all(call.caller)]))
 
     async def _undeployed(self, call: Call, ids: Sequence[str]) -> dict[str, Any]:
@@ -377,10 +377,10 @@ class MlCommonsModels:
         return {self._node: {"stats": {each.id: "undeployed" if each.is_deployed else "not_found" for each in was}}}
 
     @staticmethod
-    def _check_nodes(told: dict[str, Any]) -> None:
+    def _check_nodes(fields: dict[str, Any]) -> None:
         """There is one node, which a client that has it from us may name; what it is called changes nothing."""
-        _texts(told, "node_ids")
-        for name in told:
+        _texts(fields, "node_ids")
+        for name in fields:
             if name not in ("node_ids", "model_ids"):
                 raise InvalidInput(f"there is nothing called {name[:80]!r} here: known are model_ids and node_ids")
 
@@ -388,8 +388,8 @@ class MlCommonsModels:
         return reply(call, model_document(self._models.get(call.caller, call.path["model_id"])))
 
     async def update(self, call: Call) -> Response:
-        told = body_of(call, "Failed to update model: Request body is empty")
-        model = await self._models.update(call.caller, call.path["model_id"], told)
+        fields = body_of(call, "Failed to update model: Request body is empty")
+        model = await self._models.update(call.caller, call.path["model_id"], fields)
         return reply(call, written(MODELS, model.id, model.revision, "updated"))
 
     async def delete(self, call: Call) -> Response:
@@ -427,9 +427,9 @@ def _said(call: Call) -> dict[str, Any]:
     return parse_object(call.raw) if call.raw and not call.raw.isspace() else {}
 
 
-def _texts(told: dict[str, Any], name: str) -> list[str]:
+def _texts(fields: dict[str, Any], name: str) -> list[str]:
     """The list of ids that a body holds under a name."""
-    ids = told.get(name) or []
+    ids = fields.get(name) or []
     if not isinstance(ids, list) or len(ids) > IDS_MAX or not all(isinstance(each, str) for each in ids):
         raise InvalidInput(f"{name} is a list of at most {IDS_MAX:,} ids", code="invalid_ids")
     return list(dict.fromkeys(ids))

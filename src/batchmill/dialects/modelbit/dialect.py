@@ -233,13 +233,13 @@ class FastRows:
         if target.interface.streams:
             return None
 
-        def hear(answered: FunctionReply) -> None:
+        def on_reply(answered: FunctionReply) -> None:
             if answered.raised is None:
                 reply(200, _JSON, answered.body)
             else:
                 reply.refuse(answered.raised.error())
 
-        return self._functions.ask_now(caller, target, ROWS, body, b"", hear)
+        return self._functions.ask_now(caller, target, ROWS, body, b"", on_reply)
 
 
 FRONTEND = "modelbit"
@@ -257,15 +257,15 @@ class Later:
     async def promise(self, caller: Caller, target: VersionTarget, wanted: Wanted, links: str | None) -> str:
         """The id of an answer that will be sent to the webhook. Raises: InvalidInput for one that leads nowhere."""
         assert wanted.webhook is not None
-        order = Order(FRONTEND, ROWS, wanted.webhook, HEADER, ignores_timeout=wanted.ignores_timeout, told=links or "")
+        order = Order(FRONTEND, ROWS, wanted.webhook, HEADER, ignores_timeout=wanted.ignores_timeout, state=links or "")
         return await self._late.promise(caller, target, wanted.body, order)
 
     async def write(self, call: LateCall, answered: FunctionReply | BatchmillError) -> bytes:
         """The body that the webhook gets: as the reply's would have been."""
         if isinstance(answered, BatchmillError):
             return encode(envelope(answered, self._hide(answered.message)))
-        if call.order.told:
-            return (await self._links.save(call.project, call.order.told, answered.body)).body
+        if call.order.state:
+            return (await self._links.save(call.project, call.order.state, answered.body)).body
         return answered.body
 
 

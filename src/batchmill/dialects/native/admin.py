@@ -61,8 +61,8 @@ class NativeKeys:
     async def revoke(self, call: Call) -> Response:
         asked: RevokeKey = call.query
         done = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=asked.with_minted)
-        told = msgspec.structs.replace(key_info(done.record), minted=done.minted)
-        return json_reply(told)
+        info = msgspec.structs.replace(key_info(done.record), minted=done.minted)
+        return json_reply(info)
 
 
 SHOWN_CHARS = 64

@@ -160,10 +160,10 @@ class NativeJobs:
         return json_reply(RemoteJobList([self._shown.remote(each) for each in found]))
 
     async def settle_remote(self, call: Call) -> Response:
-        told: Settlement = call.body
+        body: Settlement = call.body
         job_id, tag = call.path["job_id"], call.path["tag"]
         return json_reply(
-            self._shown.remote(await self._project_jobs.settle_remote(call.caller, job_id, tag, told.remote_id))
+            self._shown.remote(await self._project_jobs.settle_remote(call.caller, job_id, tag, body.remote_id))
         )
 
     async def verify(self, call: Call) -> Response:
@@ -247,10 +247,10 @@ class JobStreams:
     async def _event(self, call: Call, view: JobView) -> tuple[str, bytes]:
         """The id of an event, and the event."""
         if JobState(view.state).is_at_rest:
-            told = self._shown.job(*await self._project_jobs.show_with_results(call.caller, view.id))
+            info = self._shown.job(*await self._project_jobs.show_with_results(call.caller, view.id))
         else:
-            told = self._shown.job(view)
-        data = msgspec.json.encode(told)
+            info = self._shown.job(view)
+        data = msgspec.json.encode(info)
         name = hashlib.sha256(data).hexdigest()[:16]
         return name, b"id: %s\nevent: view\ndata: %s\n\n" % (name.encode(), data)
 

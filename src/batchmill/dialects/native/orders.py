@@ -46,7 +46,7 @@ class Shown:
             input=[Path(path).name for path in view.input],
             output=results.output,
             errors_output=results.errors,
-            origin=_told(origin),
+            origin=_shown_origin(origin),
             message=self.text(view.message),
             notes=[self.text(note) for note in view.notes],
             routing=[self.text(sentence) for sentence in view.routing],
@@ -89,7 +89,7 @@ class Shown:
         )
 
 
-def _told(origin: dict) -> dict:
+def _shown_origin(origin: dict) -> dict:
     """The frontend a job came through, and for one of this API's what its files were called."""
     return {
         name: origin[name] for name in ("frontend", "files") if name in origin and origin["frontend"] == FRONTEND
@@ -182,10 +182,10 @@ class Orders:
             "files": {record.id: record.filename for record in records},
             "key": caller.key,
         }
-        told = {
+        fields = {
             "policy": policy, "labels": job.labels, "output_format": job.output_format, "together": job.together,
         }  # fmt: skip
-        return replace(base, origin=origin, once=once, **told)
+        return replace(base, origin=origin, once=once, **fields)
 
     def _deadline(self, job: NewJob) -> float | None:
         now = self._services.clock.now()

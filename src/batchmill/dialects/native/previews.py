@@ -81,8 +81,8 @@ class Looking:
 
     def _info(self, spec: ModelSpec, pool: ModelGauge | None) -> ModelInfo:
         adapters = [name for name, adapter in spec.targets().items() if adapter is not None]
-        told = None
+        pool_info = None
         if pool is not None:
             note = self._shown.text(pool.failure or pool.note)
-            told = PoolInfo(pool.workers, pool.ready, pool.in_flight, pool.live, note)
-        return ModelInfo(spec.name, spec.engine, adapters, spec.price, told)
+            pool_info = PoolInfo(pool.workers, pool.ready, pool.in_flight, pool.live, note)
+        return ModelInfo(spec.name, spec.engine, adapters, spec.price, pool_info)

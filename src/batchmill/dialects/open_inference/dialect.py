@@ -196,7 +196,13 @@ class GenerateHandlers:
         require_stream(target.interface.streams, target.name)
         own, body = await self._read(call, target)
         return await stream(
-            call, self._functions, target, GENERATION_FORM, (body, b""), say=self.say, told=partial(_events, own)
+            call,
+            self._functions,
+            target,
+            GENERATION_FORM,
+            (body, b""),
+            say=self.say,
+            encode_pieces=partial(_events, own),
         )
 
     def say(self, error: BatchmillError) -> bytes:

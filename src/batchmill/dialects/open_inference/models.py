@@ -478,7 +478,7 @@ class SettingsHandlers:
 
     def _memory(self, kind: str) -> list[Operation]:
         path, name = f"/v2/{kind}sharedmemory", f"{_KINDS[kind]}SharedMemory"
-        told = Content("application/json", {"type": "object"})
+        content = Content("application/json", {"type": "object"})
         return [
             Operation(
                 f"get{name}", "GET", f"{path}/status", "Regions that are shared: none", Scope.READ, self.regions,
@@ -490,7 +490,7 @@ class SettingsHandlers:
             ),
             Operation(
                 f"register{name}", "POST", f"{path}/region/{{region}}/register", "Always refused", Scope.SUBMIT,
-                self.no_region, body=told, body_is_optional=True, is_raw=True,
+                self.no_region, body=content, body_is_optional=True, is_raw=True,
             ),
             Operation(
                 f"unregister{name}Region", "POST", f"{path}/region/{{region}}/unregister", "There is none",

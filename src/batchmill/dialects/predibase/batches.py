@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.predibase.files import CONFLICT, MISSING, Downloads, told, why_failed
+from batchmill.dialects.predibase.files import CONFLICT, MISSING, Downloads, summary_of, why_failed
 from batchmill.dialects.predibase.server_config import ServerConfig, of_server_config
 from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
 from batchmill.server.delivery import take_order
@@ -128,7 +128,7 @@ def _error(view: JobView, state: JobState, hide: Callable[[str], str]) -> str | 
         return hide(view.message) or "its deadline passed before all rows had run: the results hold those that did"
     if state is not JobState.FAILED:
         return None
-    return hide(told(view.problems, view.problems_total) or view.message or view.reason or "failed")
+    return hide(summary_of(view.problems, view.problems_total) or view.message or view.reason or "failed")
 
 
 def _price(prices: dict[str, Price]) -> PerMillion | None:

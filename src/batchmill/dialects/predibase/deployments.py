@@ -290,15 +290,15 @@ class Deployments:
 
     async def update(self, call: Call) -> Response:
         """Omitted settings are unchanged. The running engine answers until the new one is ready."""
-        told: UpdateDeployment = call.body
+        body: UpdateDeployment = call.body
         caller, name = call.caller, call.path["name"]
-        if told.config is None:
-            changed = await self._llms.update(caller, name, description=told.description)
+        if body.config is None:
+            changed = await self._llms.update(caller, name, description=body.description)
             return json_reply(OneDeployment(self._shown(call.caller, changed)))
         had = self._llms.get(caller, name)
-        settings = of_deployment_config(told.config, had.settings)
+        settings = of_deployment_config(body.config, had.settings)
         details = had.details | asked(self._clock.now())
-        changed = await self._llms.update(caller, name, settings, told.description, details)
+        changed = await self._llms.update(caller, name, settings, body.description, details)
         if not changed.is_updating and not changed.is_stopped:
             await self._llms.start(caller, name)
         return json_reply(OneDeployment(self._shown(call.caller, changed)))
@@ -309,8 +309,8 @@ class Deployments:
 
     async def recommend(self, call: Call) -> Response:
         """What the config of a deployment of this base model would be: what is not said is best left to the engine."""
-        told: RecommendedConfig = call.query
-        config = DeploymentConfig(told.base_model, quantization=told.quantization, accelerator=told.accelerator)
+        query: RecommendedConfig = call.query
+        config = DeploymentConfig(query.base_model, quantization=query.quantization, accelerator=query.accelerator)
         settings = of_deployment_config(config)
         self._llms.spec(call.caller, settings)
         return json_reply(shown(settings))

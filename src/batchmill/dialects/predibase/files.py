@@ -231,10 +231,10 @@ def why_failed(record: DatasetRecord) -> str | None:
     """What is wrong with a dataset that failed, with its first lines. The client shows it as it is."""
     if record.state != DatasetState.FAILED:
         return None
-    return told(record.details.problems, record.details.problems_total) or record.details.message
+    return summary_of(record.details.problems, record.details.problems_total) or record.details.message
 
 
-def told(problems: Sequence[Problem], total: int) -> str:
+def summary_of(problems: Sequence[Problem], total: int) -> str:
     """The first lines that are wrong, in one sentence each; empty where there are none."""
     lines = [f"line {each.line}: {each.message}" for each in problems[:PROBLEMS_SHOWN]]
     more = total - len(lines)

@@ -71,31 +71,34 @@ class Generate(Struct, frozen=True, forbid_unknown_fields=True):
 
 def check(asked: Generate) -> Parameters:
     """The parameters of a call that can be answered. Raises: InvalidInput in LoRAX's words, or naming the field."""
-    told = Parameters() if asked.parameters is None else asked.parameters
-    best_of = 1 if told.best_of is None else told.best_of
+    parameters = Parameters() if asked.parameters is None else asked.parameters
+    best_of = 1 if parameters.best_of is None else parameters.best_of
     streams, sampled = asked.stream, "is not supported when streaming tokens"
     wrong = (
         (not asked.inputs, "`inputs` cannot be empty"),
         (not 1 <= best_of <= BEST_OF_MAX, f"`best_of` must be > 0 and <= {BEST_OF_MAX}. Given: {best_of}"),
         (best_of > 1 and streams, f"`best_of` != 1 {sampled}"),
-        (best_of > 1 and told.seed is not None, "`seed` must not be set when `best_of` > 1"),
-        (best_of > 1 and not told.samples, "you must use sampling when `best_of` is > 1"),
-        (_is_below(told.temperature, 0), "`temperature` must not be negative"),
-        (told.repetition_penalty is not None and told.repetition_penalty <= 0, _positive("repetition_penalty")),
-        (told.top_p is not None and not 0 < told.top_p < 1, "`top_p` must be > 0.0 and < 1.0"),
-        *((_is_below(getattr(told, name), 1), _positive(name)) for name in COUNTS),
-        (told.seed is not None and not 0 <= told.seed <= SEED_MAX, f"`seed` must be from 0 to {SEED_MAX}"),
-        (streams and told.decoder_input_details, f"`decoder_input_details` == true {sampled}"),
-        (streams and told.return_k_alternatives is not None, f"`return_k_alternatives` {sampled}"),
-        (told.typical_p is not None, "`typical_p` has no counterpart in vLLM: use `top_p`, and leave it out"),
-        (told.watermark, "`watermark` has no counterpart here: leave it out"),
-        (told.merged_adapters is not None, f"`merged_adapters` {NO_MERGING}"),
-        (bool(told.api_token), f"`api_token` {NO_TOKEN}"),
+        (best_of > 1 and parameters.seed is not None, "`seed` must not be set when `best_of` > 1"),
+        (best_of > 1 and not parameters.samples, "you must use sampling when `best_of` is > 1"),
+        (_is_below(parameters.temperature, 0), "`temperature` must not be negative"),
+        (
+            parameters.repetition_penalty is not None and parameters.repetition_penalty <= 0,
+            _positive("repetition_penalty"),
+        ),
+        (parameters.top_p is not None and not 0 < parameters.top_p < 1, "`top_p` must be > 0.0 and < 1.0"),
+        *((_is_below(getattr(parameters, name), 1), _positive(name)) for name in COUNTS),
+        (parameters.seed is not None and not 0 <= parameters.seed <= SEED_MAX, f"`seed` must be from 0 to {SEED_MAX}"),
+        (streams and parameters.decoder_input_details, f"`decoder_input_details` == true {sampled}"),
+        (streams and parameters.return_k_alternatives is not None, f"`return_k_alternatives` {sampled}"),
+        (parameters.typical_p is not None, "`typical_p` has no counterpart in vLLM: use `top_p`, and leave it out"),
+        (parameters.watermark, "`watermark` has no counterpart here: leave it out"),
+        (parameters.merged_adapters is not None, f"`merged_adapters` {NO_MERGING}"),
+        (bool(parameters.api_token), f"`api_token` {NO_TOKEN}"),
     )
     for is_wrong, why in wrong:
         if is_wrong:
             raise InvalidInput(why, code="invalid_parameter")
-    return told
+    return parameters
 
 
 def _positive(name: str) -> str:
@@ -106,53 +109,53 @@ def _is_below(value: float | None, least: float) -> bool:
     return value is not None and value < least
 
 
-def body_of(asked: Generate, told: Parameters, window: int | None) -> dict[str, Any]:
+def body_of(asked: Generate, parameters: Parameters, window: int | None) -> dict[str, Any]:
     """The body of a completion that answers the call; `window`: tokens of prompt and answer together, where known."""
     body: dict[str, Any] = {
         "prompt": asked.inputs,
-        "max_tokens": told.max_new_tokens or window or WHOLE_WINDOW,
-        "repetition_penalty": told.repetition_penalty or 1.0,
-        "ignore_eos": told.ignore_eos_token,
+        "max_tokens": parameters.max_new_tokens or window or WHOLE_WINDOW,
+        "repetition_penalty": parameters.repetition_penalty or 1.0,
+        "ignore_eos": parameters.ignore_eos_token,
         "temperature": 0.0,
         "return_token_ids": True,
     }
-    if told.samples:
-        chosen = 1.0 if told.temperature is None else told.temperature
-        body |= {"temperature": chosen, "top_p": told.top_p or 1.0, "top_k": told.top_k or 0}
-    if told.seed is not None:
-        body["seed"] = told.seed
-    if told.stop:
-        body |= {"stop": told.stop, "include_stop_str_in_output": True}
-    if told.truncate is not None:
-        body |= {"truncate_prompt_tokens": told.truncate, "truncation_side": "left"}
-    if told.response_format is not None:
-        body["response_format"] = response_format_of(told.response_format)
-    if (told.best_of or 1) > 1:
-        body["n"] = told.best_of
-    if asked.stream or told.tells or "n" in body:
+    if parameters.samples:
+        chosen = 1.0 if parameters.temperature is None else parameters.temperature
+        body |= {"temperature": chosen, "top_p": parameters.top_p or 1.0, "top_k": parameters.top_k or 0}
+    if parameters.seed is not None:
+        body["seed"] = parameters.seed
+    if parameters.stop:
+        body |= {"stop": parameters.stop, "include_stop_str_in_output": True}
+    if parameters.truncate is not None:
+        body |= {"truncate_prompt_tokens": parameters.truncate, "truncation_side": "left"}
+    if parameters.response_format is not None:
+        body["response_format"] = response_format_of(parameters.response_format)
+    if (parameters.best_of or 1) > 1:
+        body["n"] = parameters.best_of
+    if asked.stream or parameters.tells or "n" in body:
         body["logprobs"] = 0
-    if told.decoder_input_details:
+    if parameters.decoder_input_details:
         body["echo"] = True
     if asked.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return body
 
 
-def response_format_of(told: Mapping[str, Any]) -> dict[str, Any]:
+def response_format_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """LoRAX's `{"type": "json_object", "schema": …}` as OpenAI writes it; other forms as they are.
 
     Raises: InvalidInput.
     """
-    kind, schema = told.get("type"), told.get("schema")
+    kind, schema = fields.get("type"), fields.get("schema")
     if kind not in ("json_object", "json_schema", "text"):
         raise InvalidInput(
             f"`response_format` has the type {str(kind)[:80]!r}: it must be json_object", code="invalid_parameter"
         )
-    unknown = [name for name in told if name not in ("type", "schema", "json_schema")]
+    unknown = [name for name in fields if name not in ("type", "schema", "json_schema")]
     if unknown:
         raise InvalidInput(f"`response_format` has no {unknown[0][:80]!r}", code="unknown_parameter")
     if schema is None:
-        return {name: value for name, value in told.items() if name != "schema"}
+        return {name: value for name, value in fields.items() if name != "schema"}
     if kind != "json_object" or not isinstance(schema, dict):
         raise InvalidInput(
             "`response_format.schema` must be an object, of the type json_object", code="invalid_parameter"
@@ -257,9 +260,9 @@ def alternatives_body(choice: Choice, count: int, window: int | None) -> dict[st
     return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
 
 
-def with_alternatives(choice: Choice, tokens: Sequence[Token], told: Choice, count: int) -> list[Token]:
+def with_alternatives(choice: Choice, tokens: Sequence[Token], best: Choice, count: int) -> list[Token]:
     """`tokens` with the likeliest `count` tokens in their places, as the answer to `alternatives_body` has them."""
-    places = (told.prompt_logprobs or [])[len(choice.prompt_token_ids or ()) :]
+    places = (best.prompt_logprobs or [])[len(choice.prompt_token_ids or ()) :]
     found = []
     for number, token in enumerate(tokens):
         place = (places[number] if number < len(places) else None) or {}
@@ -331,11 +334,11 @@ def prefill_of(choice: Choice) -> list[PrefillToken]:
     ids = choice.prompt_token_ids or []
     if choice.logprobs is None or len(choice.logprobs.tokens) < len(ids) + len(choice.token_ids or []):
         return []
-    told = zip(ids, choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=False)
-    return [PrefillToken(id, text, logprob) for id, text, logprob in told]
+    tokens = zip(ids, choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=False)
+    return [PrefillToken(id, text, logprob) for id, text, logprob in tokens]
 
 
-class _Told(Struct, frozen=True):
+class _Order(Struct, frozen=True):
     asked: Generate
     answer: bytes
     looked: bytes = b""
@@ -343,43 +346,43 @@ class _Told(Struct, frozen=True):
 
 def pack(asked: Generate, answer: bytes, looked: bytes = b"") -> bytes:
     """A call and what the engine answered: `looked`, to `alternatives_body`, is empty where that was not asked."""
-    return msgspec.msgpack.encode(_Told(asked, answer, looked))
+    return msgspec.msgpack.encode(_Order(asked, answer, looked))
 
 
 def write(order: bytes, progress: Callable[[float], None]) -> bytes:
     """The reply to a call, packed. Raises: as `generated`."""
-    given = msgspec.msgpack.decode(order, type=_Told)
+    given = msgspec.msgpack.decode(order, type=_Order)
     asked, answer, tokens = given.asked, read_answer(given.answer), None
-    told = asked.parameters or Parameters()
-    if given.looked and told.return_k_alternatives is not None:
+    parameters = asked.parameters or Parameters()
+    if given.looked and parameters.return_k_alternatives is not None:
         best, looked = best_first(answer.choices)[0], read_answer(given.looked)
-        tokens = with_alternatives(best, tokens_of(best), looked.choices[0], told.return_k_alternatives)
-    return msgspec.json.encode([generated(asked, told, answer, tokens)])
+        tokens = with_alternatives(best, tokens_of(best), looked.choices[0], parameters.return_k_alternatives)
+    return msgspec.json.encode([generated(asked, parameters, answer, tokens)])
 
 
-def generated(asked: Generate, told: Parameters, answer: Answer, tokens: list[Token] | None = None) -> Generated:
+def generated(asked: Generate, parameters: Parameters, answer: Answer, tokens: list[Token] | None = None) -> Generated:
     """The answer as LoRAX says it; `tokens` of the best of several answers, where more is known of them."""
     best, *others = best_first(answer.choices) if len(answer.choices) > 1 else answer.choices
-    head = asked.inputs if told.return_full_text else ""
-    if not told.tells:
+    head = asked.inputs if parameters.return_full_text else ""
+    if not parameters.tells:
         finish_of(best)
         return Generated(head + best.text)
     details = Details(
         finish_reason=finish_of(best),
         prompt_tokens=len(best.prompt_token_ids or ()),
         generated_tokens=len(best.token_ids or ()),
-        prefill=prefill_of(best) if told.decoder_input_details else [],
+        prefill=prefill_of(best) if parameters.decoder_input_details else [],
         tokens=tokens_of(best) if tokens is None else tokens,
-        seed=told.seed,
-        best_of_sequences=[_other(each, head, told) for each in others] or None,
+        seed=parameters.seed,
+        best_of_sequences=[_other(each, head, parameters) for each in others] or None,
     )
     return Generated(head + best.text, details)
 
 
-def _other(choice: Choice, head: str, told: Parameters) -> OtherSequence:
-    prefill = prefill_of(choice) if told.decoder_input_details else []
+def _other(choice: Choice, head: str, parameters: Parameters) -> OtherSequence:
+    prefill = prefill_of(choice) if parameters.decoder_input_details else []
     count = len(choice.token_ids or ())
-    return OtherSequence(head + choice.text, finish_of(choice), count, told.seed, prefill, tokens_of(choice))
+    return OtherSequence(head + choice.text, finish_of(choice), count, parameters.seed, prefill, tokens_of(choice))
 
 
 INPUTS_MAX = 10_000

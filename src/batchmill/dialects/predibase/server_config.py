@@ -54,11 +54,11 @@ def _of_folder(source: str) -> int | None:
     try:
         if not Path(source).is_absolute() or path.stat().st_size > CONFIG_BYTES_MAX:
             return None
-        told = msgspec.json.decode(path.read_bytes(), type=_Config)
+        adapter_config = msgspec.json.decode(path.read_bytes(), type=_Config)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None
-    text = None if told.text_config is None else told.text_config.max_position_embeddings
-    return told.max_position_embeddings or told.n_positions or text
+    text = None if adapter_config.text_config is None else adapter_config.text_config.max_position_embeddings
+    return adapter_config.max_position_embeddings or adapter_config.n_positions or text
 
 
 Value = str | int | float | bool
@@ -351,8 +351,8 @@ def of_deployment_config(config: DeploymentConfig, had: LlmSettings | None = Non
         {name: value for name, value in said.items() if value is not None}, config.quantization, launch
     )
     says_adapters = config.preloaded_adapters is not None or bool(launch.preloaded_adapters)
-    told = [*(config.preloaded_adapters or []), *launch.preloaded_adapters]
-    adapters = _bounded("preloadedAdapters", told, ADAPTERS_MAX)
+    preloaded = [*(config.preloaded_adapters or []), *launch.preloaded_adapters]
+    adapters = _bounded("preloadedAdapters", preloaded, ADAPTERS_MAX)
     takes_adapters = had.takes_adapters if config.disable_adapters is None else not config.disable_adapters
     if adapters and not takes_adapters:
         raise InvalidInput(
@@ -423,8 +423,8 @@ def _refuse(config: ServerConfig | DeploymentConfig) -> None:
 
 
 def _not_taken(name: str, value: Any, why: str) -> InvalidField:
-    told = f"{name} is {str(value)[:SHOWN_CHARS]!r}: {why}"
-    return InvalidField(told, code="parameter_not_allowed", param=name)
+    message = f"{name} is {str(value)[:SHOWN_CHARS]!r}: {why}"
+    return InvalidField(message, code="parameter_not_allowed", param=name)
 
 
 def _base_model(name: str | None) -> str:
@@ -486,10 +486,10 @@ def _scaling(config: DeploymentConfig, had: Scaling) -> Scaling:
     least = had.replicas_min if config.min_replicas is None else config.min_replicas
     most = had.replicas_max if config.max_replicas is None else config.max_replicas
     if least < 0 or most < 1 or least > most:
-        told = (
+        message = (
             f"Invalid value for 'minReplicas': {least} to {most} replicas are no range; 0 <= minReplicas <= maxReplicas"
         )
-        raise InvalidField(told, code="invalid_value", param="minReplicas")
+        raise InvalidField(message, code="invalid_value", param="minReplicas")
     cooldown = _count("cooldownTime", config.cooldown_time)
     above = _count("scaleUpRequestThreshold", config.scale_up_request_threshold)
     return Scaling(

@@ -75,30 +75,30 @@ class TokenReply(PieceReply):
         return b"event:error\ndata:" + self._say(error) + _END
 
 
-async def events_of(asked: Generate, told: Parameters, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def events_of(asked: Generate, parameters: Parameters, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """LoRAX's events out of an engine's. Raises: BatchmillError for an answer that the engine broke off."""
-    told_so_far = _Told(asked, told)
+    generation = _Generation(asked, parameters)
     waiting = b""
     try:
         async for piece in pieces:
             *whole, waiting = (waiting + piece).split(_END)
             if len(waiting) > EVENT_BYTES_MAX:
                 raise BatchmillError("the engine sent an event without an end", code="incomplete_generation")
-            events = b"".join(told_so_far.read(event) for event in whole)
+            events = b"".join(generation.read(event) for event in whole)
             if events:
                 yield events
     finally:
         await pieces.aclose()
-    if not told_so_far.is_done:
+    if not generation.is_done:
         raise BatchmillError("the engine broke the answer off", code="incomplete_generation")
 
 
-class _Told:
+class _Generation:
     """What has been said of an answer."""
 
-    def __init__(self, asked: Generate, told: Parameters) -> None:
-        self._parameters = told
-        self._text = asked.inputs if told.return_full_text else ""
+    def __init__(self, asked: Generate, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._text = asked.inputs if parameters.return_full_text else ""
         self._prompt_tokens = self._tokens = 0
         self.is_done = False
 
@@ -112,8 +112,8 @@ class _Told:
         except msgspec.MsgspecError as error:
             raise BatchmillError(f"the engine's answer cannot be read: {error}", code="internal_error") from None
         if answer.error is not None:
-            told = answer.error.get("message") if isinstance(answer.error, dict) else answer.error
-            raise BatchmillError(f"the engine stopped: {told}", code="generation")
+            message = answer.error.get("message") if isinstance(answer.error, dict) else answer.error
+            raise BatchmillError(f"the engine stopped: {message}", code="generation")
         return b"".join(self._say(choice) for choice in answer.choices)
 
     def _say(self, choice: Choice) -> bytes:
@@ -163,8 +163,8 @@ def read_body(raw: bytes) -> Asked:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the body is not JSON: {error}", code="invalid_json") from None
     if head.adapter_id and head.model and head.adapter_id != head.model:
-        told = f"`model` names {head.model[:80]!r} and `adapter_id` {head.adapter_id[:80]!r}: name one adapter"
-        raise InvalidInput(told, code="invalid_field")
+        message = f"`model` names {head.model[:80]!r} and `adapter_id` {head.adapter_id[:80]!r}: name one adapter"
+        raise InvalidInput(message, code="invalid_field")
     rest = {name: value for name, value in members.items() if name not in ("model", "adapter_id", "adapter_source")}
     adapter = head.adapter_id or head.model or None
     return Asked(fields.translated(rest), adapter, head.adapter_source, bool(head.stream))
@@ -235,33 +235,35 @@ class Serving:
 
     async def _generate(self, call: Call) -> Response:
         asked: Generate = call.body
-        told = lorax.check(asked)
-        served = await self._served(call, told.adapter_id, told.adapter_source)
+        parameters = lorax.check(asked)
+        served = await self._served(call, parameters.adapter_id, parameters.adapter_source)
         if asked.stream:
-            pieces = await self._completion(call, served, asked, told)
-            return TokenReply(events_of(asked, told, pieces), self._say)
-        answer = await whole_answer(await self._completion(call, served, asked, told))
-        order = lorax_answers.pack(asked, answer, await self._alternatives(call, served, told, answer))
+            pieces = await self._completion(call, served, asked, parameters)
+            return TokenReply(events_of(asked, parameters, pieces), self._say)
+        answer = await whole_answer(await self._completion(call, served, asked, parameters))
+        order = lorax_answers.pack(asked, answer, await self._alternatives(call, served, parameters, answer))
         written = await rewritten(call, lorax_answers.write, order)
         return Response(written, media_type="application/json")
 
     async def _completion(
-        self, call: Call, served: ServedModel, asked: Generate, told: Parameters
+        self, call: Call, served: ServedModel, asked: Generate, parameters: Parameters
     ) -> AsyncGenerator[bytes]:
         """The engine's answer. Where all of its window may be used and nobody knows how long that is, it says so."""
         window = self._window(served)
         try:
-            return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
+            return await self._ask(
+                call, served, COMPLETIONS, lorax.body_of(asked, parameters, window), stream=asked.stream
+            )
         except errors.EngineRefused as error:
             match = _WINDOW.search(error.message)
-            if match is None or told.max_new_tokens is not None or int(match[1]) == window:
+            if match is None or parameters.max_new_tokens is not None or int(match[1]) == window:
                 raise
         window = self._learn(served, int(match[1]))
-        return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, told, window), stream=asked.stream)
+        return await self._ask(call, served, COMPLETIONS, lorax.body_of(asked, parameters, window), stream=asked.stream)
 
-    async def _alternatives(self, call: Call, served: ServedModel, told: Parameters, written: bytes) -> bytes:
+    async def _alternatives(self, call: Call, served: ServedModel, parameters: Parameters, written: bytes) -> bytes:
         """The answer to what else each token might have been: vLLM tells that by number of a prompt alone."""
-        count = told.return_k_alternatives
+        count = parameters.return_k_alternatives
         answer = None if count is None else lorax_answers.read_answer(written)
         if count is None or answer is None or not answer.choices:
             return b""
@@ -303,8 +305,8 @@ class Serving:
     def _deployed(self, caller: Caller, path: dict[str, str]) -> tuple[LlmDeployment, ServedModel]:
         """The deployment of a path. Raises: UnknownName."""
         if path["tenant"] != caller.project:
-            told = f"the key belongs to the tenant {caller.project!r}, not to {path['tenant'][:SHOWN_CHARS]!r}"
-            raise UnknownName(told, code="unknown_tenant")
+            message = f"the key belongs to the tenant {caller.project!r}, not to {path['tenant'][:SHOWN_CHARS]!r}"
+            raise UnknownName(message, code="unknown_tenant")
         return self._services.llms.get(caller, path["name"]), self._services.directory.find(caller, path["name"])
 
     def _admits(self, caller: Caller, path: dict[str, str], *, is_openai: bool = False) -> None:
@@ -337,8 +339,8 @@ class Serving:
                 raise InvalidInput(f"the adapter {adapter!r} cannot be used: {record.message}", code="bad_adapter")
             found = directory.find_adapter(caller, directory.find(caller, name).model, adapter, base)
         if found is None:
-            told = f"there is no adapter {adapter[:SHOWN_CHARS]!r} for the deployment {name!r} that you may use"
-            raise UnknownName(f"{told}: register it first", code="unknown_adapter")
+            message = f"there is no adapter {adapter[:SHOWN_CHARS]!r} for the deployment {name!r} that you may use"
+            raise UnknownName(f"{message}: register it first", code="unknown_adapter")
         return found
 
     def _window(self, served: ServedModel) -> int | None:

@@ -257,7 +257,7 @@ class FormRow(ProcessWork):
     def _error(self, error: BatchmillError, errors: dict[int, CallError]) -> RowError:
         """As rows in other forms have it: what user code raised, by its type, and no traceback."""
         if error.code != FUNCTION_ERROR or not errors:
-            return _told(error)
+            return _row_error(error)
         first = min(errors)
         place = f"in row {first + 1} of {self.asked.rows}: " if self.asked.rows > 1 else ""
         return RowError(errors[first].code, f"{place}{errors[first].message}")
@@ -372,7 +372,7 @@ class RowBatcher:
             form = CALL_FORMS[read.form]
             asked = form.read(read.body, b"", self.interface, received_shapes=self._received_shapes)
         except BatchmillError as error:
-            return [Outcome(row, error=_told(error), status=0)]
+            return [Outcome(row, error=_row_error(error), status=0)]
         self._process.begin(FormRow(self, row, read.form, asked))
         return []
 
@@ -420,7 +420,7 @@ class RowBatcher:
         self._size = max(1, min(fitting, max(rows, self._size) * GROWTH_MAX, ROWS_MAX))
 
 
-def _told(error: BatchmillError) -> RowError:
+def _row_error(error: BatchmillError) -> RowError:
     return RowError(error.code, error.message)
 
 

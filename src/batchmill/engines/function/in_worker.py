@@ -110,7 +110,7 @@ class InWorkerLive:
         except (Exception, SystemExit) as error:  # user code, as where rows are called
             if timer.expired():
                 raise _raised(RowError("timeout", f"the function took longer than {self._timeout_s:g} s")) from None
-            raise _raised(self._calls.told(error)) from None
+            raise _raised(self._calls.row_error(error)) from None
 
     async def _close(self, made: Generator[Any] | AsyncGenerator[Any]) -> None:
         """Let the function's own `finally` run where the rest of it ran; nobody waits for a thread that is busy."""
@@ -120,13 +120,13 @@ class InWorkerLive:
         try:
             await made.aclose()
         except Exception as error:  # user code once more; the answer is over
-            self._calls.told(error)
+            self._calls.row_error(error)
 
     def _close_here(self, made: Generator[Any]) -> None:
         try:
             made.close()
         except Exception as error:  # as above
-            self._calls.told(error)
+            self._calls.row_error(error)
 
     def _encoded(self, row: Row, value: Any) -> bytes:
         outcome = self._calls.outcome(row, value)
@@ -201,8 +201,8 @@ class FunctionEngine:
             else:
                 await self._thread.submit(loaded.setup)
         except (Exception, SystemExit) as error:
-            told = functions.user_traceback(error)
-            raise ModelFailed(f"setup() of {self._model.source} failed:\n{told}") from None
+            message = functions.user_traceback(error)
+            raise ModelFailed(f"setup() of {self._model.source} failed:\n{message}") from None
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         assert self._calls is not None, "start() comes first"

@@ -295,10 +295,10 @@ class FunctionCaller:
         ]
 
     def _raised(self, rows: list[Row], error: BaseException) -> list[Outcome]:
-        told = self.told(error, f"row {rows[0].number}" if rows[0].number >= 0 else "a live request")
-        return [Outcome(row, error=told, status=0) for row in rows]
+        failure = self.row_error(error, f"row {rows[0].number}" if rows[0].number >= 0 else "a live request")
+        return [Outcome(row, error=failure, status=0) for row in rows]
 
-    def told(self, error: BaseException, about: str = "a live request") -> RowError:
+    def row_error(self, error: BaseException, about: str = "a live request") -> RowError:
         """What user code raised, in a few words; its traceback goes to the log."""
         self._log.traceback(error, about)
         return RowError(type(error).__name__, _text_of(error))

@@ -307,7 +307,7 @@ class Process:
         return FunctionChild(self._model, self._home, isolation=secrets.isolation(), calls=self.calls)
 
     def _up(self, child: FunctionChild) -> None:
-        child.heard, child.ended = self._hear, self._ended
+        child.on_frames, child.ended = self._receive, self._ended
         self.is_up = True
         self.note = ""
         self._pump()
@@ -379,7 +379,7 @@ class Process:
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
-    def _hear(self, frames: list[Frame]) -> None:
+    def _receive(self, frames: list[Frame]) -> None:
         works = self.works
         for meta, buffers in frames:
             if meta["kind"] == "results":

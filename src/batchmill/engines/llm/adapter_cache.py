@@ -104,7 +104,7 @@ class AdapterCache:
         place.rows -= 1
         if place.is_idle:
             self._move()
-            self._tell()
+            self._publish()
 
     def want(self, adapters: Sequence[Adapter]) -> None:
         """Rows wait for these adapters, loaded or not, in this order."""
@@ -147,13 +147,13 @@ class AdapterCache:
             place.live -= 1
             if place.is_idle:
                 self._move()
-                self._tell()
+                self._publish()
 
     def restarted(self) -> None:
         """The server is a new one, which holds nothing."""
         self._places.clear()
         self._move()
-        self._tell()
+        self._publish()
 
     async def stop(self) -> None:
         if self._moving is not None:
@@ -199,7 +199,7 @@ class AdapterCache:
                     changed.wait(), LIVE_PATIENCE_S if now >= patience_until else patience_until - now
                 )
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._host.wake_rows()
@@ -264,7 +264,7 @@ class AdapterCache:
         if task.cancelled():
             return
         self.bug = task.exception()
-        self._tell()
+        self._publish()
         if self.bug is None:
             asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
 

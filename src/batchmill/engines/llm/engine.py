@@ -114,10 +114,10 @@ class LlmEngine:
             await self._flow.run()
         finally:
             self._flow = None
-            self._tell_waiting()
+            self._report_waiting()
 
-    def tell_deaths(self, tell: Callable[[Struct], None]) -> None:
-        self._deaths.tell = tell
+    def report_deaths(self, report: Callable[[Struct], None]) -> None:
+        self._deaths.report = report
 
     def has_others(self, project: str) -> bool:
         return self._flow is not None and self._flow.has_others(project)
@@ -158,15 +158,15 @@ class LlmEngine:
             self._stopped = True
         finally:
             self._reviving = None
-            self._tell_waiting()
+            self._report_waiting()
 
-    def _tell_waiting(self) -> None:
+    def _report_waiting(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def stop(self) -> None:
         self._stopped = True
-        self._tell_waiting()
+        self._report_waiting()
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)
@@ -226,7 +226,7 @@ class LlmEngine:
             self._model, self._python, home=self._home, env=env, clock=self._clock, note=self._set_note
         )
         self._adapter_cache.restarted()
-        self._tell_waiting()
+        self._report_waiting()
 
     def _next_delay(self, why: str) -> float:
         now = self._clock.monotonic()

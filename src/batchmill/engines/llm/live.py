@@ -265,9 +265,9 @@ class LlmLive:
                 assert isinstance(piece, bytes), "a reply has one head"
                 count += piece.count(b"data: ")
                 first = first or piece
-                told = piece if events is None else events.feed(piece)
-                if told:
-                    yield told
+                sent = piece if events is None else events.feed(piece)
+                if sent:
+                    yield sent
             if events is not None and (rest := events.rest()):
                 yield rest
         if head.status == 200:

@@ -50,8 +50,8 @@ class Tracked:
         if not self._digest:
             members = _members(self._body)
             adapter = "" if self._adapter is None else self._adapter.name
-            told = msgspec.json.encode([self._source, self.url, adapter, members], order="sorted")
-            self._digest = hashlib.sha256(told).hexdigest()
+            identity = msgspec.json.encode([self._source, self.url, adapter, members], order="sorted")
+            self._digest = hashlib.sha256(identity).hexdigest()
         return self._digest
 
 
@@ -66,12 +66,12 @@ class _Death(Struct, eq=False):
 class Deaths:
     """
     Args:
-        tell: hears what the owner is to know: `EngineDied`, `Suspected`, `Charged`.
+        report: hears what the owner is to know: `EngineDied`, `Suspected`, `Charged`.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.tell: Callable[[Struct], None] = lambda _: None
+        self.report: Callable[[Struct], None] = lambda _: None
         self._in_flight: dict[Any, set[Tracked]] = {}  # server -> what it was given and has not answered
         self._left: deque[tuple[float, Any, Tracked]] = deque(maxlen=LEFT_MAX)
         self._dead: WeakSet[Any] = WeakSet()
@@ -136,7 +136,7 @@ class Deaths:
             self._clear(known)
         if self._known and self._known.get(request.digest, ALONE_DEATHS_MAX) < ALONE_DEATHS_MAX:
             del self._known[request.digest]
-            self.tell(Suspected(Suspect(request.digest, request.project, request.url, 0, self._clock.now())))
+            self.report(Suspected(Suspect(request.digest, request.project, request.url, 0, self._clock.now())))
         self._clear(request)
 
     def gone(self, server: Any, request: Tracked) -> None:
@@ -168,7 +168,7 @@ class Deaths:
             request.deaths.append(death)
         if len(found) == 1:
             self._strike(next(iter(found)))
-        self.tell(EngineDied(death.at, how[:COMPLAINT_CHARS_MAX], dict(death.open)))
+        self.report(EngineDied(death.at, how[:COMPLAINT_CHARS_MAX], dict(death.open)))
         self._settle(death)
         return found
 
@@ -181,7 +181,7 @@ class Deaths:
     def _strike(self, request: Tracked) -> None:
         request.alone = max(request.alone, self._known.get(request.digest, 0)) + 1
         self._known[request.digest] = request.alone
-        self.tell(Suspected(Suspect(request.digest, request.project, request.url, request.alone, self._clock.now())))
+        self.report(Suspected(Suspect(request.digest, request.project, request.url, request.alone, self._clock.now())))
 
     def _settle(self, death: _Death) -> None:
         """It is the death of the one project that is left; where none is left, it was nobody's."""
@@ -201,7 +201,7 @@ class Deaths:
                 self._rest_until[charge.project] = self._clock.monotonic() + rest_s
             charges.append(charge)
         self._poison = msgspec.structs.replace(self._poison, charges=charges)
-        self.tell(Charged(charge, is_taken_back))
+        self.report(Charged(charge, is_taken_back))
 
 
 def _members(body: bytes) -> Any:

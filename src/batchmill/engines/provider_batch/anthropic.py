@@ -159,7 +159,7 @@ class AnthropicBatches:
             raise JobRefused(refusal.message) from None
         finally:
             marked.unlink(missing_ok=True)
-        return _told(replace(job, submitted=time.time()), answer.read(_Batch))
+        return _updated(replace(job, submitted=time.time()), answer.read(_Batch))
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         mark, unclear = mark_of(job.tag), []
@@ -206,7 +206,7 @@ class AnthropicBatches:
             if refusal.status == 404:
                 raise _gone(refusal, job) from None
             raise
-        return _told(job, answer.read(_Batch))
+        return _updated(job, answer.read(_Batch))
 
     async def _since(self, ours: float) -> AsyncIterator[_Batch]:
         """Batches that are not older than this time of our clock, the newest first."""
@@ -266,7 +266,7 @@ def _write_marked(source: Path, target: Path, mark: str) -> int:
         return write.tell()
 
 
-def _told(job: RemoteJob, batch: _Batch) -> RemoteJob:
+def _updated(job: RemoteJob, batch: _Batch) -> RemoteJob:
     """A job with what is said of its batch."""
     counts = batch.request_counts
     return replace(

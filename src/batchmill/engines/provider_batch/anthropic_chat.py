@@ -24,10 +24,10 @@ Block = dict[str, Any]
 
 def refuse(what: str, why: str, *, code: str = "unsupported_parameter") -> InvalidRow:
     """The error of a row that cannot be written for Messages."""
-    told = (
+    detail = (
         f"{what} is wrong: {why}" if code == "invalid_row" else f"{what} cannot be asked of Anthropic's models: {why}"
     )
-    return InvalidRow(told, code=code)
+    return InvalidRow(detail, code=code)
 
 
 def blocks_of(message: dict[str, Any], place: str) -> tuple[str, list[Block]]:

@@ -117,8 +117,10 @@ class Account:
         """The keys of a call made now. Raises: ModelFailed where there are none."""
         references = self._references()
         if references:
-            told = {name: secrets.resolve(reference).reveal() for name, reference in references.items()}
-            return AwsCredentials(told["access_key"], told["secret_key"], told.get("session_token"))
+            credentials = {name: secrets.resolve(reference).reveal() for name, reference in references.items()}
+            return AwsCredentials(
+                credentials["access_key"], credentials["secret_key"], credentials.get("session_token")
+            )
         return await asyncio.to_thread(self._look)
 
     def _references(self) -> dict[str, str]:
@@ -223,8 +225,8 @@ class JsonService:
 
     async def call(self, action: str, order: Mapping[str, Any]) -> bytes:
         """The reply's bytes. Raises as `ProviderClient.call`."""
-        told = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": f"{self._prefix}.{action}"}
-        answer = await self._signed.calls.call("POST", self._url, msgspec.json.encode(order), headers=told)
+        headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": f"{self._prefix}.{action}"}
+        answer = await self._signed.calls.call("POST", self._url, msgspec.json.encode(order), headers=headers)
         return answer.data
 
 
@@ -310,8 +312,8 @@ class S3:
         if size > PUT_BYTES_MAX:
             raise JobRefused(f"S3 takes no {size:,} bytes in one piece: set bytes_max to {PUT_BYTES_MAX} at most")
         digest = await asyncio.to_thread(_digest, file)
-        told = {"Content-Type": "application/jsonl"}
-        out = Out("PUT", self._url(place), headers=told, parts=[FileRange(file, size)], sha256=digest)
+        headers = {"Content-Type": "application/jsonl"}
+        out = Out("PUT", self._url(place), headers=headers, parts=[FileRange(file, size)], sha256=digest)
         try:
             await self._calls.send(out)
         except ProviderRefusal as refusal:

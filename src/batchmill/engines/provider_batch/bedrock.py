@@ -121,7 +121,7 @@ class BedrockBatches:
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         name = name_of(job.tag)
-        found = [_told(job, each) async for each in self._named(name) if each.jobName == name]
+        found = [_updated(job, each) async for each in self._named(name) if each.jobName == name]
         if found:
             found.sort(key=lambda each: _RANKS[each.state])
             for further in found[:-1]:
@@ -151,16 +151,16 @@ class BedrockBatches:
             "outputDataConfig": {"s3OutputDataConfig": {"s3Uri": f"{self._output(job).uri}/"}},
             "timeoutDurationInHours": self._hours,
         }
-        told = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         try:
-            answer = await self._calls.call("POST", self._url + JOB, encode(order), headers=told)
+            answer = await self._calls.call("POST", self._url + JOB, encode(order), headers=headers)
         except ProviderRefusal as refusal:
             raise self._account.refused(refusal) from None
         id = answer.read(_Job).jobArn
         return replace(job, id=id, state="submitted", remote_state="Submitted", submitted=time.time())
 
     async def look(self, job: RemoteJob) -> RemoteJob:
-        return _told(job, (await self._ask(job)).read(_Job))
+        return _updated(job, (await self._ask(job)).read(_Job))
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
@@ -222,7 +222,7 @@ def _short(job: RemoteJob) -> str:
     return quote(short_name(job.id), safe="")
 
 
-def _told(job: RemoteJob, found: _Job) -> RemoteJob:
+def _updated(job: RemoteJob, found: _Job) -> RemoteJob:
     return replace(
         job,
         id=found.jobArn,

@@ -190,7 +190,7 @@ class CohereBatches:
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         jobs = (await self._calls.call("GET", f"{self._base}/embed-jobs")).read(_Jobs).embed_jobs
-        found = [_told(job, each) for each in jobs if each.name == job.tag]
+        found = [_updated(job, each) for each in jobs if each.name == job.tag]
         if found:
             found.sort(key=lambda each: _RANKS[each.state])
             for further in found[:-1]:
@@ -207,8 +207,8 @@ class CohereBatches:
             "Content-Type: application/jsonl\r\n\r\n"
         ).encode()
         parts = [head, FileRange(upload.path, upload.size_bytes), f"\r\n--{BOUNDARY}--\r\n".encode()]
-        told = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
-        out = Out("POST", f"{self._base}/datasets?{query}", headers=told, parts=parts)
+        content_type = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+        out = Out("POST", f"{self._base}/datasets?{query}", headers=content_type, parts=parts)
         try:
             answer = await self._calls.send(out)
         except ProviderRefusal as refusal:
@@ -226,16 +226,16 @@ class CohereBatches:
             "embedding_types": [self._type],
             "truncate": truncate,
         }
-        told = {"Content-Type": "application/json"}
+        content_type = {"Content-Type": "application/json"}
         try:
-            answer = await self._calls.call("POST", f"{self._base}/embed-jobs", encode(order), headers=told)
+            answer = await self._calls.call("POST", f"{self._base}/embed-jobs", encode(order), headers=content_type)
         except ProviderRefusal as refusal:
             raise JobRefused(refusal.message) from None
         id = answer.read(_Job).job_id
         return replace(job, id=id, state="submitted", remote_state="processing", submitted=time.time())
 
     async def look(self, job: RemoteJob) -> RemoteJob:
-        return _told(job, await self._ask(job))
+        return _updated(job, await self._ask(job))
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
@@ -334,7 +334,7 @@ async def _as_it_is(out: Out) -> Closed:
     return Closed(out)
 
 
-def _told(job: RemoteJob, found: _Job) -> RemoteJob:
+def _updated(job: RemoteJob, found: _Job) -> RemoteJob:
     return replace(
         job,
         id=found.job_id,

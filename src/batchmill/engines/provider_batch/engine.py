@@ -95,9 +95,9 @@ class ProviderBatchEngine:
         there = [job for job in jobs if job.state in ("submitted", "cancelling")]
         rows, done = sum(job.rows for job in there), sum(job.completed + job.failed for job in there)
         plural = "" if len(there) == 1 else "s"
-        told = [f"{len(there)} job{plural}, {done:,} of {rows:,} rows done there"] if there else []
-        told += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
-        note = f"{self._provider}: {'; '.join(told)}" if told else ""
+        notes = [f"{len(there)} job{plural}, {done:,} of {rows:,} rows done there"] if there else []
+        notes += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
+        note = f"{self._provider}: {'; '.join(notes)}" if notes else ""
         return EngineStats(rows, self._settings.jobs_max * self._api.limits.rows_max, note)
 
     # -- rows ---------------------------------------------------------------------------------------------------------

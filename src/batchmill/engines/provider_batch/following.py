@@ -297,10 +297,10 @@ class ProviderJob:
         is_twice = found is not None and found.id not in ("", self.job.id)
         return f"{found.id} is the same job once more" if is_twice else ""
 
-    async def collected(self, *told: str) -> None:
+    async def collected(self, *text: str) -> None:
         """Note that the rows of an ended job have been read; what was uploaded for it goes."""
         left = await self._clean_up()
-        await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*told, left])))
+        await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*text, left])))
         # Only now do the rows count that were put before: see `ports.LeaseHandle.note`.
         if left := await self._clean_results():
             await self.note(message="; ".join(filter(None, [self.job.message, left])))

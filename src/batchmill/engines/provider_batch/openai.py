@@ -217,8 +217,8 @@ class OpenAIBatches:
             "Content-Type: application/jsonl\r\n\r\n"
         ).encode()
         parts = [head, FileRange(upload.path, upload.size_bytes), f"\r\n--{boundary}--\r\n".encode()]
-        told = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        answer = await self._ask(self._calls.send(Out("POST", self._url("/files"), headers=told, parts=parts)))
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        answer = await self._ask(self._calls.send(Out("POST", self._url("/files"), headers=headers, parts=parts)))
         return replace(job, input=_text(answer.json(), "id"))
 
     async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
@@ -230,8 +230,8 @@ class OpenAIBatches:
         }
         if self._output_expires_s:
             order["output_expires_after"] = {"anchor": "created_at", "seconds": self._output_expires_s}
-        told = JSON | {"Idempotency-Key": job.tag}
-        answer = await self._ask(self._calls.call("POST", self._url("/batches"), encode(order), headers=told))
+        headers = JSON | {"Idempotency-Key": job.tag}
+        answer = await self._ask(self._calls.call("POST", self._url("/batches"), encode(order), headers=headers))
         reply = answer.json()
         return _seen(replace(job, id=_text(reply, "id")), reply)
 
@@ -265,7 +265,7 @@ class OpenAIBatches:
         if status != "completed":
             codes = {str(each.get("code")) for each in errors}
             rest = self._queue_rest_s if codes & QUEUE_FULL else None
-            raise JobRefused(f"the batch {job.id} has {status}{_told(errors)}", rest_s=rest)
+            raise JobRefused(f"the batch {job.id} has {status}{_errors_text(errors)}", rest_s=rest)
 
     async def clean_up(self, job: RemoteJob) -> None:
         if job.input:
@@ -288,8 +288,8 @@ class OpenAIBatches:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _url(self, path: str, **query: str | int) -> str:
-        told = {**self._access.query, **query}
-        return self._base + path + (f"?{urlencode(told)}" if told else "")
+        parameters = {**self._access.query, **query}
+        return self._base + path + (f"?{urlencode(parameters)}" if parameters else "")
 
     async def _close(self, out: Out) -> Closed:
         headers = {**self._access.headers(), **out.headers}
@@ -443,7 +443,7 @@ def _nth(runs: list[tuple[int, int]], n: int) -> int | None:
     return None
 
 
-def _told(errors: list[dict[str, Any]]) -> str:
+def _errors_text(errors: list[dict[str, Any]]) -> str:
     """The provider's own words, as far as one can read them."""
     words = [error.message or error.name for error in map(error_in, errors[:3])]
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""

@@ -172,8 +172,8 @@ class Access:
         found = self._of_connector(self._model.connector) if self._model.connector is not None else self._of_key()
         for name, value in self._model.engine_args.items():
             if name.startswith("header."):
-                told = str(value)
-                found[name[7:]] = self._reveal(told) if told.startswith(REFERENCES) else told
+                reference = str(value)
+                found[name[7:]] = self._reveal(reference) if reference.startswith(REFERENCES) else reference
         for name, value in found.items():
             check_header(name, value)
         self._found = found

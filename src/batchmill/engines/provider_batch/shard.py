@@ -46,7 +46,7 @@ class Gathered(Struct):
     undone: dict[int, RowReply] = field(default_factory=dict)  # what was said of rows that may be sent again
     refused: JobRefused | None = None  # the provider ended the job without running what is left over
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """What was odd about it, for people; empty: nothing."""
         odd = ((self.repeated, "rows twice"), (self.strange, "unknown rows"), (self.unread, "unreadable lines"))
         return ", ".join(f"{count} {what}" for count, what in odd if count)
@@ -254,8 +254,8 @@ class ProviderShard:
             self.course.fail(error)
         except ModelFailed as error:
             is_keyless = error.code in NO_KEY
-            told = f"{self._tools.provider}: {error.message}"
-            self.course.fail(AuthRefused(error.message) if is_keyless else RouteFailed(told))
+            message = f"{self._tools.provider}: {error.message}"
+            self.course.fail(AuthRefused(error.message) if is_keyless else RouteFailed(message))
         except BatchmillError as error:
             self.course.fail(RouteFailed(f"{self._tools.provider}: {error.message}"))
 
@@ -393,7 +393,7 @@ class ProviderShard:
                 await following.note(state="unknown", message=error.message)
                 raise SubmitUnknown(doubt(following.job, error.message)) from None
             gathered = Gathered()  # read once, and deleted: what does not count of it any more must be run again
-        await following.collected(gathered.told() or _message(gathered.refused), twice)
+        await following.collected(gathered.summary() or _message(gathered.refused), twice)
         if mine and not self.course.ending:
             await self._again(following, mine, gathered)
 

@@ -157,12 +157,12 @@ class ConnectorLive:
 
     def _again_in(self, fault: Fault, failed: int, lasted_s: float) -> float | None:
         """Seconds until the call is made again; None: it is not."""
-        told = self.retries.delay_s
-        if told is None:
+        delay_after = self.retries.delay_s
+        if delay_after is None:
             return 0.0 if failed == 1 and fault.kind is FaultKind.UNREACHABLE else None
         if fault.kind not in _AGAIN or failed >= self.retries.attempts_max:
             return None
-        delay_s = told(failed)
+        delay_s = delay_after(failed)
         return delay_s if lasted_s + delay_s < self.retries.lasts_s else None
 
     async def _once(self, call: ConnectorCall) -> ConnectorReply | Fault:
@@ -173,10 +173,10 @@ class ConnectorLive:
             result = await self._caller.send(call)
             return result
         finally:
-            self._tell(call, result)
+            self._observe(call, result)
             self._ahead.ended()
 
-    def _tell(self, call: ConnectorCall, result: ConnectorReply | Fault | None) -> None:
+    def _observe(self, call: ConnectorCall, result: ConnectorReply | Fault | None) -> None:
         """Tell the pacer how a call ended; None: it was given up."""
         now, pacer = self._clock.monotonic(), self._pacer
         if result is None:
@@ -198,7 +198,7 @@ class ConnectorLive:
         call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         response: aiohttp.ClientResponse | None = None
-        told = False
+        has_head = False
         try:
             response = await self._caller.begin(call)
             kind = response.headers.get("Content-Type", "")
@@ -206,22 +206,22 @@ class ConnectorLive:
                 yield LiveHead(200, kind)
                 while piece := await self._connections.read(response):
                     yield piece
-                told = True
+                has_head = True
                 self._pacer.answered(self._clock.monotonic())
             else:
                 result = settle(response.status, response.headers, await self._read_whole(response), self._clock.now())
-                told = True
-                self._tell(call, result)
+                has_head = True
+                self._observe(call, result)
                 status, body = await self._whole(call, result, who)
                 yield LiveHead(status)
                 yield body
         except NoReply as lost:
-            told = True
-            self._tell(call, lost.fault)
+            has_head = True
+            self._observe(call, lost.fault)
             raise _unanswered(lost.fault) from None
         finally:
-            if not told:
-                self._tell(call, None)
+            if not has_head:
+                self._observe(call, None)
             if response is not None and not response.content.at_eof():
                 response.close()
             self._ahead.ended()
@@ -308,8 +308,8 @@ class ConnectorEngine:
         self._clock: Clock = clock or SystemClock()
         connector = _connector_of(model)
         self._limits = _limits(model.limits, connector.client_config)
-        told = _told_retries(connector.client_config, jitter)
-        self._retries = told or Retries(self._limits.attempts_max)
+        retries = _configured_retries(connector.client_config, jitter)
+        self._retries = retries or Retries(self._limits.attempts_max)
         ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
         self._pacer = Pacer(
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
@@ -330,8 +330,8 @@ class ConnectorEngine:
         self._live = ConnectorLive(
             caller, self._rows, self._connections, pacer=self._pacer, ahead=self._ahead, clock=self._clock
         )
-        if told is not None:
-            self._live.retries = told
+        if retries is not None:
+            self._live.retries = retries
 
     async def start(self) -> None:
         """Read the credentials and open the pool of connections; the service itself is not called yet.
@@ -412,7 +412,7 @@ def _limits(limits: Limits, config: ClientConfig | None) -> Limits:
     return replace(limits, in_flight_max=max(in_flight, 1), connect_timeout_s=float(config.connection_timeout))
 
 
-def _told_retries(config: ClientConfig | None, jitter: Callable[[], float]) -> Retries | None:
+def _configured_retries(config: ClientConfig | None, jitter: Callable[[], float]) -> Retries | None:
     """Retries as a connector tells them; None where it does not."""
     if config is None or config.max_retry_times == 0:
         return None

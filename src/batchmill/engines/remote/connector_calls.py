@@ -63,7 +63,7 @@ def settle(
     if reply.error is not None or reply.body is None:
         return judge(reply, headers, now, request_id=request_id)
     if reply.usage is None:
-        usage = _usage_told(headers)
+        usage = _usage_in_headers(headers)
         reply = reply if usage is None else replace(reply, usage=usage)
     return ConnectorReply(reply, data, request_id)
 
@@ -116,7 +116,7 @@ def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
         return RowError("bad_response", f"the reply is no text of UTF-8: it begins {_start(data)!r}")
 
 
-def _usage_told(headers: Mapping[str, str]) -> Usage | None:
+def _usage_in_headers(headers: Mapping[str, str]) -> Usage | None:
     """The tokens that Bedrock counts in headers."""
     names = ("x-amzn-bedrock-input-token-count", "x-amzn-bedrock-output-token-count")
     counts = [headers.get(name, "") for name in names]
@@ -162,13 +162,13 @@ def embeddings_of(result: bytes, reply: Reply, model: str) -> bytes:
     if not output or any(each.name != VECTOR for each in output):
         return result
     used = 0 if reply.usage is None else reply.usage.input_tokens
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "object": "list",
         "data": [{"object": "embedding", "index": at, "embedding": each.data} for at, each in enumerate(output)],
         "model": _model(reply) or model,
         "usage": {"prompt_tokens": used, "total_tokens": used},
     }
-    return encode(told)
+    return encode(fields)
 
 
 def _model(reply: Reply) -> str | None:

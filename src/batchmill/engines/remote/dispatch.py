@@ -360,12 +360,12 @@ class Dispatch:
 
     def _go_again(self, call: RemoteRow, fault: Fault) -> None:
         """A further attempt, at once or after a while."""
-        told = self._retries.delay_s
+        delay_s = self._retries.delay_s
         if fault.rest_s == 0 and call.attempts == 1:
             self._queue.appendleft(call)
             return
-        if told is not None:
-            delay = told(call.attempts)
+        if delay_s is not None:
+            delay = delay_s(call.attempts)
         else:
             delay = self._pacer.retry_in_s(call.attempts) if self._budget.spend() else BACKOFF_MAX_S
             is_last = call.attempts == self._retries.attempts_max - 1

@@ -49,26 +49,26 @@ class HttpLive:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
         response = await self._begin(call)
-        told = False
+        has_head = False
         try:
             if request.stream and response.status == 200:
                 yield LiveHead(200, response.headers.get("Content-Type", "text/event-stream"))
                 while piece := await self._connections.read(response):
                     yield piece
-                told = True
+                has_head = True
                 self._pacer.answered(self._clock.monotonic())
             else:
                 body = await self._read_whole(response)
-                told = True
+                has_head = True
                 status, body = self._settle(call, response, body)
                 yield LiveHead(status)
                 yield body
         except NoReply as lost:
-            told = True
+            has_head = True
             self._pacer.failed(lost.fault, call.sent_at, self._clock.monotonic())
             raise Unavailable(lost.fault.error.message, code=lost.fault.error.code) from None
         finally:
-            if not told:
+            if not has_head:
                 self._pacer.window.failed()
             if not response.content.at_eof():
                 response.close()

@@ -166,11 +166,11 @@ class AdapterWork:
 
     def __init__(self, source: Adapters, offload: Offload) -> None:
         self._source, self._offload = source, offload
-        self.told = ""
+        self.waiting_for = ""
 
     async def fetch(self, spec: JobSpec, wanted: ByModel) -> JobSpec:
         """The description with adapters that rows name by their ids at a model hub."""
-        self.told = _waiting([name for names in wanted.values() for name in names])
+        self.waiting_for = _waiting([name for names in wanted.values() for name in names])
         try:
             models = list(spec.models)
             for number, names in wanted.items():
@@ -178,7 +178,7 @@ class AdapterWork:
                 models[number] = await asyncio.to_thread(with_fetched, models[number], found)
             return replace(spec, models=models)
         finally:
-            self.told = ""
+            self.waiting_for = ""
 
     async def _ensure(self, project: str, model: ModelSpec, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
         """Registered for the base of a model that settings made, so that others of that base have them too; with the
@@ -206,7 +206,7 @@ class AdapterWork:
             number: {name: place for name in names if not os.path.isabs(place := spec.models[number].adapters[name])}
             for number, names in used.items()
         }
-        self.told = _waiting([place for places in hubs.values() for place in places.values()])
+        self.waiting_for = _waiting([place for places in hubs.values() for place in places.values()])
         try:
             models = list(spec.models)
             for number, places in hubs.items():
@@ -216,7 +216,7 @@ class AdapterWork:
                     models[number] = _placed(models[number], {name: found[place] for name, place in places.items()})
             return replace(spec, models=models)
         finally:
-            self.told = ""
+            self.waiting_for = ""
 
 
 def _sound(spec: JobSpec, used: ByModel) -> dict[int, list[str]]:

@@ -53,12 +53,12 @@ def check(policy: Policy, models: list[ModelSpec], now: float) -> None:
 
 def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
     """The policy after a change. Raises: InvalidInput."""
-    told = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
-    if not told:
+    fields = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
+    if not fields:
         raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
-    policy = replace(spec.policy, **told)
+    policy = replace(spec.policy, **fields)
     # A deadline that has passed meanwhile is left alone: it ends the job by itself.
-    check(policy if "deadline" in told else replace(policy, deadline=None), spec.models, now)
+    check(policy if "deadline" in fields else replace(policy, deadline=None), spec.models, now)
     return policy
 
 
@@ -209,11 +209,11 @@ def _id_prefix(job_id: str) -> str:
 
 def identity(order: JobOrder, form: Form) -> str:
     """sha256 of what a job computes and where to; not of its input and code, nor of workers, limits and prices."""
-    told: Form | msgspec.Raw = form
+    shown_form: Form | msgspec.Raw = form
     if isinstance(form, OpenAIForm):
-        told = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
+        shown_form = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
     what = {
-        "form": told,
+        "form": shown_form,
         "format": order.dataset.format,
         "models": [_computed(model) for model in order.models],
         "dedupe": order.policy.dedupe,
@@ -223,14 +223,14 @@ def identity(order: JobOrder, form: Form) -> str:
 
 
 def _computed(model: ModelSpec) -> list[object]:
-    told: list[object] = [model.name, model.engine, model.source, model.adapters, model.base_url]
+    parts: list[object] = [model.name, model.engine, model.source, model.adapters, model.base_url]
     if model.function is not None:
-        told += [model.function.version, model.function.digest]
+        parts += [model.function.version, model.function.digest]
     if model.connector is not None:
-        told.append(model.connector)
+        parts.append(model.connector)
     if model.provider is not None:
-        told.append(model.provider)
-    return [*told, *map(_computed, model.routes)]
+        parts.append(model.provider)
+    return [*parts, *map(_computed, model.routes)]
 
 
 def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:

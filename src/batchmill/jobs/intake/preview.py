@@ -90,9 +90,9 @@ async def plan(
             return prepared.report, None
         reader = PlanReader(home / "plan")
         try:
-            told = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
+            explained = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
             notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
-            return prepared.report, msgspec.structs.replace(told, notes=notes)
+            return prepared.report, msgspec.structs.replace(explained, notes=notes)
         finally:
             reader.close()
 

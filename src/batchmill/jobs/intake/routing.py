@@ -57,7 +57,7 @@ def choose(
     ordered = sorted(ways, key=lambda way: _order(way, left_s))
     best = ordered[0]
     others = [way.route for way in ordered[1:] if is_worth(way.route, after=best.route)]
-    reasons = [_why(best, ordered, left_s, tokens), *(_told(way, left_s, tokens) for way in ordered)]
+    reasons = [_why(best, ordered, left_s, tokens), *(_estimate(way, left_s, tokens) for way in ordered)]
     return Choice(taken(model, best.route, others), reasons)
 
 
@@ -96,7 +96,7 @@ def measured(finished: Sequence[tuple[JobSpec, int, float]]) -> dict[str, float]
     """`way_of` a model -> rows per second of the newest job that went this way alone: (job, rows, seconds) each."""
     rates: dict[str, float] = {}
     for spec, rows, seconds in finished:
-        if len(spec.models) == 1 and not any(CHANGED in told for told in sentences(spec)):
+        if len(spec.models) == 1 and not any(CHANGED in sentence for sentence in sentences(spec)):
             rates.setdefault(way_of(spec.models[0]), rows / seconds)
     return rates
 
@@ -151,8 +151,8 @@ def gone_on(spec: JobSpec, ways: Mapping[int, ModelSpec], why: str) -> JobSpec:
     routing = dict(spec.routing)
     for number, way in ways.items():
         before = spec.models[number]
-        told = f"{CHANGED} {name_of(before)} to {name_of(way)}: {why}"
-        routing[before.name] = [*routing.get(before.name, []), told]
+        message = f"{CHANGED} {name_of(before)} to {name_of(way)}: {why}"
+        routing[before.name] = [*routing.get(before.name, []), message]
     return replace(spec, models=models, routing=routing)
 
 
@@ -179,7 +179,7 @@ def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
 
 def sentences(spec: JobSpec) -> list[str]:
     """Why the models of a job go the ways they go."""
-    return [f"{name}: {sentence}" for name, told in spec.routing.items() for sentence in told]
+    return [f"{name}: {sentence}" for name, reasons in spec.routing.items() for sentence in reasons]
 
 
 def _order(way: _Way, left_s: float) -> tuple:
@@ -208,7 +208,7 @@ def _why(best: _Way, ordered: Sequence[_Way], left_s: float, tokens: int | None)
     return f"it goes by {name}: {cheapest} of those that are done in {duration(left_s)}"
 
 
-def _told(way: _Way, left_s: float, tokens: int | None) -> str:
+def _estimate(way: _Way, left_s: float, tokens: int | None) -> str:
     if way.cost is None:
         cost = "no price is known"
     elif tokens is None:

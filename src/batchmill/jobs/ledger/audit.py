@@ -281,17 +281,17 @@ class _Audit:
         self._states = newest(self._maps.values(), self._maps[0].plan.plan.rows)
         plan = self._maps[0].plan.plan
         ok, failed = self._states.count(OK), self._states.count(FAILED) + plan.rejected
-        told = f"the job counts {sums.rows_ok} rows ok and {sums.rows_failed} failed"
+        message = f"the job counts {sums.rows_ok} rows ok and {sums.rows_failed} failed"
         published = state in (JobState.COMPLETED, JobState.CANCELLED) and sums.rows_ok + sums.rows_failed == sums.rows
         if published:
             if sums.rows_ok < ok:
-                self._found.add(f"{told}, but {ok} of those that ran are ok")
+                self._found.add(f"{message}, but {ok} of those that ran are ok")
             if self._before.errors != sums.rows_failed:
-                self._found.add(f"{told}, and causes of {self._before.errors} errors")
+                self._found.add(f"{message}, and causes of {self._before.errors} errors")
         elif state == JobState.COMPLETED:
-            self._found.add(f"{told} of {sums.rows}, and is completed")
+            self._found.add(f"{message} of {sums.rows}, and is completed")
         elif (sums.rows_ok, sums.rows_failed) != (ok, failed):
-            self._found.add(f"{told}, its blocks hold {ok} and {failed}")
+            self._found.add(f"{message}, its blocks hold {ok} and {failed}")
         if (sums.rows_folded, sums.rows_rejected) != (plan.followers, plan.rejected):
             self._found.add(
                 f"the job counts {sums.rows_folded} rows folded and {sums.rows_rejected} refused, the plan has "

@@ -26,21 +26,21 @@ REFUSED_MAX = 10_000  # leases with a commit that could not be counted; their jo
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Told = Callable[[Verdict | BatchmillError], None]
+CommitCallback = Callable[[Verdict | BatchmillError], None]
 
 
-Kept = Callable[[bool | BatchmillError], None]  # False: the lease is another's meanwhile
+NoteCallback = Callable[[bool | BatchmillError], None]  # False: the lease is another's meanwhile
 
 
 class _Entry(Struct, frozen=True, eq=False):
     commit: Commit
     cost: float | None
-    told: Told
+    callback: CommitCallback
 
 
 class _NoteEntry(Struct, frozen=True, eq=False):
     note: ShardNote
-    told: Kept
+    callback: NoteCallback
 
 
 _Any = _Entry | _NoteEntry | asyncio.Future[None]
@@ -71,16 +71,16 @@ class CommitLog:
         """Run a method of the ledger that only reads; it waits for no commit."""
         return await self.ledger.database.look(function, *args, **kwargs)
 
-    async def commit(self, commit: Commit, cost: float | None, told: Told) -> None:
+    async def commit(self, commit: Commit, cost: float | None, callback: CommitCallback) -> None:
         """Queue a commit, once there is room; `told` hears what became of it, on the event loop.
 
-        Should `told` raise, it is told that too, as LedgerBroken.
+        If `callback` raises, it is called again with LedgerBroken.
         """
-        await self._put(_Entry(commit, cost, told))
+        await self._put(_Entry(commit, cost, callback))
 
-    async def note(self, note: ShardNote, told: Kept) -> None:
+    async def note(self, note: ShardNote, callback: NoteCallback) -> None:
         """Queue a note, once there is room; `told` hears, on the event loop, whether it is kept."""
-        await self._put(_NoteEntry(note, told))
+        await self._put(_NoteEntry(note, callback))
 
     async def settle(self) -> None:
         """Wait until everything queued so far has been decided and told. Raises: LedgerBroken when it never will be."""
@@ -124,10 +124,10 @@ class CommitLog:
                 return
             if not isinstance(error, BatchmillError):
                 error = _bug("a commit could not be counted", error)
-            self._tell(entries[0], error)
+            self._resolve(entries[0], error)
             return
         for entry, verdict in zip(entries, verdicts, strict=True):
-            self._tell(entry, verdict)
+            self._resolve(entry, verdict)
 
     async def _keep(self, entries: Sequence[_NoteEntry]) -> None:
         """Write notes down, all in one transaction; none of a lease whose outcomes could not be counted."""
@@ -135,24 +135,24 @@ class CommitLog:
         kept: dict[int, bool | BatchmillError] = {}
         if wanted:
             try:
-                told = await self.call(self.ledger.keep_notes, [entry.note for entry in wanted])
-                kept = {id(entry): is_kept for entry, is_kept in zip(wanted, told, strict=True)}
+                answers = await self.call(self.ledger.keep_notes, [entry.note for entry in wanted])
+                kept = {id(entry): is_kept for entry, is_kept in zip(wanted, answers, strict=True)}
             except BatchmillError as error:
                 kept = {id(entry): error for entry in wanted}
         for entry in entries:
             self._batch.remove(entry)
-            entry.told(kept.get(id(entry), False))
+            entry.callback(kept.get(id(entry), False))
 
-    def _tell(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
+    def _resolve(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
         self._batch.remove(entry)
         if isinstance(verdict, BatchmillError):
             self._refused[entry.commit.lease] = None
             if len(self._refused) > REFUSED_MAX:
                 del self._refused[next(iter(self._refused))]
         try:
-            entry.told(verdict)
+            entry.callback(verdict)
         except Exception as error:  # the job whose commit this is must hear of it; the others go on
-            entry.told(_bug("what a commit sets off failed", error))
+            entry.callback(_bug("what a commit sets off failed", error))
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         """Without the drain nothing is ever decided: everyone who waits, or comes later, is told so."""
@@ -167,9 +167,11 @@ class CommitLog:
     @staticmethod
     def _fail(entry: _Any, error: LedgerBroken) -> None:
         if isinstance(entry, _Entry):
-            asyncio.get_running_loop().call_soon(entry.told, error)  # one that raises does not keep it from the next
+            asyncio.get_running_loop().call_soon(
+                entry.callback, error
+            )  # one that raises does not keep it from the next
         elif isinstance(entry, _NoteEntry):
-            asyncio.get_running_loop().call_soon(entry.told, error)
+            asyncio.get_running_loop().call_soon(entry.callback, error)
         elif not entry.done():
             entry.set_exception(error)
 

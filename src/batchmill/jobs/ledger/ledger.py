@@ -116,12 +116,12 @@ def settle(
     found = db.execute(query).first()
     if found is None:
         known = [each.tag for each in remote_jobs(db, job_id, generation) if each.state == UNKNOWN]
-        told = f"those that are unknown: {', '.join(known)}" if known else "none of its submissions is unknown"
-        raise UnknownName(f"the job {job_id} has no submission {tag!r}; {told}", code="unknown_submission")
+        message = f"those that are unknown: {', '.join(known)}" if known else "none of its submissions is unknown"
+        raise UnknownName(f"the job {job_id} has no submission {tag!r}; {message}", code="unknown_submission")
     remote = read(bytes(found.data), found.shard)
     if remote is None or remote.state != UNKNOWN:
-        told = "something else" if remote is None else remote.state
-        raise InvalidTransition(f"the submission {tag} is {told}: only one that is unknown is adopted or forgotten")
+        message = "something else" if remote is None else remote.state
+        raise InvalidTransition(f"the submission {tag} is {message}: only one that is unknown is adopted or forgotten")
     settled = _settled(remote, remote_id, now)
     stored = msgspec.json.encode(msgspec.structs.replace(settled, shard=-1))
     db.execute(notes.update().where(_place(job_id, generation, found.shard, tag)).values(data=stored, changed=now))
@@ -219,8 +219,8 @@ class Ledger:
             _check_next(db, job_id, via or state)
             times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
-            if isinstance(told := fields.get("spec"), bytes):
-                ledger_snapshot.note_models(db, read_spec(told))
+            if isinstance(spec := fields.get("spec"), bytes):
+                ledger_snapshot.note_models(db, read_spec(spec))
             if errors is not None:
                 _replace_errors(db, job_id, errors)
 

@@ -113,10 +113,10 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
 
 def insert_job(db: sa.Connection, spec: JobSpec) -> None:
     """A job of which only its description is known."""
-    told = msgspec.json.encode(spec)
+    spec_bytes = msgspec.json.encode(spec)
     db.execute(
         jobs.insert().values(
-            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=told, bytes=2 * len(told),
+            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=spec_bytes, bytes=2 * len(spec_bytes),
             created=spec.created, output=spec.output, project=spec.project,
             frontend=(spec.origin or {}).get("frontend"),
             priority=spec.policy.priority, deadline=spec.policy.deadline,

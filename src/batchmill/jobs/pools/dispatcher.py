@@ -431,13 +431,13 @@ class Dispatcher:
         price = pool.model.price
         cost = None if price is None else price.cost(commit.usage)
 
-        def told(verdict: Verdict | BatchmillError) -> None:
+        def callback(verdict: Verdict | BatchmillError) -> None:
             worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
-            self._told(pool, commit, cost, verdict, worker)
+            self._recorded(pool, commit, cost, verdict, worker)
 
-        await self._commit_log.commit(commit, cost, told)
+        await self._commit_log.commit(commit, cost, callback)
 
-    def _told(
+    def _recorded(
         self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError, worker: PoolWorker
     ) -> None:
         job_id = commit.lease.job
@@ -477,18 +477,18 @@ class Dispatcher:
             self._work.set()
 
     async def _note(self, worker: PoolWorker, note: Note) -> None:
-        def told(kept: bool | BatchmillError) -> None:
+        def callback(kept: bool | BatchmillError) -> None:
             if isinstance(kept, BatchmillError):
                 reason = PauseReason.STORAGE_FULL if isinstance(kept, StorageFull) else PauseReason.ENGINE_FAILED
                 worker.handle.send(Noted(note.id, False, reason, kept.message))
             else:
                 worker.handle.send(Noted(note.id, kept))
 
-        await self._commit_log.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), told)
+        await self._commit_log.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), callback)
 
     def _spending(self, worker: PoolWorker, message: Spending) -> None:
         if (run := self._runs.get(message.job)) is not None and run.job_budget is not None:
-            run.job_budget.hear(worker.name, message)
+            run.job_budget.report(worker.name, message)
             run.check_budget()
 
     def _left_shard(self, lease: Lease) -> None:
@@ -553,7 +553,7 @@ class Dispatcher:
             run.pause(error)
             return []
         for commit, cost in found:
-            self._told(pool, commit, cost, Verdict.COUNTED, worker)
+            self._recorded(pool, commit, cost, Verdict.COUNTED, worker)
         for shard in shards:
             run.put_back(shard, died=died)
         return [commit for commit, _ in found]

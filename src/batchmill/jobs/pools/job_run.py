@@ -36,7 +36,7 @@ class JobBudget:
         self._sent: Counter[str] = Counter()  # worker -> messages to it
         self._counted: Counter[str] = Counter()  # worker -> its rows that are counted
         self._workers: dict[str, Send] = {}
-        self._told: dict[str, Spending] = {}  # worker -> how things stand there
+        self._spending: dict[str, Spending] = {}  # worker -> how things stand there
         self._is_lean = False
 
     @property
@@ -47,16 +47,16 @@ class JobBudget:
     @property
     def needs(self) -> float:
         """USD that the next row may cost, where that is more than is free and no row is in flight; 0: it goes on."""
-        wanted = [each.needs for each in self._told.values() if each.needs]
-        is_quiet = self._is_lean and all(name in self._told for name in self._workers)
-        if not wanted or not is_quiet or any(each.reserved for each in self._told.values()):
+        wanted = [each.needs for each in self._spending.values() if each.needs]
+        is_quiet = self._is_lean and all(name in self._spending for name in self._workers)
+        if not wanted or not is_quiet or any(each.reserved for each in self._spending.values()):
             return 0.0
         return min(wanted) if min(wanted) > self.free + TINY else 0.0
 
     @property
     def beyond(self) -> float:
         """USD by which the rows in flight may pass the budget."""
-        return sum(each.beyond for each in self._told.values())
+        return sum(each.beyond for each in self._spending.values())
 
     @property
     def notes(self) -> list[str]:
@@ -71,7 +71,7 @@ class JobBudget:
     def refusal(self, *, rows: int, rows_left: int) -> str:
         """Why no further row goes, and how to go on; of `rows` so many are left that were not counted."""
         used, needs = max(self._spent, self.budget - self.free), self.needs
-        rows_left -= sum(told.done - self._counted[worker] for worker, told in self._told.items())
+        rows_left -= sum(spending.done - self._counted[worker] for worker, spending in self._spending.items())
         row_usd = used / (rows - rows_left) if rows > rows_left else 0.0
         text = f"{used:.4f} USD of the budget of {self.budget:g} USD are spent"
         if needs:
@@ -105,32 +105,34 @@ class JobBudget:
             self._allowed[worker] -= usd
             self._counted[worker] += rows
 
-    def hear(self, worker: str, told: Spending) -> None:
+    def report(self, worker: str, spending: Spending) -> None:
         """A worker says how things stand there."""
         if worker in self._workers:
             # What it said before it heard what it was allowed last says nothing of what it needs.
-            is_late = told.heard < self._sent[worker]
-            self._told[worker] = replace(told, needs=0.0, reserved=told.reserved + 1) if is_late else told
-            self._allowed[worker] -= told.returned
+            is_late = spending.allowances_seen < self._sent[worker]
+            self._spending[worker] = (
+                replace(spending, needs=0.0, reserved=spending.reserved + 1) if is_late else spending
+            )
+            self._allowed[worker] -= spending.returned
             self.share()
 
     def gone(self, worker: str) -> None:
         """This worker has died, and what it had finished is counted."""
-        for known in (self._workers, self._told, self._allowed, self._counted, self._sent):
+        for known in (self._workers, self._spending, self._allowed, self._counted, self._sent):
             known.pop(worker, None)
         self.share()
 
     def share(self) -> None:
         """Give those that wait what their next row may cost; where it is not there, the others give back theirs."""
-        for worker, told in list(self._told.items()):
-            if not told.needs:
+        for worker, spending in list(self._spending.items()):
+            if not spending.needs:
                 continue
-            if told.needs > self.free + TINY:
+            if spending.needs > self.free + TINY:
                 self._be_lean()
                 continue
-            usd = max(told.needs, self.free * (1.0 if told.takes_all else SLICE))
+            usd = max(spending.needs, self.free * (1.0 if spending.takes_all else SLICE))
             self._allowed[worker] += usd
-            self._told[worker] = replace(told, needs=0.0, reserved=told.reserved + 1)
+            self._spending[worker] = replace(spending, needs=0.0, reserved=spending.reserved + 1)
             self._send(worker, usd)
 
     def _send(self, worker: str, usd: float = 0.0) -> None:

@@ -32,7 +32,7 @@ LINES_MAX = 4096  # models whose calls are remembered; beyond that those without
 BYTES_IN_FLIGHT_MAX = 512 * 1024 * 1024  # of the bodies of one model's calls
 LOST = "worker_crashed"  # the code of a call whose worker died with it
 
-HearAnswer = Callable[[FunctionReply], None]
+ReplyCallback = Callable[[FunctionReply], None]
 Cancel = Callable[[], None]
 
 
@@ -56,14 +56,14 @@ class CallQueue:
 class LiveAsk:
     """A call that a worker has, and what its `calls` hold: called with the answer, or with why there is none."""
 
-    __slots__ = ("_again", "_ask", "_hear", "_is_second", "_line", "_worker")
+    __slots__ = ("_again", "_ask", "_on_reply", "_is_second", "_line", "_worker")
 
     def __init__(
-        self, line: CallQueue, ask: FunctionRequest, hear: HearAnswer, again: Callable[[LiveAsk], None]
+        self, line: CallQueue, ask: FunctionRequest, on_reply: ReplyCallback, again: Callable[[LiveAsk], None]
     ) -> None:
         """`again` gets a call that may be made once more, on another worker."""
         self._line, self._ask, self._again = line, ask, again
-        self._hear: HearAnswer | None = hear  # until it has heard
+        self._on_reply: ReplyCallback | None = on_reply  # until it has heard
         self._worker: PoolWorker | None = None
         self._is_second = False
         line.in_flight += 1
@@ -75,7 +75,7 @@ class LiveAsk:
         return self._line
 
     def begin(self, worker: PoolWorker) -> None:
-        if self._hear is not None:
+        if self._on_reply is not None:
             self._worker = worker
             worker.ask(self._ask, self)
 
@@ -88,7 +88,7 @@ class LiveAsk:
             self._is_second, self._worker = True, None
             self._again(self)
         else:
-            self.fail(self._told(piece))
+            self.fail(self._masked(piece))
 
     def fail(self, error: BatchmillError) -> None:
         """There will be no answer."""
@@ -96,25 +96,25 @@ class LiveAsk:
 
     def cancel(self) -> None:
         """Nobody waits for the answer any more."""
-        if self._hear is not None:
+        if self._on_reply is not None:
             self._leave()
             if self._worker is not None:
                 self._worker.abandon(self._ask.id)
 
-    def _told(self, error: BatchmillError) -> BatchmillError:
+    def _masked(self, error: BatchmillError) -> BatchmillError:
         """The end of a worker is this call's own: whether it was the cause, nobody knows."""
         if not isinstance(error, Unavailable):
             return error
         return ModelFailed(f"the worker of {self._line.model.name!r} died before it had answered", code=LOST)
 
     def _end(self, answer: FunctionReply) -> None:
-        hear = self._hear
-        if hear is not None:
+        on_reply = self._on_reply
+        if on_reply is not None:
             self._leave()
-            hear(answer)
+            on_reply(answer)
 
     def _leave(self) -> None:
-        self._hear = None  # who heard knows this call: what goes round has to be found to be freed
+        self._on_reply = None  # who heard knows this call: what goes round has to be found to be freed
         self._line.in_flight -= 1
         self._line.bytes -= len(self._ask.body)
 
@@ -161,19 +161,19 @@ class LivePath:
         head: bytes = b"",
         timeout_s: float | None = None,
         origin: tuple[str, str] = ("", ""),
-        hear: HearAnswer,
+        on_reply: ReplyCallback,
     ) -> Cancel | None:
         """Begin a call at once; None where it would have to wait, or would be refused: then `ask` it.
 
         `origin` is the caller's project and the id of the request.
-        `hear` gets the answer, later and once, its `raised` included; never after the call was cancelled.
+        `on_reply` gets the answer, later and once, its `raised` included; never after the call was cancelled.
         """
         line = self._line(model)
         worker = self._free_worker(line)
         if worker is None or len(body) > BODY_BYTES_MAX or not line.has_room(len(body)):
             return None
         call = LiveAsk(
-            line, FunctionRequest(next(self._numbers), form, body, head, timeout_s, *origin), hear, self._ask_again
+            line, FunctionRequest(next(self._numbers), form, body, head, timeout_s, *origin), on_reply, self._ask_again
         )
         call.begin(worker)
         return call.cancel
@@ -187,11 +187,11 @@ class LivePath:
             raise TooLarge(f"a body of {len(body)} bytes; a live request may have {BODY_BYTES_MAX}")
         answered: asyncio.Future[FunctionReply] = asyncio.get_running_loop().create_future()
 
-        def hear(answer: FunctionReply) -> None:
+        def on_reply(answer: FunctionReply) -> None:
             if not answered.done():
                 answered.set_result(answer)
 
-        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, origin=origin, hear=hear)
+        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, origin=origin, on_reply=on_reply)
         if cancel is None:
             line = self._line(model)
             if not line.has_room(len(body)):
@@ -200,7 +200,7 @@ class LivePath:
                     code="too_many_bytes",
                 )
             ask = FunctionRequest(next(self._numbers), form, body, head, timeout_s, *origin)
-            call = LiveAsk(line, ask, hear, self._ask_again)
+            call = LiveAsk(line, ask, on_reply, self._ask_again)
             cancel = call.cancel
             try:
                 await self._begin(call)

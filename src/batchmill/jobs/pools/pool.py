@@ -235,8 +235,10 @@ class Pool:
     @property
     def waits(self) -> str:
         """For what the first of its replicas that has no room waits; empty: none does."""
-        told = (self._tools.allocations.why(self._place(each)) for each in self._replicas.values() if each.is_waiting)
-        return next(filter(None, told), "")
+        reasons = (
+            self._tools.allocations.why(self._place(each)) for each in self._replicas.values() if each.is_waiting
+        )
+        return next(filter(None, reasons), "")
 
     def _goes_on(self, replica: _Replica) -> bool:
         return not (self._stopping or replica.is_leaving or self.failure is not None)
@@ -324,7 +326,7 @@ class Pool:
 
     async def _listen(self, replica: _Replica, worker: PoolWorker) -> bool:
         """Hear a worker out until it has gone; True when it said that it has failed."""
-        worker.heard = self._clock.monotonic()
+        worker.heard_at = self._clock.monotonic()
         self.workers[worker.name] = worker
         if self._provided is not None:
             worker.provide(self._provided)
@@ -332,7 +334,7 @@ class Pool:
             worker.end()
         failed = False
         async for message in worker.handle.messages():
-            worker.heard = self._clock.monotonic()
+            worker.heard_at = self._clock.monotonic()
             failed = await self._receive(worker, message) or failed
         return failed
 
@@ -353,9 +355,9 @@ class Pool:
             return False
         self._deaths.count(by_row=death.by_row, by_call=is_answering and not worker.storage_error)
         log = worker.home / f"{worker.name}.log"
-        told = redaction.mask(last_lines(log))
+        log_tail = redaction.mask(last_lines(log))
         why = f"its disk failed: {worker.storage_error}" if worker.storage_error else f"exit code {code}"
-        text = f"a worker died ({why})" + (f"; its last lines:\n{told}" if told else f"; see {log}")
+        text = f"a worker died ({why})" + (f"; its last lines:\n{log_tail}" if log_tail else f"; see {log}")
         self._tools.log.add(self.key, "failed", text, worker.replica)
         if not self._deaths.are_too_many:
             return False
@@ -398,7 +400,7 @@ class Pool:
                 if stats is not None:
                     self.sums.add(stats)
             case ReplyChunk() | Head() | Answered():
-                worker.hear(message)
+                worker.deliver(message)
                 if isinstance(message, Answered):
                     self._deaths.answered()
             case Ready():
@@ -413,9 +415,9 @@ class Pool:
             case EngineDied(_, how, in_flight):
                 self._tools.log.add(self.key, DIED, how, worker.replica, in_flight)
             case Suspected() | Charged():
-                self._tools.quarantine.hear(self.model.source, message)
-            case StorageBroken(told):
-                worker.storage_error = told
+                self._tools.quarantine.record(self.model.source, message)
+            case StorageBroken(failure):
+                worker.storage_error = failure
             case Failed(job=None):
                 self._give_up(worker, message)
                 return True
@@ -440,7 +442,7 @@ class Pool:
         while True:
             await self._clock.sleep(FROZEN_S / 10)
             for worker in list(self.workers.values()):
-                if self._clock.monotonic() - worker.heard > FROZEN_S and worker.handle.is_frozen():
+                if self._clock.monotonic() - worker.heard_at > FROZEN_S and worker.handle.is_frozen():
                     worker.handle.kill()
 
     def is_running(self, job_id: str) -> bool:
@@ -555,6 +557,6 @@ def rest_s(failures: int) -> float:
 def _not_started(error: OSError) -> Failed:
     """A full disk is no fault of the model's: its jobs go on when there is room."""
     text = f"a worker cannot be started: {error}"
-    if (told := of_system(error)) is not None:
-        return Failed(told.code, text, told.reason)
+    if (system_error := of_system(error)) is not None:
+        return Failed(system_error.code, text, system_error.reason)
     return Failed("worker_failed", text, PauseReason.ENGINE_FAILED)

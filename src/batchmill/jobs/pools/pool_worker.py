@@ -126,7 +126,7 @@ JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place amo
 JOBS_OPEN_PROJECT_MAX = 48  # of one project: a worker has room for the jobs of others
 
 # None: the answer is complete. An Ask has one Answer, or an error.
-Hear = Callable[[FunctionReply | LiveHead | bytes | Exception | None], None]
+LiveCallback = Callable[[FunctionReply | LiveHead | bytes | Exception | None], None]
 
 
 class PoolWorker:
@@ -142,11 +142,11 @@ class PoolWorker:
         self.storage_error = ""  # why it cannot write what it finishes: its end is no row's fault
         self.wants: set[str] = set()  # jobs of which it has room for one more grant
         self.weights: dict[str, Weight] = {}  # job -> what it was told of it
-        self.calls: dict[int, Hear] = {}  # live request -> who hears its answer
+        self.calls: dict[int, LiveCallback] = {}  # live request -> who hears its answer
         self.opened: dict[str, str] = {}  # jobs it was told of and may get grants of, and their projects
         self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
-        self.heard = 0.0
+        self.heard_at = 0.0
         self._asks: list[FunctionRequest] = []  # of this turn of the loop: they go in one message
 
     def drain(self) -> None:
@@ -181,19 +181,19 @@ class PoolWorker:
         self.wants.discard(job_id)
         self.weights.pop(job_id, None)
 
-    def hear(self, message: Head | ReplyChunk | Answered) -> None:
+    def deliver(self, message: Head | ReplyChunk | Answered) -> None:
         """Pass on a piece of an answer; nobody hears one that was abandoned."""
         match message:
             case Head(id_, piece) | ReplyChunk(id_, piece):
-                hear = self.calls.get(id_)
+                on_reply = self.calls.get(id_)
             case Answered(id_, raised):
-                hear, piece = self.calls.pop(id_, None), None if raised is None else raised.error()
-        if hear is not None:
-            hear(piece)
+                on_reply, piece = self.calls.pop(id_, None), None if raised is None else raised.error()
+        if on_reply is not None:
+            on_reply(piece)
 
-    def ask(self, ask: FunctionRequest, hear: Hear) -> None:
+    def ask(self, ask: FunctionRequest, on_reply: LiveCallback) -> None:
         """Have it answer a call, with all the others of this turn of the loop."""
-        self.calls[ask.id] = hear
+        self.calls[ask.id] = on_reply
         if not self._asks:
             asyncio.get_running_loop().call_soon(self._send_asks)
         self._asks.append(ask)
@@ -217,12 +217,12 @@ class PoolWorker:
 
     def answer(self, answers: Sequence[FunctionReply]) -> None:
         for answer in answers:
-            hear = self.calls.pop(answer.id, None)
-            if hear is not None:
-                hear(answer)
+            on_reply = self.calls.pop(answer.id, None)
+            if on_reply is not None:
+                on_reply(answer)
 
     def end_calls(self, error: BatchmillError) -> None:
         """It answers nothing any more."""
         calls, self.calls = self.calls, {}
-        for hear in calls.values():
-            hear(error)
+        for on_reply in calls.values():
+            on_reply(error)

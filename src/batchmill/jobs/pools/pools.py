@@ -141,12 +141,12 @@ class Pools:
         for pool in (*self._pools.values(), *self.dying):
             yield from pool.workers.values()
 
-    def _learn(self, source: str, told: Learn) -> None:
+    def _learn(self, source: str, lesson: Learn) -> None:
         """Every worker of a base model knows what one has learnt, or somebody has cleared."""
         for pool in self._pools.values():
             if pool.model.traits.learns_poison and pool.model.source == source:
                 for worker in pool.workers.values():
-                    worker.handle.send(told)
+                    worker.handle.send(lesson)
 
     def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
         """Whether a worker has yet to let go of a job; `handed_over`: of rows that a provider was given."""

@@ -54,7 +54,7 @@ class Quarantine:
             self.settings.deaths_per_hour,
         )
 
-    def hear(self, model: str, message: Suspected | Charged) -> None:
+    def record(self, model: str, message: Suspected | Charged) -> None:
         """What a worker of a base model says."""
         match message:
             case Suspected(suspect):
@@ -66,7 +66,7 @@ class Quarantine:
         """Call `listener` with a base model and what its engines are told, each time that changes."""
         self._listeners.append(listener)
 
-    def _tell(self, model: str) -> None:
+    def _publish(self, model: str) -> None:
         for listener in self._listeners:
             listener(model, Learn(self.poison(model)))
 
@@ -82,14 +82,14 @@ class Quarantine:
             del self._suspects[oldest]
             gone.append(oldest)
         self._write([suspect] if suspect.deaths else [], gone)
-        self._tell(model)
+        self._publish(model)
 
     def charge(self, model: str, charge: Charge, *, is_taken_back: bool = False) -> None:
         """A death is a project's, or was not."""
         since = self._clock.now() - BUDGET_WINDOW_S
         kept = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
         self._charges[model] = [*kept, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
-        self._tell(model)
+        self._publish(model)
 
     def list(self, project: str | None) -> list[Suspect]:
         """Those of a project, or of all; the oldest first."""
@@ -111,7 +111,7 @@ class Quarantine:
             del self._suspects[each.digest]
         self._write([], [each.digest for each in found])
         for model in {each.model for each in found}:
-            self._tell(model)
+            self._publish(model)
         return found
 
     async def close(self) -> None:

@@ -241,8 +241,10 @@ class Resources:
             parts.append(f"comes after {', '.join(dict.fromkeys(before))}, which waited first")
         if not parts:
             return ""
-        told = "; ".join(f"{self._name(key)} ({use_of(key)}) holds {self._holding(key, short)}" for key in holders)
-        return f"{waiting.asked.name!r} " + ", and ".join(parts) + (f": {told}" if told else "")
+        holders_text = "; ".join(
+            f"{self._name(key)} ({use_of(key)}) holds {self._holding(key, short)}" for key in holders
+        )
+        return f"{waiting.asked.name!r} " + ", and ".join(parts) + (f": {holders_text}" if holders_text else "")
 
     def _is_short(self, waiting: _Waiting, what: str, free: dict[str, int]) -> bool:
         return self._total[what] is not None and getattr(waiting.asked.needs, what) > free[what]
@@ -259,10 +261,10 @@ class Resources:
 def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
     """What `why` says, for one who may not know of every model: others are "another model"."""
 
-    def told(found: re.Match[str]) -> str:
+    def message(found: re.Match[str]) -> str:
         return found[0] if may_know(found[0][1:-1]) else ANOTHER
 
-    return _OTHERS.sub(lambda part: _QUOTED.sub(told, part[0]), sentence)
+    return _OTHERS.sub(lambda part: _QUOTED.sub(message, part[0]), sentence)
 
 
 def must_be_there(model: ModelSpec) -> int:
@@ -301,10 +303,10 @@ def _text(what: str, amount: int) -> str:
 
 def _of_total(what: str, free: int, total: int) -> str:
     """ "4 of 24 GiB", "1 of 4 GPUs"; "300 MiB of 24 GiB" where the units differ."""
-    told, whole = _text(what, max(0, free)), _text(what, total)
-    if what == GPUS or told.split()[-1] == whole.split()[-1] or free <= 0:
-        return f"{told.split()[0] if free > 0 else 0} of {whole}"
-    return f"{told} of {whole}"
+    free_text, whole = _text(what, max(0, free)), _text(what, total)
+    if what == GPUS or free_text.split()[-1] == whole.split()[-1] or free <= 0:
+        return f"{free_text.split()[0] if free > 0 else 0} of {whole}"
+    return f"{free_text} of {whole}"
 
 
 class Allocations:
@@ -314,19 +316,19 @@ class Allocations:
         self.machine = machine
         self.make_room: Callable[[], None] = _nothing  # called while replicas wait, whenever something has changed
         self.use_of: Callable[[str], str] = _unknown  # pool key -> what uses it, for people
-        self._heard: dict[Replica, asyncio.Future[Capacity]] = {}
+        self._granted: dict[Replica, asyncio.Future[Capacity]] = {}
 
     async def take(self, asked: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
         """Room for a replica, once there is some. `waits` hears for what, where there is none at once."""
-        heard = self._heard[asked.place] = asyncio.get_running_loop().create_future()
+        granted = self._granted[asked.place] = asyncio.get_running_loop().create_future()
         self.machine.ask(asked)
         try:
             self.review()
-            if not heard.done():
+            if not granted.done():
                 waits(self.why(asked.place))
-            return await heard
+            return await granted
         except asyncio.CancelledError:
-            self._heard.pop(asked.place, None)
+            self._granted.pop(asked.place, None)
             if self.machine.holds(asked.place):
                 self.machine.give_back(asked.place)
             else:
@@ -342,11 +344,11 @@ class Allocations:
     def review(self) -> None:
         """Room has come free, or somebody waits who did not, or a pool is needed no more."""
         for place, room in self.machine.allot():
-            heard = self._heard.pop(place)
-            if heard.cancelled():  # its replica has not yet noticed that it is to wait no more
+            granted = self._granted.pop(place)
+            if granted.cancelled():  # its replica has not yet noticed that it is to wait no more
                 self.machine.give_back(place)
             else:
-                heard.set_result(room)
+                granted.set_result(room)
         if self.machine.is_waited_for:
             self.make_room()
 

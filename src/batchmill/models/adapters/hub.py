@@ -54,7 +54,7 @@ def _download(repository: str, revision: str | None, work: Path, token: str | No
 
 def _translated(source: str, error: Exception, token: str | None) -> BatchmillError:
     """What the hub's library says, as ours. Its messages name no token."""
-    told = str(error).strip().partition("\n")[0]
+    message = str(error).strip().partition("\n")[0]
     if isinstance(error, hub_errors.GatedRepoError):
         return AuthRefused(f"{source} is gated: ask for access to it, and give a token that has it", code="hub_refused")
     if isinstance(error, hub_errors.RepositoryNotFoundError):
@@ -67,8 +67,8 @@ def _translated(source: str, error: Exception, token: str | None) -> BatchmillEr
             f"{source} is not in the cache of the hub, and HF_HUB_OFFLINE forbids to ask for it", code="unknown_adapter"
         )
     if isinstance(error, hub_errors.HFValidationError):
-        return InvalidInput(f"{source} is no id of a model hub: {told}", code="invalid_source")
+        return InvalidInput(f"{source} is no id of a model hub: {message}", code="invalid_source")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return AuthRefused(f"the hub refused {source} ({status}): give a token that may read it", code="hub_refused")
-    return Unavailable(f"{source} could not be fetched from {constants.ENDPOINT}: {told}", code="hub_unavailable")
+    return Unavailable(f"{source} could not be fetched from {constants.ENDPOINT}: {message}", code="hub_unavailable")

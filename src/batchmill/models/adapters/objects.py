@@ -51,11 +51,11 @@ def _read(store: obstore.store.ObjectStore, name: str, write: Callable[[bytes], 
 
 
 def _translated(source: str, error: exceptions.BaseError) -> BatchmillError:
-    told = str(error).strip().partition("\n")[0]
-    if isinstance(error, exceptions.NotFoundError) or NOT_THERE in told:
-        return InvalidInput(f"there is nothing at {source}: {told}", code="unknown_adapter")
+    message = str(error).strip().partition("\n")[0]
+    if isinstance(error, exceptions.NotFoundError) or NOT_THERE in message:
+        return InvalidInput(f"there is nothing at {source}: {message}", code="unknown_adapter")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        return AuthRefused(f"the object store refused {source}: {told}", code="store_refused")
+        return AuthRefused(f"the object store refused {source}: {message}", code="store_refused")
     if isinstance(error, exceptions.UnknownConfigurationKeyError | exceptions.InvalidPathError):
-        return InvalidInput(f"{source} cannot be read: {told}", code="invalid_source")
-    return Unavailable(f"{source} could not be fetched: {told}", code="store_unavailable")
+        return InvalidInput(f"{source} cannot be read: {message}", code="invalid_source")
+    return Unavailable(f"{source} could not be fetched: {message}", code="store_unavailable")

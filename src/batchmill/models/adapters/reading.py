@@ -77,8 +77,8 @@ def rank_of(place: Path) -> int:
 
 def settled_room(engine_args: Mapping[str, object]) -> int | None:
     """The room for ranks that the engine's own arguments settle; None: they say nothing of it."""
-    told = [str(value) for name, value in engine_args.items() if name.lstrip("-").replace("_", "-") == RANK_ARGUMENT]
-    return int(told[-1]) if told and told[-1].isdecimal() else None
+    ranks = [str(value) for name, value in engine_args.items() if name.lstrip("-").replace("_", "-") == RANK_ARGUMENT]
+    return int(ranks[-1]) if ranks and ranks[-1].isdecimal() else None
 
 
 def room_for(ranks: Iterable[int]) -> int:
@@ -158,7 +158,7 @@ def _unsupported(config: dict[str, Any]) -> str:
             "target_modules names no modules",
         ),
     )
-    return next((told for is_so, told in reasons if is_so), "")
+    return next((reason for is_so, reason in reasons if is_so), "")
 
 
 def _is_texts(value: object) -> bool:

@@ -46,9 +46,9 @@ def read_heads(path: Path) -> dict[str, TensorHead]:
     except OSError as error:
         raise _invalid(path, error.strerror or str(error)) from None
     try:
-        told = msgspec.json.decode(shallow(data), type=dict[str, msgspec.Raw])
-        told.pop(METADATA, None)
-        heads = {name: msgspec.json.decode(raw, type=TensorHead) for name, raw in told.items()}
+        fields = msgspec.json.decode(shallow(data), type=dict[str, msgspec.Raw])
+        fields.pop(METADATA, None)
+        heads = {name: msgspec.json.decode(raw, type=TensorHead) for name, raw in fields.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _invalid(path, f"its head cannot be read: {error}") from None
     _check_places(path, heads, size - LENGTH_BYTES - length)

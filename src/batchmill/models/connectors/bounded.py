@@ -90,8 +90,8 @@ class Processing:
     async def _process(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], who: str, patience_s: float, *, as_row: bool
     ) -> bytes:
-        told = self._all(parameters).get(processing.FILTER)
-        expression = told if isinstance(told, str) else None
+        filter_text = self._all(parameters).get(processing.FILTER)
+        expression = filter_text if isinstance(filter_text, str) else None
         head = encode(_Process(action, expression, as_row))
         work = "the reply of the service" if expression is None else f"the response_filter {expression[:SHOWN_CHARS]!r}"
         return await self._programs.run(

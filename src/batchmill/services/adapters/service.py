@@ -252,8 +252,8 @@ class AdapterService:
         """
         model = self._base(caller, base, name)
         place = check_source(source, self._entry, is_trusted=is_trusted)
-        told = check_token(token, is_trusted=is_trusted)
-        record = await self._begin(self._new(caller.project, model.name, name, place, told))
+        reference = check_token(token, is_trusted=is_trusted)
+        record = await self._begin(self._new(caller.project, model.name, name, place, reference))
         faults.point("after_adapter_record")
         self._start(record, model)
         return record
@@ -267,7 +267,7 @@ class AdapterService:
         staging = self._home / fetching.STAGING
         await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=staging) as folder:
-            with _full_disk_told():
+            with _report_full_disk():
                 staged = await asyncio.to_thread(_unpack, bundle, Path(folder))
             settling = asyncio.create_task(
                 self._settle(self._new(caller.project, model.name, name, UPLOAD, None), staged, model)
@@ -310,7 +310,7 @@ class AdapterService:
         """Write an archive that arrives piece by piece. Raises: StorageFull, OverQuota."""
         writing, size_bytes = await self._room.begin(project), 0
         try:
-            with _full_disk_told(), bundle.open("wb") as file:
+            with _report_full_disk(), bundle.open("wb") as file:
                 async for piece in pieces:
                     size_bytes += len(piece)
                     writing.grew_to(size_bytes)
@@ -503,7 +503,7 @@ class AdapterService:
 
 
 @contextlib.contextmanager
-def _full_disk_told() -> Iterator[None]:
+def _report_full_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -527,9 +527,9 @@ def _rank_max(model: ModelSpec) -> int:
 
 
 def unknown_adapter(name: str, version: int | None) -> UnknownName:
-    told = name if version is None else f"{name}/{version}"
+    shown = name if version is None else f"{name}/{version}"
     return UnknownName(
-        f"there is no adapter {told[:SHOWN_CHARS]!r}: `batchmill adapters list` lists them", code="unknown_adapter"
+        f"there is no adapter {shown[:SHOWN_CHARS]!r}: `batchmill adapters list` lists them", code="unknown_adapter"
     )
 
 

@@ -202,9 +202,9 @@ def whole_number(name: str, value: Any) -> int:
     return int(text)
 
 
-def boost_of(told: Mapping[str, Any], name: str) -> float:
+def boost_of(values: Mapping[str, Any], name: str) -> float:
     """The `boost` of a query, 1 where there is none. Raises: InvalidInput."""
-    value = told.get("boost", 1.0)
+    value = values.get("boost", 1.0)
     try:
         boost = float(value) if is_number(value) or isinstance(value, str) else math.nan
     except (ValueError, OverflowError):

@@ -77,9 +77,9 @@ def _match_none(body: Any) -> Score:
 
 
 def _term(body: Any) -> Score:
-    field, told = _field(body, "term", "value", {"boost", "case_insensitive"})
-    wanted, whole = told["value"], field.endswith(KEYWORD)
-    if told.get("case_insensitive"):
+    field, options = _field(body, "term", "value", {"boost", "case_insensitive"})
+    wanted, whole = options["value"], field.endswith(KEYWORD)
+    if options.get("case_insensitive"):
         lower = text_of(wanted).lower()
         return having(field, lambda value: text_of(value).lower() == lower)
     return having(field, lambda value: is_same(value, wanted, whole=whole))
@@ -87,8 +87,8 @@ def _term(body: Any) -> Score:
 
 def _terms(body: Any) -> Score:
     boost_of(_object(body, "terms"), "terms")
-    told = {name: value for name, value in body.items() if name != "boost"}
-    field, wanted = _single(told, "terms")
+    fields = {name: value for name, value in body.items() if name != "boost"}
+    field, wanted = _single(fields, "terms")
     if not isinstance(wanted, list) or len(wanted) > CLAUSES_MAX:
         raise parse_error(f"[terms] query wants a list of at most {CLAUSES_MAX} values for [{field[:SHOWN_CHARS]}]")
     if any(isinstance(each, (list, Mapping)) for each in wanted):
@@ -98,47 +98,49 @@ def _terms(body: Any) -> Score:
 
 
 def _match(body: Any) -> Score:
-    field, told = _field(body, "match", "query", {"boost", "operator", "fuzziness", "minimum_should_match", "lenient"})
-    if told.get("fuzziness") not in (None, 0, "0"):
+    field, options = _field(
+        body, "match", "query", {"boost", "operator", "fuzziness", "minimum_should_match", "lenient"}
+    )
+    if options.get("fuzziness") not in (None, 0, "0"):
         raise parse_error("[match] query does not support [fuzziness] here")
-    if told.get("minimum_should_match") is not None:
+    if options.get("minimum_should_match") is not None:
         raise parse_error("[match] query does not support [minimum_should_match] here")
-    return match_words(field, told["query"], needs_all=str(told.get("operator", "or")).lower() == "and")
+    return match_words(field, options["query"], needs_all=str(options.get("operator", "or")).lower() == "and")
 
 
 def _match_phrase(body: Any) -> Score:
-    field, told = _field(body, "match_phrase", "query", {"boost"})
-    return phrase(field, told["query"])
+    field, options = _field(body, "match_phrase", "query", {"boost"})
+    return phrase(field, options["query"])
 
 
 def _multi_match(body: Any) -> Score:
-    told = _options(body, "multi_match", {"query", "fields", "operator", "type", "boost"})
-    fields = told.get("fields")
-    if "query" not in told or not isinstance(fields, list) or not fields or len(fields) > CLAUSES_MAX:
+    options = _options(body, "multi_match", {"query", "fields", "operator", "type", "boost"})
+    fields = options.get("fields")
+    if "query" not in options or not isinstance(fields, list) or not fields or len(fields) > CLAUSES_MAX:
         raise parse_error("[multi_match] query wants [query] and a list of [fields]")
-    if told["query"] is None or isinstance(told["query"], (list, Mapping)):
+    if options["query"] is None or isinstance(options["query"], (list, Mapping)):
         raise parse_error("[multi_match] query wants one value for [query]")
     if not all(isinstance(each, str) for each in fields):
         raise parse_error("[multi_match] query wants a list of names as [fields]")
-    make = phrase if told.get("type") == "phrase" else match_words
-    if told.get("type", "best_fields") not in ("best_fields", "most_fields", "phrase"):
-        raise parse_error(f"[multi_match] query does not support type [{shown(told['type'])}] here")
-    return best([make(field.partition("^")[0], told["query"]) for field in fields])
+    make = phrase if options.get("type") == "phrase" else match_words
+    if options.get("type", "best_fields") not in ("best_fields", "most_fields", "phrase"):
+        raise parse_error(f"[multi_match] query does not support type [{shown(options['type'])}] here")
+    return best([make(field.partition("^")[0], options["query"]) for field in fields])
 
 
 def _prefix(body: Any) -> Score:
-    field, told = _field(body, "prefix", "value", {"boost", "case_insensitive"})
-    return having(field, _folded(field, told, lambda text, wanted: text.startswith(wanted)))
+    field, options = _field(body, "prefix", "value", {"boost", "case_insensitive"})
+    return having(field, _folded(field, options, lambda text, wanted: text.startswith(wanted)))
 
 
 def _wildcard(body: Any) -> Score:
-    field, told = _field(body, "wildcard", "value", {"boost", "case_insensitive", "wildcard"})
-    return having(field, _folded(field, told, lambda text, wanted: fits(wanted, text)))
+    field, options = _field(body, "wildcard", "value", {"boost", "case_insensitive", "wildcard"})
+    return having(field, _folded(field, options, lambda text, wanted: fits(wanted, text)))
 
 
-def _folded(field: str, told: Mapping[str, Any], test: Callable[[str, str], bool]) -> Callable[[Any], bool]:
+def _folded(field: str, options: Mapping[str, Any], test: Callable[[str, str], bool]) -> Callable[[Any], bool]:
     """A test of the whole value, of a bare field of its words too."""
-    wanted, folds = text_of(told["value"]), bool(told.get("case_insensitive"))
+    wanted, folds = text_of(options["value"]), bool(options.get("case_insensitive"))
     wanted = wanted.lower() if folds else wanted
 
     def holds(value: Any) -> bool:
@@ -175,13 +177,13 @@ _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def _range(body: Any) -> Score:
-    field, told = _single(body, "range")
-    told = _options(told, "range", {*_BOUNDS, "boost", "format", "time_zone", "relation"})
-    if strangers := set(told) & {"format", "time_zone", "relation"}:
+    field, options = _single(body, "range")
+    options = _options(options, "range", {*_BOUNDS, "boost", "format", "time_zone", "relation"})
+    if strangers := set(options) & {"format", "time_zone", "relation"}:
         raise parse_error(f"[range] query does not support [{min(strangers)}] here: times are milliseconds")
-    if any(isinstance(told.get(name), (list, Mapping)) for name in _BOUNDS):
+    if any(isinstance(options.get(name), (list, Mapping)) for name in _BOUNDS):
         raise parse_error(f"[range] query wants single values as bounds of [{field[:SHOWN_CHARS]}]")
-    bounds = [(_BOUNDS[name], told[name]) for name in _BOUNDS if told.get(name) is not None]
+    bounds = [(_BOUNDS[name], options[name]) for name in _BOUNDS if options.get(name) is not None]
 
     def holds(value: Any) -> bool:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -196,22 +198,22 @@ def _range(body: Any) -> Score:
 
 
 def _constant(body: Any, depth: int) -> Score:
-    told = _options(body, "constant_score", {"filter", "boost"})
-    inner, boost = compile_query(told.get("filter"), depth + 1), boost_of(told, "constant_score")
+    options = _options(body, "constant_score", {"filter", "boost"})
+    inner, boost = compile_query(options.get("filter"), depth + 1), boost_of(options, "constant_score")
     return lambda document: None if inner(document) is None else boost
 
 
 def _bool(body: Any, depth: int) -> Score:
-    told = _options(body, "bool", {"must", "should", "filter", "must_not", "minimum_should_match", "boost"})
+    options = _options(body, "bool", {"must", "should", "filter", "must_not", "minimum_should_match", "boost"})
     must, should, kept, without = (
-        [compile_query(each, depth + 1) for each in _list(told.get(name))]
+        [compile_query(each, depth + 1) for each in _list(options.get(name))]
         for name in ("must", "should", "filter", "must_not")
     )
-    return combined(must, should, kept, without, least=_least(told, should, bool(must or kept)))
+    return combined(must, should, kept, without, least=_least(options, should, bool(must or kept)))
 
 
-def _least(told: Mapping[str, Any], should: list[Score], has_others: bool) -> int:
-    asked = told.get("minimum_should_match")
+def _least(options: Mapping[str, Any], should: list[Score], has_others: bool) -> int:
+    asked = options.get("minimum_should_match")
     if asked is None:
         return 0 if has_others or not should else 1
     return least_of(asked, len(should))
@@ -227,37 +229,37 @@ def _object(body: Any, name: str) -> Mapping[str, Any]:
 
 
 def _single(body: Any, name: str) -> tuple[str, Any]:
-    told = _object(body, name)
-    if len(told) != 1:
-        what = "no" if not told else "more than one"
+    fields = _object(body, name)
+    if len(fields) != 1:
+        what = "no" if not fields else "more than one"
         raise parse_error(f"[{name[:SHOWN_CHARS]}] malformed query, it has {what} field name")
-    return next(iter(told.items()))
+    return next(iter(fields.items()))
 
 
 def _options(body: Any, name: str, known: set[str]) -> Mapping[str, Any]:
-    told = _object(body, name)
-    for each in told:
+    options = _object(body, name)
+    for each in options:
         if each not in known and each != "_name":
             raise parse_error(f"[{name}] query does not support [{each[:SHOWN_CHARS]}]")
-    boost_of(told, name)
-    return told
+    boost_of(options, name)
+    return options
 
 
 def _field(body: Any, name: str, main: str, options: set[str]) -> tuple[str, Mapping[str, Any]]:
     """The field of a query and what it says: `{"field": value}`, or `{"field": {"value": value, …}}`."""
-    field, told = _single(body, name)
-    if not isinstance(told, Mapping):
-        told = {main: told}
-    told = _options(told, name, {main, *options})
-    if main not in told and "wildcard" in told:  # the older name of its value
-        told = {**told, main: told["wildcard"]}
-    if told.get(main) is None or isinstance(told[main], (list, Mapping)):
+    field, given = _single(body, name)
+    if not isinstance(given, Mapping):
+        given = {main: given}
+    given = _options(given, name, {main, *options})
+    if main not in given and "wildcard" in given:  # the older name of its value
+        given = {**given, main: given["wildcard"]}
+    if given.get(main) is None or isinstance(given[main], (list, Mapping)):
         raise parse_error(f"[{name}] query wants one value for [{field[:SHOWN_CHARS]}]")
-    return field, told
+    return field, given
 
 
-def _list(told: Any) -> list[Any]:
-    found = [] if told is None else told if isinstance(told, list) else [told]
+def _list(value: Any) -> list[Any]:
+    found = [] if value is None else value if isinstance(value, list) else [value]
     if len(found) > CLAUSES_MAX:
         raise parse_error(f"too many clauses: {len(found)}, and there may be {CLAUSES_MAX}")
     return found
@@ -370,8 +372,8 @@ def _order(asked: Any) -> list[tuple[str, bool, Any]]:
     if not isinstance(asked, Mapping):
         raise parse_error(f"malformed sort: [{shown(asked)}]")
     orders = []
-    for field, told in asked.items():
-        options = told if isinstance(told, Mapping) else {"order": told}
+    for field, direction in asked.items():
+        options = direction if isinstance(direction, Mapping) else {"order": direction}
         way = shown(options.get("order", "desc" if field == SCORE else "asc")).lower()
         if isinstance(options.get("missing"), (list, Mapping)):
             raise parse_error("[sort] wants one value for [missing]")
@@ -433,13 +435,13 @@ class _Shape:
     def __init__(self, asked: Any) -> None:
         """Raises: InvalidInput."""
         self.is_shown = asked is not False
-        told = asked if isinstance(asked, Mapping) else {"includes": asked if isinstance(asked, (str, list)) else []}
+        options = asked if isinstance(asked, Mapping) else {"includes": asked if isinstance(asked, (str, list)) else []}
         if asked is not None and not isinstance(asked, (bool, str, list, Mapping)):
             raise parse_error(f"[_source] is true, false, names or an object, not [{shown(asked)}]")
-        if strangers := set(told) - {"includes", "excludes", "include", "exclude"}:
+        if strangers := set(options) - {"includes", "excludes", "include", "exclude"}:
             raise parse_error(f"[_source] does not support [{min(strangers)[:SHOWN_CHARS]}]")
-        self._wanted = _patterns(told.get("includes", told.get("include")))
-        self._unwanted = _patterns(told.get("excludes", told.get("exclude")))
+        self._wanted = _patterns(options.get("includes", options.get("include")))
+        self._unwanted = _patterns(options.get("excludes", options.get("exclude")))
 
     def of(self, source: dict[str, Any], place: str = "") -> dict[str, Any]:
         if not self._wanted and not self._unwanted:
@@ -461,8 +463,8 @@ class _Shape:
         return not self._wanted or any(_covers(each, path) for each in self._wanted)
 
 
-def _patterns(told: Any) -> list[str]:
-    names = [] if told is None else [told] if isinstance(told, str) else told
+def _patterns(value: Any) -> list[str]:
+    names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
         raise parse_error("[_source] wants names")
     return names

@@ -87,7 +87,7 @@ class FunctionCalls:
             code = error.code
             raise
         finally:
-            self._tell(caller, target, form, code, began)
+            self._publish(caller, target, form, code, began)
         return answer
 
     def ask_now(
@@ -97,39 +97,39 @@ class FunctionCalls:
         form: str,
         body: bytes,
         head: bytes,
-        hear: Callable[[FunctionReply], None],
+        on_reply: Callable[[FunctionReply], None],
     ) -> Cancel | None:
         """Begin a call without waiting; what is returned ends it early. None: it would have to wait, so `ask`.
 
-        `hear` gets the answer, its `raised` included: once, later, and never once the call was ended early.
+        `on_reply` gets the answer, its `raised` included: once, later, and never once the call was ended early.
         """
         if self._unloaded and not self.is_ready(target):
             return None
         began = self._clock.monotonic()
 
-        def told(answer: FunctionReply) -> None:
-            self._tell(caller, target, form, None if answer.raised is None else answer.raised.code, began)
+        def replied(answer: FunctionReply) -> None:
+            self._publish(caller, target, form, None if answer.raised is None else answer.raised.code, began)
             try:
-                hear(answer)
+                on_reply(answer)
             except Exception as error:  # the edge: a frontend's own bug must not end the worker that answered
                 log.error("an answer of %s could not be handed on", target.name, exc_info=error)
-                hear(
+                on_reply(
                     FunctionReply(
                         answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))
                     )
                 )
 
         origin = caller.project, request_id.get()
-        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, hear=told)
+        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, on_reply=replied)
         if cancel is None:
             return None
         if target.mirrors:
             self._copy(target, form, body, head, origin)
         return lambda: self._give_up(cancel, (caller, target, form, "abandoned", began))
 
-    def _give_up(self, cancel: Cancel, told: tuple[Caller, VersionTarget, str, str, float]) -> None:
+    def _give_up(self, cancel: Cancel, request: tuple[Caller, VersionTarget, str, str, float]) -> None:
         cancel()
-        self._tell(*told)
+        self._publish(*request)
 
     async def stream(
         self, caller: Caller, target: VersionTarget, form: str, body: bytes, head: bytes = b""
@@ -150,12 +150,12 @@ class FunctionCalls:
         except BaseException as error:
             await pieces.aclose()
             code = error.code if isinstance(error, BatchmillError) else "abandoned"
-            self._tell(caller, target, form, code, began)
+            self._publish(caller, target, form, code, began)
             raise
         return first, self._body(pieces, (caller, target, form), began)
 
     async def _body(
-        self, pieces: AsyncGenerator[LiveHead | bytes], told: tuple[Caller, VersionTarget, str], began: float
+        self, pieces: AsyncGenerator[LiveHead | bytes], request: tuple[Caller, VersionTarget, str], began: float
     ) -> AsyncGenerator[bytes]:
         code: str | None = "abandoned"
         try:
@@ -168,9 +168,9 @@ class FunctionCalls:
             raise
         finally:
             await pieces.aclose()
-            self._tell(*told, code, began)
+            self._publish(*request, code, began)
 
-    def _tell(self, caller: Caller, target: VersionTarget, form: str, code: str | None, began: float) -> None:
+    def _publish(self, caller: Caller, target: VersionTarget, form: str, code: str | None, began: float) -> None:
         if not self._listeners:
             return
         status = ANSWERED if code is None else 0

@@ -136,19 +136,19 @@ class VersionBuilder:
         home = self.folder(version)
         await asyncio.to_thread(shutil.copytree, self.folder(found), home)
         assert found.spec is not None and found.spec.function is not None, "only what is ready is copied"
-        told = f"{version.branch}/{version.number}"
-        function = replace(found.spec.function, version=told, folder=str(home / bundles.CODE))
+        shown_version = f"{version.branch}/{version.number}"
+        function = replace(found.spec.function, version=shown_version, folder=str(home / bundles.CODE))
         return replace(found.spec, function=function)
 
     def log(self, version: ModelVersion) -> str:
         """The end of what was printed while a version was made, and why it failed."""
-        told = f"{version.error}\n" if version.error else ""
+        error_line = f"{version.error}\n" if version.error else ""
         try:
             with (self.folder(version) / LOG).open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - LOG_BYTES_MAX))
-                return file.read().decode(errors="replace") + told
+                return file.read().decode(errors="replace") + error_line
         except FileNotFoundError:
-            return told
+            return error_line
 
     def discard_code(self, version: ModelVersion) -> None:
         """A version that failed keeps only what was printed."""
@@ -204,8 +204,8 @@ def _stage(bundle: Path, folder: Path) -> Staged:
     except OSError as error:
         raise InvalidInput(f"the bundle cannot be unpacked: {error.strerror}", code="invalid_bundle") from None
     check(order, code)
-    told = {name: value for name, value in msgspec.to_builtins(order).items() if name not in PEOPLES}
-    data = msgspec.json.encode([bundles.digest(code), told], order="deterministic")
+    settings = {name: value for name, value in msgspec.to_builtins(order).items() if name not in PEOPLES}
+    data = msgspec.json.encode([bundles.digest(code), settings], order="deterministic")
     return Staged(folder, order, hashlib.sha256(data).hexdigest())
 
 
@@ -349,7 +349,7 @@ def _check_batches(interface: Interface, spec: ModelSpec) -> None:
 async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec) -> None:
     answer: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
 
-    def hear(come: list[Any]) -> None:
+    def on_frames(come: list[Any]) -> None:
         for meta, buffers in come:
             if meta["kind"] == "results" and meta["id"] == number and not answer.done():
                 answer.set_result((meta, buffers))
@@ -358,7 +358,7 @@ async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec
         if not answer.done():
             answer.set_exception(ModelFailed(f"the example ended the process: {child.last_words()}"))
 
-    child.heard, child.ended = hear, end
+    child.on_frames, child.ended = on_frames, end
     layout = POSITIONAL if isinstance(example, list) else NAMED
     asked = {"kind": "ask", "id": number, "rows": 1, "layout": layout, "train": False, "exact": False}
     child.send(asked, [msgspec.json.encode([example])])
@@ -370,8 +370,8 @@ async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec
         raise ModelFailed(f"the example {_shown(example)} had no answer after {limit_s:g} s") from None
     if meta["errors"]:
         code, message, trace = next(iter(meta["errors"].values()))
-        told = trace.rstrip() or f"{code}: {message}"
-        raise ModelFailed(f"the example {_shown(example)} was refused:\n{told}")
+        failure = trace.rstrip() or f"{code}: {message}"
+        raise ModelFailed(f"the example {_shown(example)} was refused:\n{failure}")
 
 
 def _sample(interface: Interface, spec: ModelSpec, order: DeployOrder) -> list[Any]:

@@ -91,10 +91,10 @@ def openapi(name: str, branch: str, interface: Interface) -> dict[str, Any]:
     }
 
 
-def _operation(told: str, summary: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+def _operation(name: str, summary: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
     error = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     return {
-        "operationId": told,
+        "operationId": name,
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
         "responses": {
@@ -134,28 +134,28 @@ def _rows_reply(interface: Interface) -> dict[str, Any]:
 
 def _schema(tensor: Tensor) -> dict[str, Any]:
     """JSON schema of one value. Type hints are told, and never enforced on rows."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     match tensor.datatype:
         case "BOOL":
-            told = {"type": "boolean"}
+            fields = {"type": "boolean"}
         case "BYTES" | "STRING":
-            told = {"type": "string"}
+            fields = {"type": "string"}
         case "FP16" | "FP32" | "FP64" | "BF16":
-            told = {"type": "number"}
+            fields = {"type": "number"}
         case str() as kind if kind in _RANGES:
             bits, sign = _RANGES[kind]
             low, high = (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-            told = {"type": "integer", "minimum": low, "maximum": high}
+            fields = {"type": "integer", "minimum": low, "maximum": high}
     if tensor.shape != [1]:
         for size in reversed(tensor.shape):
             sizes = {} if size < 0 else {"minItems": size, "maxItems": size}
-            told = {"type": "array", "items": told, **sizes}
-    return told if tensor.example is None else told | {"examples": [example_of(tensor)]}
+            fields = {"type": "array", "items": fields, **sizes}
+    return fields if tensor.example is None else fields | {"examples": [example_of(tensor)]}
 
 
 def _tensors_schema(tensors: list[Tensor], key: str) -> dict[str, Any]:
     """The tensors of a V2 body, each by its name."""
-    told = []
+    schemas = []
     for tensor in tensors:
         datatype = "BYTES" if tensor.datatype == "STRING" else tensor.datatype
         properties = {
@@ -164,7 +164,7 @@ def _tensors_schema(tensors: list[Tensor], key: str) -> dict[str, Any]:
             "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
             "data": {"type": "array"},
         }
-        told.append({"type": "object", "properties": properties, "required": list(properties)})
-    items = {"anyOf": told} if told else {"type": "object"}
+        schemas.append({"type": "object", "properties": properties, "required": list(properties)})
+    items = {"anyOf": schemas} if schemas else {"type": "object"}
     properties = {"id": {"type": "string"}, key: {"type": "array", "items": items}}
     return {"type": "object", "properties": properties, "required": [key]}

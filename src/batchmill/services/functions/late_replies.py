@@ -22,7 +22,7 @@ from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
 from batchmill.ports import Clock
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.outbox import DELAYS_S, GONE, delay_s
-from batchmill.services.webhook_sender import DeliveryResult as Heard
+from batchmill.services.webhook_sender import DeliveryResult as DeliveryResult
 from batchmill.services.webhook_sender import WebhookSender
 from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
@@ -47,7 +47,7 @@ class Order(Struct, frozen=True):
     url: str
     header: str  # that holds the id of the call
     ignores_timeout: bool = False  # a URL that takes long to answer has heard it
-    told: str = ""  # the frontend's own
+    state: str = ""  # of the frontend
 
 
 class LateCall(Struct, frozen=True):
@@ -301,15 +301,15 @@ class LateReplies:
 
     async def _send(self, call: LateCall, reply: bytes) -> None:
         order = call.order
-        heard = await self._webhook_sender.deliver(order.url, call.id, reply, (), headers={order.header: call.id})
+        result = await self._webhook_sender.deliver(order.url, call.id, reply, (), headers={order.header: call.id})
         attempts = call.attempts + 1
-        if not heard.failure or (heard.is_late and order.ignores_timeout):
+        if not result.failure or (result.is_late and order.ignores_timeout):
             await self._database.write(forget, call.id)
-        elif attempts > len(DELAYS_S) or heard.status == GONE:
-            log.warning("the late reply %s is given up: %s", call.id, heard.failure)
+        elif attempts > len(DELAYS_S) or result.status == GONE:
+            log.warning("the late reply %s is given up: %s", call.id, result.failure)
             await self._database.write(forget, call.id)
         else:
-            await self._database.write(put_off, call.id, attempts, self._next(call.id, attempts, heard))
+            await self._database.write(put_off, call.id, attempts, self._next(call.id, attempts, result))
 
-    def _next(self, call_id: str, attempts: int, heard: Heard) -> float:
-        return self._clock.now() + delay_s(call_id, attempts, heard.rest_s)
+    def _next(self, call_id: str, attempts: int, result: DeliveryResult) -> float:
+        return self._clock.now() + delay_s(call_id, attempts, result.rest_s)

@@ -121,16 +121,16 @@ def _route(row: sa.RowMapping) -> Route:
 
 
 def version_info(version: ModelVersion) -> VersionInfo:
-    told = VersionInfo(
+    info = VersionInfo(
         version.name, version.branch, version.number, version.state, version.created, version.finished,
         version.source, version.error, project=version.project, key=version.key, is_shared=version.is_shared,
     )  # fmt: skip
     spec = version.spec
     if spec is None or spec.function is None or version.state != READY:
-        return told
+        return info
     function, limits = spec.function, spec.limits
     return replace(
-        told,
+        info,
         interface=function.interface, digest=function.digest, workers=spec.workers, gpus=function.gpus,
         batch_size=function.batch_size, batch_window_s=function.batch_window_s, timeout_s=limits.attempt_timeout_s,
         memory_bytes=limits.memory_bytes, is_idempotent=function.is_idempotent,
@@ -145,12 +145,12 @@ def alias_info(route: Route) -> AliasInfo:
     return AliasInfo(route.label[1:], _backends(route.backends), _backends(route.mirrors), route.changed)
 
 
-def backends_of(told: Sequence[BackendInfo]) -> list[Backend]:
-    return [Backend(each.branch, each.number, each.weight) for each in told]
+def backends_of(backends: Sequence[BackendInfo]) -> list[Backend]:
+    return [Backend(each.branch, each.number, each.weight) for each in backends]
 
 
-def _backends(told: Sequence[Backend]) -> list[BackendInfo]:
-    return [BackendInfo(each.number, each.branch, each.weight) for each in told]
+def _backends(backends: Sequence[Backend]) -> list[BackendInfo]:
+    return [BackendInfo(each.number, each.branch, each.weight) for each in backends]
 
 
 def detail(name: str, versions: list[ModelVersion], routes: list[Route], url: str) -> FunctionDetail:

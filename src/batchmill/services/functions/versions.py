@@ -266,8 +266,8 @@ class ModelVersions:
         return ready
 
     async def _failed(self, version: ModelVersion, error: BaseException) -> None:
-        told = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
-        failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=told)
+        message = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
+        failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=message)
         await self._database.write(records.fail, failed)
         self._put(failed.name, [failed])
         await asyncio.to_thread(self._builder.discard_code, version)
@@ -331,9 +331,11 @@ class ModelVersions:
             found, latest = self._latest(name, source), self._latest(name, into)
             if found is None:
                 raise self._unknown(name, source, LATEST)
-            told = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
+            source_text = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
             key = None if by is None else by.key
-            new = replace(found, branch=into, created=self._clock.now(), finished=None, source=told, spec=None, key=key)
+            new = replace(
+                found, branch=into, created=self._clock.now(), finished=None, source=source_text, spec=None, key=key
+            )
             version = await self._begin(new, by)
             try:
                 return await self._publish(version, await self._builder.copy(found, version), latest)

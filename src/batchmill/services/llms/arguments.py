@@ -107,41 +107,41 @@ def checked(args: Mapping[str, Value | None], *, gpus_max: int | None = None) ->
     Raises: InvalidInput (`engine_arg_not_allowed`, `invalid_engine_arg`), naming the argument and the way out.
     """
     found: dict[str, Value] = {}
-    for told, value in args.items():
-        name = told.lstrip("-").replace("_", "-")
+    for flag, value in args.items():
+        name = flag.lstrip("-").replace("_", "-")
         name = OTHER_NAMES.get(name, name)
         if name not in ALLOWED:
             why = REFUSED.get(name, f"callers may set {', '.join(ALLOWED)}")
             raise InvalidInput(
-                f"the engine argument {told[:SHOWN_CHARS]!r} is not yours to set: {why}", code="engine_arg_not_allowed"
+                f"the engine argument {flag[:SHOWN_CHARS]!r} is not yours to set: {why}", code="engine_arg_not_allowed"
             )
         if name in found:
-            raise _invalid(told, value, "once: it was given twice")
-        found[name] = _read(told, name, value)
+            raise _invalid(flag, value, "once: it was given twice")
+        found[name] = _read(flag, name, value)
     needed = math.prod(int(found.get(name, 1)) for name in GPU_COUNTS)
     if gpus_max is not None and needed > max(1, gpus_max):
-        told = " × ".join(name for name in GPU_COUNTS if name in found)
+        flag = " × ".join(name for name in GPU_COUNTS if name in found)
         raise InvalidInput(
-            f"{told} = {needed} GPUs for a replica, and this machine has {gpus_max}: ask for fewer",
+            f"{flag} = {needed} GPUs for a replica, and this machine has {gpus_max}: ask for fewer",
             code="invalid_engine_arg",
         )
     return found
 
 
-def _read(told: str, name: str, value: Value | None) -> Value:
+def _read(text: str, name: str, value: Value | None) -> Value:
     rule = ALLOWED[name]
     if rule.kind is bool:
-        return _switch(told, value)
+        return _switch(text, value)
     if name == SPECULATION:
-        return _speculation(told, value)
+        return _speculation(text, value)
     if rule.choices:
         if value not in rule.choices:
-            raise _invalid(told, value, f"one of {', '.join(rule.choices)}")
+            raise _invalid(text, value, f"one of {', '.join(rule.choices)}")
         return str(value)
     number = _number(value, rule.kind)
     if number is None or not rule.low <= number <= rule.high:
         what = "a whole number" if rule.kind is int else "a number"
-        raise _invalid(told, value, f"{what} from {rule.low:,} to {rule.high:,}")
+        raise _invalid(text, value, f"{what} from {rule.low:,} to {rule.high:,}")
     return number
 
 
@@ -159,35 +159,35 @@ def _number(value: Value | None, kind: type) -> int | float | None:
     return int(number) if number == int(number) else None
 
 
-def _switch(told: str, value: Value | None) -> bool:
+def _switch(text: str, value: Value | None) -> bool:
     words = {"true": True, "false": False, "1": True, "0": False}
     if value is None or isinstance(value, bool):
         return value is not False
     if (found := words.get(str(value).lower())) is None:
-        raise _invalid(told, value, "true or false")
+        raise _invalid(text, value, "true or false")
     return found
 
 
-def _speculation(told: str, value: Value | None) -> str:
+def _speculation(text: str, value: Value | None) -> str:
     """The same JSON in one form. Raises: InvalidInput for a method that loads another model."""
     try:
         read = msgspec.json.decode(str(value), type=_Speculation)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
-        raise _invalid(told, value, f"a JSON object with method and num_speculative_tokens ({error})") from None
+        raise _invalid(text, value, f"a JSON object with method and num_speculative_tokens ({error})") from None
     if read.method != "ngram":
-        raise _invalid(told, read.method, 'of the method "ngram": others load a further model or code')
+        raise _invalid(text, read.method, 'of the method "ngram": others load a further model or code')
     counts = (read.num_speculative_tokens, read.prompt_lookup_max, read.prompt_lookup_min)
     if any(count is not None and not 1 <= count <= SPECULATED_MAX for count in counts):
-        raise _invalid(told, value, f"of numbers from 1 to {SPECULATED_MAX}")
+        raise _invalid(text, value, f"of numbers from 1 to {SPECULATED_MAX}")
     least, most = read.prompt_lookup_min, read.prompt_lookup_max
     if least is not None and most is not None and least > most:
-        raise _invalid(told, value, "of a prompt_lookup_min that is at most prompt_lookup_max")
+        raise _invalid(text, value, "of a prompt_lookup_min that is at most prompt_lookup_max")
     members = {name: count for name, count in msgspec.structs.asdict(read).items() if count is not None}
     return msgspec.json.encode(members, order="deterministic").decode()
 
 
-def _invalid(told: str, value: object, wanted: str) -> InvalidInput:
+def _invalid(text: str, value: object, wanted: str) -> InvalidInput:
     return InvalidInput(
-        f"the engine argument {told[:SHOWN_CHARS]!r} must be {wanted}, not {str(value)[:SHOWN_CHARS]!r}",
+        f"the engine argument {text[:SHOWN_CHARS]!r} must be {wanted}, not {str(value)[:SHOWN_CHARS]!r}",
         code="invalid_engine_arg",
     )

@@ -45,7 +45,7 @@ class LlmDeployment(Struct, frozen=True):
         return not (self.is_stopped or self.is_broken)
 
 
-class _Told(Struct, frozen=True, omit_defaults=True):
+class _Details(Struct, frozen=True, omit_defaults=True):
     """The column `details`."""
 
     description: str | None = None
@@ -62,15 +62,15 @@ class Stored(Struct, frozen=True):
     project: str
     name: str
     settings: LlmSettings
-    told: _Told
+    details: _Details
     created: float
     changed: float
 
     def deployment(self, model: ModelSpec) -> LlmDeployment:
-        told = self.told
+        details = self.details
         return LlmDeployment(
-            self.id, self.project, self.name, self.settings, told.description, told.details, self.created,
-            self.changed, model, is_stopped=told.is_stopped, problem=told.problem, serving=told.serving,
+            self.id, self.project, self.name, self.settings, details.description, details.details, self.created,
+            self.changed, model, is_stopped=details.is_stopped, problem=details.problem, serving=details.serving,
         )  # fmt: skip
 
 
@@ -122,17 +122,17 @@ def secrets_before(db: sa.Connection, prefix: str, before: float) -> list[str]:
 
 
 def _values(deployment: LlmDeployment) -> dict[str, Any]:
-    told = _Told(
+    details = _Details(
         deployment.description, deployment.details, deployment.is_stopped, deployment.serving, deployment.problem
     )
     return {
         "id": deployment.id, "project": deployment.project, "name": deployment.name,
-        "settings": msgspec.json.encode(deployment.settings), "details": msgspec.json.encode(told),
+        "settings": msgspec.json.encode(deployment.settings), "details": msgspec.json.encode(details),
         "created": deployment.created, "changed": deployment.changed,
     }  # fmt: skip
 
 
 def _stored(row: sa.RowMapping) -> Stored:
-    told = msgspec.json.decode(row["details"], type=_Told)
+    fields = msgspec.json.decode(row["details"], type=_Details)
     settings = msgspec.json.decode(row["settings"], type=LlmSettings)
-    return Stored(row["id"], row["project"], row["name"], settings, told, row["created"], row["changed"])
+    return Stored(row["id"], row["project"], row["name"], settings, fields, row["created"], row["changed"])

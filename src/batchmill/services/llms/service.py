@@ -78,15 +78,17 @@ class LlmService:
     async def load(self) -> None:
         """Read what there is. One whose base is no more is kept, and says so when it is used."""
         for stored in await self._database.read(records.read_all):
-            if stored.told.serving is not None and not stored.told.problem:  # nothing runs that could be exchanged
-                stored = replace(stored, told=replace(stored.told, serving=None))
+            if (
+                stored.details.serving is not None and not stored.details.problem
+            ):  # nothing runs that could be exchanged
+                stored = replace(stored, details=replace(stored.details, serving=None))
             deployment = self._loaded(stored)
             self._records.setdefault(deployment.project, {})[deployment.name] = deployment
             self._want(deployment)
         self._publish(self._all())
 
     def _loaded(self, stored: Stored) -> LlmDeployment:
-        settings = stored.told.serving or stored.settings
+        settings = stored.details.serving or stored.settings
         try:
             base = self._configuration.get(settings.base_model)
         except BatchmillError as error:
@@ -138,19 +140,19 @@ class LlmService:
         if deployment.is_broken:
             return replace(view, state=EngineState.FAILED, message=deployment.problem)
         if deployment.problem:
-            told = f"the update failed, and what was there before it is served: {deployment.problem}"
-            return replace(view, message=" / ".join(filter(None, (told, view.message))))
+            problem = f"the update failed, and what was there before it is served: {deployment.problem}"
+            return replace(view, message=" / ".join(filter(None, (problem, view.message))))
         return view
 
     def shown(self, caller: Caller, deployment: LlmDeployment) -> EngineView:
         """As `view`, without the names of models that the caller may not know of."""
         view = self.view(deployment)
 
-        def told(text: str) -> str:
+        def message(text: str) -> str:
             return veiled(text, lambda name: self._directory.sees(caller, name))
 
-        events = [seen(each, caller.project, told(each.message)) for each in view.events]
-        return replace(view, message=told(view.message), events=events)
+        events = [seen(each, caller.project, message(each.message)) for each in view.events]
+        return replace(view, message=message(view.message), events=events)
 
     def quarantined(self, project: str | None, digest: str | None = None, *, clear: bool = False) -> list[Suspect]:
         """Requests of a project, or of all, that engines died of; `clear`: let them go, or the one of this digest."""

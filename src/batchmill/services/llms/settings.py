@@ -66,9 +66,9 @@ class HubTokens:
 
 def tokens_of(deployment: LlmDeployment) -> set[str]:
     """The names of the secrets that are a deployment's own."""
-    told = [each.hf_token for each in (deployment.settings, deployment.serving) if each is not None]
+    tokens = [each.hf_token for each in (deployment.settings, deployment.serving) if each is not None]
     own = f"{REFERENCE}{PREFIX}"
-    return {each.removeprefix(REFERENCE) for each in told if each is not None and each.startswith(own)}
+    return {each.removeprefix(REFERENCE) for each in tokens if each is not None and each.startswith(own)}
 
 
 def is_reference(token: str) -> bool:
@@ -155,20 +155,20 @@ def model_of(base: ModelSpec, settings: LlmSettings, *, name: str | None = None)
 
 def _engine_args(base: ModelSpec, settings: LlmSettings) -> dict[str, str | int | float | bool | None]:
     """The base's own where the settings say the same in other words, so that its engine serves both."""
-    ours = {_flag(told) for told in settings.engine_args}
-    made = {told: value for told, value in base.engine_args.items() if _flag(told) not in ours} | settings.engine_args
+    ours = {_flag(flag) for flag in settings.engine_args}
+    made = {flag: value for flag, value in base.engine_args.items() if _flag(flag) not in ours} | settings.engine_args
     return base.engine_args if _in_one_form(made) == _in_one_form(base.engine_args) else made
 
 
 def _in_one_form(args: Mapping[str, str | int | float | bool | None]) -> dict[str, str]:
     """As a command line says them: a flag without a value is true."""
-    return {_flag(told): "true" if value is None else str(value).lower() for told, value in args.items()}
+    return {_flag(flag): "true" if value is None else str(value).lower() for flag, value in args.items()}
 
 
 def digest_of(settings: LlmSettings) -> str:
     """Of what makes an engine another one."""
-    told = replace(settings, preloaded_adapters=[])
-    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:DIGEST_CHARS]
+    compared = replace(settings, preloaded_adapters=[])
+    return hashlib.sha256(msgspec.json.encode(compared, order="deterministic")).hexdigest()[:DIGEST_CHARS]
 
 
 def is_same_engine(mine: LlmSettings, other: LlmSettings) -> bool:

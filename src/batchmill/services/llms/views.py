@@ -19,37 +19,37 @@ OWN = ("base_model", "engine_args", "hf_token", "takes_adapters", "preloaded_ada
 
 
 def settings_of(asked: NewLlm) -> LlmSettings:
-    told = asdict(asked)
+    fields = asdict(asked)
     return LlmSettings(
-        **{name: told[name] for name in OWN}, scaling=_scaling(Scaling(), told), needs=_needs(Needs(), told)
+        **{name: fields[name] for name in OWN}, scaling=_scaling(Scaling(), fields), needs=_needs(Needs(), fields)
     )
 
 
 def changed(settings: LlmSettings, asked: LlmChange) -> LlmSettings | None:
     """The settings with what is said of them; None: nothing is."""
-    told = {name: value for name, value in asdict(asked).items() if value is not UNSET and name != "description"}
-    if not told:
+    fields = {name: value for name, value in asdict(asked).items() if value is not UNSET and name != "description"}
+    if not fields:
         return None
     return replace(
         settings,
-        **{name: told[name] for name in OWN if name in told},
-        scaling=_scaling(settings.scaling, told),
-        needs=_needs(settings.needs, told),
+        **{name: fields[name] for name in OWN if name in fields},
+        scaling=_scaling(settings.scaling, fields),
+        needs=_needs(settings.needs, fields),
     )
 
 
-def _scaling(before: Scaling, told: dict[str, Any]) -> Scaling:
+def _scaling(before: Scaling, fields: dict[str, Any]) -> Scaling:
     """A least number above the most that was not said raises that."""
     blank = Scaling()
-    said = {name: told[name] for name in SCALING if name in told}
+    said = {name: fields[name] for name in SCALING if name in fields}
     found = replace(before, **{name: getattr(blank, name) if said[name] is None else said[name] for name in said})
     if said.get("replicas_max") is None and found.replicas_min > found.replicas_max:
         return replace(found, replicas_max=found.replicas_min)
     return found
 
 
-def _needs(before: Needs, told: dict[str, Any]) -> Needs:
-    return replace(before, **{name: told[name] or 0 for name in NEEDS if name in told})
+def _needs(before: Needs, fields: dict[str, Any]) -> Needs:
+    return replace(before, **{name: fields[name] or 0 for name in NEEDS if name in fields})
 
 
 def info(deployment: LlmDeployment, view: EngineView) -> LlmInfo:
@@ -87,7 +87,7 @@ async def change(
 ) -> LlmDeployment:
     """Change what `asked` says, and keep the rest."""
     settings = changed(llms.get(caller, name).settings, asked)
-    told = asked.description
+    description = asked.description
     return await llms.update(
-        caller, name, settings, description=UNSET if told is UNSET else told, is_trusted=is_trusted
+        caller, name, settings, description=UNSET if description is UNSET else description, is_trusted=is_trusted
     )

@@ -56,8 +56,10 @@ class StatusWords:
 
     def __init__(self, entry: MlCommonsEntry) -> None:
         self._fields = entry.status_field
-        told: StatusRegex = entry.status_regex
-        self._states = [(state, re.compile(getattr(told, setting), re.IGNORECASE)) for state, setting in STATES.items()]
+        patterns: StatusRegex = entry.status_regex
+        self._states = [
+            (state, re.compile(getattr(patterns, setting), re.IGNORECASE)) for state, setting in STATES.items()
+        ]
 
     def state_of(self, reply: Mapping[str, Any]) -> str | None:
         """The state that a provider's reply means: the last of the fields that says one; None: none says any."""
@@ -115,8 +117,8 @@ class JobTasks:
         """
         await self._database.write(records.insert_batch, task, tasks_max, self.quotas.of(task.project).remote_tasks)
         try:
-            told = replace(order, origin={**(order.origin or {}), "frontend": FRONTEND, "task": task.id})
-            submitted = await self._project_jobs.submit(caller, told)
+            labelled = replace(order, origin={**(order.origin or {}), "frontend": FRONTEND, "task": task.id})
+            submitted = await self._project_jobs.submit(caller, labelled)
         except BatchmillError:
             await self._database.write(records.delete, task.id)
             raise

@@ -43,16 +43,34 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: _is_number(value) and (isinstance(value, int) or value.is_integer()),
 }
 _BOUNDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
-    "minimum": (lambda value: value if _is_number(value) else None, lambda told, bound: told >= bound),
-    "maximum": (lambda value: value if _is_number(value) else None, lambda told, bound: told <= bound),
-    "exclusiveMinimum": (lambda value: value if _is_number(value) else None, lambda told, bound: told > bound),
-    "exclusiveMaximum": (lambda value: value if _is_number(value) else None, lambda told, bound: told < bound),
-    "minLength": (lambda value: len(value) if isinstance(value, str) else None, lambda told, bound: told >= bound),
-    "maxLength": (lambda value: len(value) if isinstance(value, str) else None, lambda told, bound: told <= bound),
-    "minItems": (lambda value: len(value) if isinstance(value, list) else None, lambda told, bound: told >= bound),
-    "maxItems": (lambda value: len(value) if isinstance(value, list) else None, lambda told, bound: told <= bound),
-    "minProperties": (lambda value: len(value) if isinstance(value, dict) else None, lambda told, bound: told >= bound),
-    "maxProperties": (lambda value: len(value) if isinstance(value, dict) else None, lambda told, bound: told <= bound),
+    "minimum": (lambda value: value if _is_number(value) else None, lambda measured, bound: measured >= bound),
+    "maximum": (lambda value: value if _is_number(value) else None, lambda measured, bound: measured <= bound),
+    "exclusiveMinimum": (lambda value: value if _is_number(value) else None, lambda measured, bound: measured > bound),
+    "exclusiveMaximum": (lambda value: value if _is_number(value) else None, lambda measured, bound: measured < bound),
+    "minLength": (
+        lambda value: len(value) if isinstance(value, str) else None,
+        lambda measured, bound: measured >= bound,
+    ),
+    "maxLength": (
+        lambda value: len(value) if isinstance(value, str) else None,
+        lambda measured, bound: measured <= bound,
+    ),
+    "minItems": (
+        lambda value: len(value) if isinstance(value, list) else None,
+        lambda measured, bound: measured >= bound,
+    ),
+    "maxItems": (
+        lambda value: len(value) if isinstance(value, list) else None,
+        lambda measured, bound: measured <= bound,
+    ),
+    "minProperties": (
+        lambda value: len(value) if isinstance(value, dict) else None,
+        lambda measured, bound: measured >= bound,
+    ),
+    "maxProperties": (
+        lambda value: len(value) if isinstance(value, dict) else None,
+        lambda measured, bound: measured <= bound,
+    ),
 }
 
 
@@ -64,9 +82,9 @@ def read_interface(value: Any) -> dict[str, str] | None:
         raise InvalidInput('interface is an object of schemas: {"input": {…}, "output": {…}}', code="invalid_interface")
     found = {}
     for side in SIDES:
-        if (told := value.get(side)) is None:
+        if (schema := value.get(side)) is None:
             continue
-        text = told if isinstance(told, str) else msgspec.json.encode(told).decode()
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
         if len(text.encode(errors="replace")) > SCHEMA_BYTES_MAX:
             raise InvalidInput(f"interface.{side} is longer than {SCHEMA_BYTES_MAX:,} bytes", code="invalid_interface")
         try:
@@ -82,8 +100,8 @@ def _check_schema(schema: Any, place: str, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
-        told = f"nests deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else "is no schema: an object, true or false"
-        raise InvalidInput(f"{place[:SCHEMA_SHOWN_CHARS]} {told}", code="invalid_interface")
+        message = f"nests deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else "is no schema: an object, true or false"
+        raise InvalidInput(f"{place[:SCHEMA_SHOWN_CHARS]} {message}", code="invalid_interface")
     for name, value in schema.items():
         here, is_wrong = f"{place}.{name}", False
         if name in REFUSED:
@@ -116,18 +134,18 @@ def _check_patterns(patterns: list[Any], place: str) -> None:
         try:
             re.compile(each)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
-            told = f"{place[:SCHEMA_SHOWN_CHARS]} is no regular expression: {error}"
-            raise InvalidInput(told, code="invalid_interface") from None
+            message = f"{place[:SCHEMA_SHOWN_CHARS]} is no regular expression: {error}"
+            raise InvalidInput(message, code="invalid_interface") from None
 
 
 async def check(side: str, schema: str, value: bytes, programs: Programs, project: str) -> None:
     """Refuse a value that does not fit. Raises: InvalidInput, TooComplex, RateLimited."""
     if "attern" not in schema and len(schema) * len(value) <= INLINE_MAX:
         try:
-            told = decode(value)
+            decoded = decode(value)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the {side} is no JSON: {error}", code="invalid_json") from None
-        wrong = violation(msgspec.json.decode(schema), told)
+        wrong = violation(msgspec.json.decode(schema), decoded)
     else:
         order = msgspec.json.encode([schema, Raw(value)])
         wrong = (
@@ -186,8 +204,8 @@ class _Walk:
             for inner in fitting:
                 wrong = wrong or self.check(inner, each, here)
             if not fitting and rest is not True:
-                told = f"{place}: property '{_short(name)}' is not defined in the schema"
-                wrong = wrong or (told if rest is False else self.check(rest, each, here))
+                message = f"{place}: property '{_short(name)}' is not defined in the schema"
+                wrong = wrong or (message if rest is False else self.check(rest, each, here))
             if wrong:
                 return wrong
         return ""
@@ -236,8 +254,8 @@ def _scalar(schema: dict[str, Any], value: Any, place: str) -> str:
     if "enum" in schema and not any(_same(each, value) for each in schema["enum"]):
         return f"{place}: does not have a value in the enumeration {_shown(schema['enum'])}"
     for name, (measure, holds) in _BOUNDS.items():
-        if name in schema and (told := measure(value)) is not None and not holds(told, schema[name]):
-            return f"{place}: {name} is {schema[name]}, and it is {told}"
+        if name in schema and (measured := measure(value)) is not None and not holds(measured, schema[name]):
+            return f"{place}: {name} is {schema[name]}, and it is {measured}"
     if "multipleOf" in schema and _is_number(value) and value % schema["multipleOf"]:
         return f"{place}: must be a multiple of {schema['multipleOf']}"
     if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
@@ -340,8 +358,8 @@ def details_of(fields: Mapping[str, Any], old: ModelDetails) -> ModelDetails:
     if setting is not None:
         if not isinstance(setting, Mapping):
             raise InvalidInput('deploy_setting is an object: {"is_auto_deploy_enabled": false}', code="invalid_field")
-        told = setting.get("is_auto_deploy_enabled")
-        changed["is_auto_deploy"] = None if told is None else _flag("is_auto_deploy_enabled", told)
+        is_auto_deploy = setting.get("is_auto_deploy_enabled")
+        changed["is_auto_deploy"] = None if is_auto_deploy is None else _flag("is_auto_deploy_enabled", is_auto_deploy)
     return replace(old, **changed)
 
 

@@ -158,14 +158,14 @@ def _group(row: sa.RowMapping) -> ModelGroup:
 
 
 def _values(model: RemoteModel) -> dict[str, Any]:
-    told = msgspec.structs.asdict(model)
-    own = told.pop("own")
-    told["spec"] = None if own is None else msgspec.json.encode(own)
-    return told | {"details": msgspec.json.encode(model.details)}
+    fields = msgspec.structs.asdict(model)
+    own = fields.pop("own")
+    fields["spec"] = None if own is None else msgspec.json.encode(own)
+    return fields | {"details": msgspec.json.encode(model.details)}
 
 
 def _model(row: sa.RowMapping) -> RemoteModel:
-    told = dict(row)
-    spec = told.pop("spec")
-    told["own"] = None if spec is None else msgspec.json.decode(spec, type=Connector)
-    return RemoteModel(**{**told, "details": msgspec.json.decode(row["details"], type=ModelDetails)})
+    fields = dict(row)
+    spec = fields.pop("spec")
+    fields["own"] = None if spec is None else msgspec.json.decode(spec, type=Connector)
+    return RemoteModel(**{**fields, "details": msgspec.json.decode(row["details"], type=ModelDetails)})

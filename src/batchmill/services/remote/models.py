@@ -219,8 +219,8 @@ class RemoteModels:
 
     def is_callable(self, model: RemoteModel) -> bool:
         """It is enabled, and deployed or will be when it is called."""
-        told = model.details.is_auto_deploy
-        may_deploy = self._auto_deploy if told is None else told
+        is_auto_deploy = model.details.is_auto_deploy
+        may_deploy = self._auto_deploy if is_auto_deploy is None else is_auto_deploy
         return model.details.is_enabled and (model.is_deployed or may_deploy)
 
     def admit(self, model_id: str) -> None:

@@ -22,7 +22,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT
 
-TOLD = "the model was deleted by force; the provider was asked to cancel the batch, and took that"
+FORCED = "the model was deleted by force; the provider was asked to cancel the batch, and took that"
 LOST = "the model was deleted by force, and the provider could not be asked: look there for the batch"
 
 
@@ -36,7 +36,7 @@ class ForcedEndings:
         Raises: Conflict, naming the task, where the provider does not: unless nobody has reached it for long.
         """
         for task in await self._database.read(records.running_of, [model.id]):
-            error = TOLD
+            error = FORCED
             try:
                 await self._cancel(model, task)
             except BatchmillError as refused:

@@ -64,10 +64,10 @@ _COLUMNS = ("id", "project", "model", "type", "state", "created", "changed", "jo
 
 
 def _values(task: TaskRecord) -> dict[str, Any]:
-    told = {name: getattr(task, name) for name in _COLUMNS}
+    fields = {name: getattr(task, name) for name in _COLUMNS}
     remote = None if task.remote_job is None else msgspec.json.encode(task.remote_job)
     details = msgspec.json.encode(_Details(task.error, task.fingerprint, task.is_unknown, task.has_dataset))
-    return told | {"remote_job": remote, "details": details}
+    return fields | {"remote_job": remote, "details": details}
 
 
 def _record(row: sa.RowMapping) -> TaskRecord:
@@ -149,8 +149,8 @@ def refuse_running(db: sa.Connection, models: Collection[str], what: str) -> Non
     way_out = f"cancel it (POST /_plugins/_ml/tasks/{task.id}/_cancel) and wait until it has ended"
     if task.state == UNREACHABLE:
         way_out = "its provider could not be asked: look there, then delete the task"
-    told = f"the task {task.id}{more} of it is {task.state} at the provider"
-    raise Conflict(f"{what.format(task.model)}: {told}; {way_out}", code="task_running")
+    message = f"the task {task.id}{more} of it is {task.state} at the provider"
+    raise Conflict(f"{what.format(task.model)}: {message}; {way_out}", code="task_running")
 
 
 def update(db: sa.Connection, task: TaskRecord) -> None:

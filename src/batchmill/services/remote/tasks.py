@@ -160,17 +160,17 @@ class RemoteTasks:
             reply = await self._act(task, connector, BATCH_PREDICT, parameters)
         except BatchmillError as error:
             if isinstance(error, RemoteRefused) and error.may_have_acted:
-                told = f"it is unknown whether the provider accepted it: {error.message}. Look there for such a job"
-                await self._save(replace(task, state=FAILED, error=told, is_unknown=True))
+                message = f"it is unknown whether the provider accepted it: {error.message}. Look there for such a job"
+                await self._save(replace(task, state=FAILED, error=message, is_unknown=True))
             else:
                 await self._database.write(records.delete, task.id)
             raise
         faults.point("after_hand_over")
         if reply is None:
-            told = "Unable to create batch transform job"
-            error = f"{told}: it is unknown whether the provider accepted it, for its reply names no job. Look there"
+            message = "Unable to create batch transform job"
+            error = f"{message}: it is unknown whether the provider accepted it, for its reply names no job. Look there"
             await self._save(replace(task, state=FAILED, error=error, is_unknown=True))
-            raise UnknownName(told, code="no_remote_job")
+            raise UnknownName(message, code="no_remote_job")
         due = self._clock.now() + self._entry.poll_s
         return await self._save(
             replace(task, state=RUNNING, remote_job=bounded_remote_job(reply | {"dlq": None}), due=due)
@@ -235,12 +235,12 @@ class RemoteTasks:
             seen = await self._jobs.look(task)
             return await self._save(replace(seen, due=None if seen.has_ended else now + self._entry.poll_s))
         connector = self._connector_of(task)
-        told = task.remote_job or {}
-        reply = await self._act(task, connector, BATCH_PREDICT_STATUS, remote_parameters(told))
+        remote_job = task.remote_job or {}
+        reply = await self._act(task, connector, BATCH_PREDICT_STATUS, remote_parameters(remote_job))
         if reply is None:
             raise UnknownName("Couldn't fetch status of the transform job", code="no_remote_job")
         state = self._words.state_of(reply) or (RUNNING if task.state == UNREACHABLE else task.state)
-        merged = {name: each for name, each in told.items() if name != "num_of_retries"} | reply
+        merged = {name: each for name, each in remote_job.items() if name != "num_of_retries"} | reply
         seen = replace(task, state=state, remote_job=bounded_remote_job(merged), failures=0)
         return await self._save(replace(seen, due=None if seen.has_ended else now + self._entry.poll_s))
 
@@ -281,8 +281,8 @@ class RemoteTasks:
             return
         self.check_enabled()
         if task.remote_job is None:
-            told = task.error or "the batch is being handed over: try again"
-            raise InvalidTransition(f"the task has no job at the provider to cancel: {told}", code="submit_unknown")
+            message = task.error or "the batch is being handed over: try again"
+            raise InvalidTransition(f"the task has no job at the provider to cancel: {message}", code="submit_unknown")
         await self._act(task, self._connector_of(task), CANCEL_BATCH_PREDICT, remote_parameters(task.remote_job))
         if not task.has_ended:
             await self._database.write(records.hasten, task.id, self._clock.now())
@@ -349,8 +349,8 @@ class RemoteTasks:
         remote = (task.remote_job or {}) | {"num_of_retries": failures}
         seen = replace(task, failures=failures, remote_job=remote, due=now + wait_s, changed=now)
         if failures > FAILURES_MAX:
-            told = f"the provider could not be asked {failures} times in a row: {error.message}"
-            seen = replace(seen, state=UNREACHABLE, error=told, due=None)
+            message = f"the provider could not be asked {failures} times in a row: {error.message}"
+            seen = replace(seen, state=UNREACHABLE, error=message, due=None)
         log.info("task %s: look %d failed: %s", task.id, failures, error.code)
         await self._database.write(records.update_unchanged, seen, task.changed)
 
@@ -380,13 +380,13 @@ def read_remote_job(reply: RemoteReply) -> dict[str, Any] | None:
     return reply.data
 
 
-def bounded_remote_job(told: Mapping[str, Any]) -> dict[str, Any]:
+def bounded_remote_job(fields: Mapping[str, Any]) -> dict[str, Any]:
     """As much as may be kept: the longest members go first. Ids and states are short."""
-    sizes = {name: len(encode(name)) + len(encode(value)) + 2 for name, value in told.items()}
+    sizes = {name: len(encode(name)) + len(encode(value)) + 2 for name, value in fields.items()}
     total, gone = sum(sizes.values()), set()
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         if total <= REMOTE_JOB_BYTES_MAX:
             break
         total -= sizes[name]
         gone.add(name)
-    return {name: value for name, value in told.items() if name not in gone}
+    return {name: value for name, value in fields.items() if name not in gone}

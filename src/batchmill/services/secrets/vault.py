@@ -215,12 +215,12 @@ def _change(
     changed = {name for name in remove if db.execute(secrets.delete().where(secrets.c.name == name)).rowcount}
     project, fresh = None if quota is None else quota[0], 0
     for name, value in values.items():
-        told = {
+        fields = {
             "sealed": box.seal(value.encode(), _owner_of(name, now)), "changed": now,
             "hint": value[-HINT_CHARS:] if len(value) >= HINT_LENGTH_MIN else "",
         }  # fmt: skip
-        if not db.execute(secrets.update().where(secrets.c.name == name).values(**told)).rowcount:
-            db.execute(secrets.insert().values(name=name, created=now, project=project, **told))
+        if not db.execute(secrets.update().where(secrets.c.name == name).values(**fields)).rowcount:
+            db.execute(secrets.insert().values(name=name, created=now, project=project, **fields))
             fresh += 1
         changed.add(name)
     count = db.execute(sa.select(sa.func.count()).select_from(secrets)).scalar_one()
@@ -288,14 +288,14 @@ class OwnerProvisions:
 
     async def of(self, model: ModelSpec) -> Provision:
         """For a worker of this model. Raises: ModelFailed, naming the secret that is missing or cannot be read."""
-        told = references(model)
-        names = [each.removeprefix(PREFIX) for each in told if each.startswith(PREFIX)]
+        references_used = references(model)
+        names = [each.removeprefix(PREFIX) for each in references_used if each.startswith(PREFIX)]
         try:
             found = await self._vault.reveal_all(names)
         except InvalidConfig as error:
             raise ModelFailed(error.message, code="missing_secret") from None
         given = {PREFIX + name: value for name, value in found.items()}
-        for each in told:
+        for each in references_used:
             name = each.removeprefix(VARIABLE)
             if name != each and name in self._environ:  # the worker says so where it is missing
                 given[each] = self._environ[name]
@@ -306,8 +306,8 @@ class OwnerProvisions:
 def references(model: ModelSpec) -> list[str]:
     """Every "secret:NAME" and "env:NAME" that a model names, or means where it names no key; of routes that are still
     to be chosen from, all of theirs."""
-    told = (value for value in _values(model) if isinstance(value, str) and value.startswith((PREFIX, VARIABLE)))
-    return list(dict.fromkeys(told))
+    named = (value for value in _values(model) if isinstance(value, str) and value.startswith((PREFIX, VARIABLE)))
+    return list(dict.fromkeys(named))
 
 
 def _values(model: ModelSpec) -> Iterator[object]:

@@ -121,18 +121,18 @@ def body_of(request: Any, bytes_max: int) -> tuple[bytes, bytes]:
     TooLarge where few bytes of a message would be more than `bytes_max` of a body.
     """
     inputs, buffers = _inputs(request, bytes_max)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "inputs": inputs,
         "parameters": {**_parameters(request.parameters), "binary_data_output": True},
     }
     if request.id:
-        told["id"] = request.id
+        fields["id"] = request.id
     if request.outputs:
-        told["outputs"] = [
+        fields["outputs"] = [
             {"name": each.name, "parameters": {**_parameters(each.parameters), "binary_data": True}}
             for each in request.outputs
         ]
-    head = _encode(told)
+    head = _encode(fields)
     return b"".join([head, *buffers]), str(len(head)).encode()
 
 
@@ -150,17 +150,17 @@ def _inputs(request: Any, bytes_max: int) -> tuple[list[dict[str, Any]], list[by
                 f"contents field must not be specified when using raw_input_contents for '{each.name}' "
                 f"for model '{request.model_name}'"
             )
-        told: dict[str, Any] = {"name": each.name, "shape": list(each.shape), "datatype": each.datatype}
+        fields: dict[str, Any] = {"name": each.name, "shape": list(each.shape), "datatype": each.datatype}
         data = raws[number] if raws else _elements(each, bytes_max)
         if isinstance(data, bytes):
             bytes_max -= len(data)
             parameters["binary_data_size"] = len(data)
             buffers.append(data)
         else:
-            told["data"] = data
+            fields["data"] = data
         if parameters:
-            told["parameters"] = parameters
-        inputs.append(told)
+            fields["parameters"] = parameters
+        inputs.append(fields)
     return inputs, buffers
 
 

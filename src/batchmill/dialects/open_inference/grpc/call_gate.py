@@ -274,14 +274,14 @@ class CallGate:
         """Count a request of a stream. Raises: RateLimited."""
         self._gate.spend(caller)
 
-    def told(self, error: BatchmillError) -> str:
+    def message_of(self, error: BatchmillError) -> str:
         """What whoever asked is told of an error."""
         return self._hide(error.message)
 
     def _begin(self, method: Method, context: Context) -> Served:
-        told = next((value for name, value in context.invocation_metadata() or () if name == ID), "")
-        is_good = isinstance(told, str) and REQUEST_ID.fullmatch(told)
-        served = Served(told if is_good else f"req_{secrets.token_hex(12)}", "GRPC", started=self._clock.monotonic())
+        sent_id = next((value for name, value in context.invocation_metadata() or () if name == ID), "")
+        is_good = isinstance(sent_id, str) and REQUEST_ID.fullmatch(sent_id)
+        served = Served(sent_id if is_good else f"req_{secrets.token_hex(12)}", "GRPC", started=self._clock.monotonic())
         request_id.set(served.id)
         served.route = f"/{SERVICE}/{method.name}"
         context.set_trailing_metadata(((ID, served.id),))
@@ -330,12 +330,12 @@ class CallGate:
 
     async def _refuse(self, served: Served, context: Context, status: StatusCode, error: BatchmillError) -> None:
         if served.status >= 500:
-            told = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
-            log.warning("request %s: %s: %s", served.id, error.code, told)
+            detail = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
+            log.warning("request %s: %s: %s", served.id, error.code, detail)
         metadata = [(ID, served.id), ("batchmill-code", error.code)]
         if isinstance(error, RateLimited):
             metadata.append(("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1000)))))
-        await context.abort(status, details_of(self.told(error)), tuple(metadata))
+        await context.abort(status, details_of(self.message_of(error)), tuple(metadata))
 
 
 async def _write(context: Context, data: bytes) -> None:

@@ -84,10 +84,10 @@ class Conversation:
         form: str,
         bytes_max: int,
         spend: Callable[[Caller], None],
-        told: Callable[[BatchmillError], str],
+        describe: Callable[[BatchmillError], str],
     ) -> None:
         self._functions, self._caller, self._write = functions, caller, write
-        self._form, self._bytes_max, self._spend, self._told = form, bytes_max, spend, told
+        self._form, self._bytes_max, self._spend, self._describe = form, bytes_max, spend, describe
         self._writing = asyncio.Lock()
 
     async def hold(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]]) -> None:
@@ -166,7 +166,7 @@ class Conversation:
 
     def _error(self, request: Any, error: BatchmillError) -> bytes:
         """An error ends its own request; the stream goes on."""
-        reply = _Streamed(error_message=self._told(error) or error.code)
+        reply = _Streamed(error_message=self._describe(error) or error.code)
         reply.infer_response.id = request.id
         reply.infer_response.model_name = request.model_name
         reply.infer_response.parameters[STREAMS_LAST].bool_param = True
@@ -235,8 +235,8 @@ class SettingCalls:
         path = {"model": request.model_name} if request.model_name else {}
         reply = await self._settings.change_trace(call_of(caller, sent=asked, **path))
         response = METHODS["TraceSetting"].response()
-        told: Mapping[str, Any] = msgspec.json.decode(reply.body)
-        for name, value in told.items():
+        fields: Mapping[str, Any] = msgspec.json.decode(reply.body)
+        for name, value in fields.items():
             response.settings[name].value.extend(value if isinstance(value, list) else [value])
         return response
 
@@ -322,7 +322,7 @@ class Service:
     async def converse(self, caller: Caller, requests: Messages, write: Write) -> None:
         conversation = Conversation(
             self._functions, caller, write,
-            form=FORM, bytes_max=self._bytes_max, spend=self._call_gate.spend, told=self._call_gate.told,
+            form=FORM, bytes_max=self._bytes_max, spend=self._call_gate.spend, describe=self._call_gate.message_of,
         )  # fmt: skip
         await conversation.hold(requests)
 
@@ -336,7 +336,7 @@ class Service:
         return METHODS["ServerReady"].response(ready=reply.status_code == 200)
 
     async def server_metadata(self, caller: Caller, request: Any) -> Message:
-        return await _told("ServerMetadata", self._metadata.server, call_of(caller))
+        return await _reply("ServerMetadata", self._metadata.server, call_of(caller))
 
     async def model_ready(self, caller: Caller, request: Any) -> Message:
         """False for a model that there is not, too: it is what a client waits for that polls until it is deployed."""
@@ -347,7 +347,7 @@ class Service:
         return METHODS["ModelReady"].response(ready=reply.status_code == 200)
 
     async def model_metadata(self, caller: Caller, request: Any) -> Message:
-        return await _told("ModelMetadata", self._metadata.model, _call_of_model(caller, request))
+        return await _reply("ModelMetadata", self._metadata.model, _call_of_model(caller, request))
 
     async def model_config(self, caller: Caller, request: Any) -> Message:
         reply = await self._metadata.model_config(_call_of_model(caller, request))
@@ -355,9 +355,9 @@ class Service:
 
     async def statistics(self, caller: Caller, request: Any) -> Message:
         if not request.name:
-            return await _told("ModelStatistics", self._statistics.all, call_of(caller))
+            return await _reply("ModelStatistics", self._statistics.all, call_of(caller))
         handler = self._statistics.version if request.version else self._statistics.model
-        return await _told("ModelStatistics", handler, _call_of_model(caller, request))
+        return await _reply("ModelStatistics", handler, _call_of_model(caller, request))
 
     # -- the repository -----------------------------------------------------------------------------------------------
 
@@ -374,9 +374,9 @@ class Service:
 
     async def unload(self, caller: Caller, request: Any) -> Message:
         _only_repository(request.repository_name)
-        told = {name: value.bool_param for name, value in request.parameters.items()}
+        fields = {name: value.bool_param for name, value in request.parameters.items()}
         try:
-            parameters = msgspec.convert(told, UnloadParameters)
+            parameters = msgspec.convert(fields, UnloadParameters)
         except msgspec.ValidationError as error:
             raise InvalidInput(f"the parameters of an unload: {error}", code="parameter_not_allowed") from None
         await self._repository.unload(call_of(caller, body=Unload(parameters), model=request.model_name))
@@ -395,13 +395,13 @@ def _call_of_model(caller: Caller, request: Any) -> Call:
     return call_of(caller, **{key: value for key, value in named.items() if value})
 
 
-async def _told(method: str, handler: Handler, call: Call) -> Message:
+async def _reply(method: str, handler: Handler, call: Call) -> Message:
     return _message(method, msgspec.json.decode((await handler(call)).body))
 
 
-def _message(method: str, told: Any) -> Message:
+def _message(method: str, decoded: Any) -> Message:
     """JSON as the message of the same fields; what only HTTP has room for is left out."""
-    return ParseDict(told, METHODS[method].response(), ignore_unknown_fields=True)
+    return ParseDict(decoded, METHODS[method].response(), ignore_unknown_fields=True)
 
 
 STREAMS_MAX = 1000  # calls of one connection that are under way; its client keeps the others waiting
