@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -192,11 +193,13 @@ def test_a_paused_job_says_why_and_goes_on(client: Client, folder, tmp_path):
             break
     pausing = threading.Thread(target=job.pause)
     pausing.start()
+    while not any("being paused" in reason for reason in job.explain().reasons):
+        time.sleep(0.05)
     (folder / "gate-3").touch()
     pausing.join()
-    if job.wait(WAIT_S).state == "paused":
-        assert any("paus" in reason for reason in job.explain().reasons)
-        job.resume()
+    assert job.wait(WAIT_S).state == "paused"
+    assert any("it is paused" in reason for reason in job.explain().reasons)
+    job.resume()
     assert job.wait(WAIT_S).state == "completed" and len(list(job.results())) == 2
 
 

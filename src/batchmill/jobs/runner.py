@@ -120,6 +120,11 @@ class JobRunner:
         """Pause because the owner ends."""
         self._halt(JobPaused("interrupted; run the same command again, or resume it", reason=PauseReason.INTERRUPTED))
 
+    @property
+    def is_pausing(self) -> bool:
+        """A pause was requested; rows in flight may still finish."""
+        return self._stop is not None
+
     async def pause(self, reason: PauseReason, message: str) -> None:
         self._halt(JobPaused(message, reason=reason))
         await self.rest()
