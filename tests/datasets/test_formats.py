@@ -6,7 +6,7 @@ import pytest
 import zstandard
 from dataset_rows import openai_row
 
-from batchmill.datasets import late, layout
+from batchmill.datasets import layout, readers
 from batchmill.datasets.formats import columns_schema, detect
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.sealed import SealedRows
@@ -95,7 +95,7 @@ def test_parquet_without_pyarrow(write, monkeypatch):
     """Where pyarrow is missing the error names the extra that brings it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, late.MODULES["parquet"], raising=False)
+    monkeypatch.delitem(sys.modules, readers.MODULES["parquet"], raising=False)
     with pytest.raises(InvalidDataset, match=r"pip install 'batchmill\[parquet\]'"):
         found(write(b"PAR1", "x.parquet"))
 

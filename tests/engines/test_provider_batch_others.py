@@ -218,7 +218,7 @@ async def test_bedrock_takes_no_few_rows(tmp_path: Path, monkeypatch: pytest.Mon
     ("missing", "statement", "extra"),
     [
         ("botocore", "load_provider(ModelSpec('m', 'provider_batch', 'm', provider='bedrock'), None)", "aws"),
-        ("fastavro", "cohere.load_reader('avro')", "cohere"),
+        ("fastavro", "require(cohere.AVRO_READER, 'reading')", "cohere"),
     ],
 )
 def test_extras_that_are_not_installed(missing: str, statement: str, extra: str) -> None:
@@ -226,6 +226,7 @@ def test_extras_that_are_not_installed(missing: str, statement: str, extra: str)
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from batchmill.engines.provider_batch import cohere, load_provider\n"
+        "from batchmill.optional import require\n"
         "from batchmill.errors import BatchmillError\n"
         "from batchmill.types import ModelSpec\n"
         f"try:\n    {statement}\nexcept BatchmillError as error:\n    print(error.message)"

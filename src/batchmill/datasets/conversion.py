@@ -15,7 +15,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets import late, layout
+from batchmill.datasets import layout, readers
 from batchmill.datasets.formats import SourceFile, describe
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.layout import write_sums
@@ -112,7 +112,7 @@ def convert(
         done += size
         progress(min(1.0, done / total))
 
-    row_counts = [late.load(source.format).rows_in(source.path) for source in sources if source.format == "parquet"]
+    row_counts = [readers.load(source.format).rows_in(source.path) for source in sources if source.format == "parquet"]
     allowance.foresee(sum(row_counts))
     path = home / layout.ROWS
     with open(path, "wb") as rows_file, open(home / layout.REFUSED_EARLY, "wb") as refused_file:
@@ -172,7 +172,7 @@ def _pieces(
 ) -> Iterator[Converted]:
     if source.format == "jsonl":
         return (Converted(block) for block in blocks(source.path, source.codec, advance))
-    module = late.load(source.format)
+    module = readers.load(source.format)
     if source.format == "parquet":
         module.keep_schema(source, home / layout.SCHEMA)
     return module.convert(source, spec, columns, advance)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw, Struct
 
-from batchmill.datasets import late, layout
+from batchmill.datasets import layout, readers
 from batchmill.datasets.inflate import blocks
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec, SealedFile
@@ -130,7 +130,7 @@ def detect(spec: DatasetSpec) -> Detected:
         raise InvalidDataset(f"{_names(spec.paths)} is empty: there is nothing to run", code="empty_file")
     first = sources[0]
     if first.format in CONVERTED:
-        return Detected(first.format, late.load(first.format).columns(first, spec))
+        return Detected(first.format, readers.load(first.format).columns(first, spec))
     names = _first_names(sources, spec)
     if spec.format == "openai" or (spec.format is None and _is_openai(names)):
         return Detected("openai", [])
@@ -179,7 +179,7 @@ def columns_schema(home: Path) -> pyarrow.Schema | None:
     """The Arrow schema of the file that was sealed into `home`; None: its format has no types."""
     if not (home / layout.SCHEMA).exists():
         return None
-    return late.load("parquet").read_schema(home / layout.SCHEMA)
+    return readers.load("parquet").read_schema(home / layout.SCHEMA)
 
 
 def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:

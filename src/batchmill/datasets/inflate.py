@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 
-from batchmill.datasets import late
+from batchmill.datasets import readers
 from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
@@ -24,7 +24,7 @@ def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
             case "gzip":
                 yield from _gzip(path, raw)
             case "zstd":
-                yield from late.load("zstd").frames(path, raw)
+                yield from readers.load("zstd").frames(path, raw)
             case _:
                 yield from raw
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from batchmill.datasets import late, layout
+from batchmill.datasets import layout, readers
 from batchmill.datasets.conversion import Material, Tables, convert, copied, in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, Crew, validators
 from batchmill.datasets.formats import Detected, classify, describe, detect, names_at_first, unchanged
@@ -196,7 +196,7 @@ def _check_rows(
                     adapters.update(wanted)
                     _see_few_adapters(adapters)
                     if isinstance(checkers, Crew) and not digests and tables.has_ids:
-                        late.load("duplicates")  # numpy loads while the validators are at work
+                        readers.load("duplicates")  # numpy loads while the validators are at work
                     digests.append(digest)
                     done += range_.end - range_.start
                     progress(done / total)
@@ -222,7 +222,7 @@ def _see_few_adapters(adapters: set[str]) -> None:
 
 
 def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
-    return late.load("duplicates").find(hashes, rows)
+    return readers.load("duplicates").find(hashes, rows)
 
 
 def _digests(source: SealedFile) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from batchmill.errors import InvalidConfig
+from batchmill.optional import require
 
 if TYPE_CHECKING:
     from batchmill.dialects.open_inference.grpc.server import GrpcServer
@@ -44,15 +44,9 @@ def load_grpc(
     services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[Served], None]]
 ) -> GrpcServer:
     """The frontend of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
-    try:
-        with _no_fork_support():
-            server = import_module("batchmill.dialects.open_inference.grpc.server")
-    except ImportError as error:
-        raise InvalidConfig(
-            f"server.grpc_port is set, but {error.name} is not installed: pip install 'batchmill[grpc]'",
-            code="grpc_not_installed",
-        ) from None
-    return server.GrpcServer(services, gate, admission, watchers)
+    with _no_fork_support():
+        server_class = require("batchmill.dialects.open_inference.grpc.server:GrpcServer", "server.grpc_port")
+    return server_class(services, gate, admission, watchers)
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class JobRunner:
         self._publishing: Publishing | None = None  # the results of that pass
         self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
         self._child: asyncio.Task[Any] | None = None  # long work that a pause interrupts
-        self._stop: BatchmillError | None = None  # asked to pause
+        self.stop_reason: BatchmillError | None = None  # asked to pause
         self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
         self._is_cancelling = asyncio.Event()  # and that is written down
         self._writing_end = asyncio.Lock()  # held while it is being written down
@@ -119,11 +119,6 @@ class JobRunner:
     def interrupt(self) -> None:
         """Pause because the owner ends."""
         self._halt(JobPaused("interrupted; run the same command again, or resume it", reason=PauseReason.INTERRUPTED))
-
-    @property
-    def is_pausing(self) -> bool:
-        """A pause was requested; rows in flight may still finish."""
-        return self._stop is not None
 
     async def pause(self, reason: PauseReason, message: str) -> None:
         self._halt(JobPaused(message, reason=reason))
@@ -135,7 +130,7 @@ class JobRunner:
             self._halt(JobPaused(error.message, reason=PauseReason.DISK_QUOTA))
 
     def _halt(self, error: BatchmillError) -> None:
-        self._stop = self._stop or error
+        self.stop_reason = self.stop_reason or error
         if self.rows_run is not None:
             self.rows_run.pause(error)
         elif self._child is not None:
@@ -418,7 +413,7 @@ class JobRunner:
         """The result of long work. Raises: what pauses the job meanwhile; _EndsEarly while it is validated."""
         is_validating = self._state is JobState.VALIDATING
         child = self._child = asyncio.create_task(work)
-        if is_validating and (self._stop is not None or self._early is not None):
+        if is_validating and (self.stop_reason is not None or self._early is not None):
             child.cancel()
         try:
             return await child
@@ -544,8 +539,8 @@ class JobRunner:
         self.progress = share
 
     def _raise_if_stopped(self) -> None:
-        if self._stop is not None:
-            raise self._stop
+        if self.stop_reason is not None:
+            raise self.stop_reason
 
     # -- its record ---------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ def attended(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: floa
     """Why a job that is being worked on is not done yet. Args: now: monotonic seconds."""
     ahead = dispatcher.ahead_of(view.id)
     first = [runner.waits_for] if runner.waits_for else []
-    if runner.is_pausing:
+    if runner.stop_reason is not None:
         first.append("it is being paused: rows in flight may still finish")
     found = reasons(view, list(_models_at_work(runner, dispatcher, now)), ahead, _standstill_of(runner, now))
     return Wait(view.id, view.state, [*first, *found, *view.routing], ahead)

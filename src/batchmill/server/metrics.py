@@ -8,7 +8,6 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ import batchmill
 from batchmill.errors import InvalidConfig
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.tallies import ModelGauge
+from batchmill.optional import require
 from batchmill.ports import Clock, Jobs
 from batchmill.server.access_log import Served
 from batchmill.server.http import HttpRoot
@@ -381,8 +381,8 @@ Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 TRACES_PATH = "/v1/traces"
 PROTOCOL = "http/protobuf"
-_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-_PROCESSOR = "opentelemetry.sdk.trace.export"
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter:OTLPSpanExporter"
+_PROCESSOR = "opentelemetry.sdk.trace.export:BatchSpanProcessor"
 
 
 def load_tracing(configured: str | None, environ: Mapping[str, str], clock: Clock) -> Tracing | None:
@@ -399,15 +399,10 @@ def load_tracing(configured: str | None, environ: Mapping[str, str], clock: Cloc
     spoken = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOL
     if spoken != PROTOCOL:
         raise InvalidConfig(f"traces are sent by {PROTOCOL}, not {spoken}: set OTEL_EXPORTER_OTLP_PROTOCOL={PROTOCOL}")
-    try:
-        exporter = import_module(_EXPORTER).OTLPSpanExporter(endpoint=endpoint)
-        processor = import_module(_PROCESSOR).BatchSpanProcessor(exporter)
-        tracing = import_module("batchmill.server.tracing")
-    except ImportError as error:
-        raise InvalidConfig(
-            f"traces are to be sent to {endpoint}, but {error.name} is not installed: pip install 'batchmill[otel]'"
-        ) from None
-    return tracing.Tracing(processor, clock)
+    purpose = f"sending traces to {endpoint}"
+    exporter = require(_EXPORTER, purpose)(endpoint=endpoint)
+    processor = require(_PROCESSOR, purpose)(exporter)
+    return require("batchmill.server.tracing:Tracing", purpose)(processor, clock)
 
 
 TRACES_DRAIN_S = 5.0

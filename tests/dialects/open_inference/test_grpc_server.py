@@ -50,6 +50,6 @@ async def test_missing_packages_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
     for name in [name for name in sys.modules if name.startswith("batchmill.dialects.open_inference.grpc.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(InvalidConfig, match=r"grpc is not installed: pip install 'batchmill\[grpc\]'"):
+    with pytest.raises(InvalidConfig, match=r"server\.grpc_port needs grpc: pip install 'batchmill\[grpc\]'"):
         async with serve(config_of(tmp_path, 0)):
             raise AssertionError("it has begun")

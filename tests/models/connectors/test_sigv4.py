@@ -10,7 +10,6 @@ from botocore.credentials import Credentials
 from connector_samples import action, connector
 
 from batchmill.errors import InvalidConfig, InvalidInput
-from batchmill.models.connectors import late
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.signing import sign
 
@@ -140,5 +139,5 @@ def test_without_botocore_the_extra_is_named(monkeypatch):
     for name in ("botocore", "botocore.auth"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InvalidConfig, match=r"pip install 'batchmill\[aws\]'") as caught:
-        late.load("aws_sigv4")
+        aws()
     assert caught.value.code == "missing_dependency"

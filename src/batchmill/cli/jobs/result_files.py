@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from batchmill.datasets import late
+from batchmill.datasets import readers
 from batchmill.datasets.inflate import blocks
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.jobs.results.gathering import TableSource, create_table
@@ -220,5 +220,5 @@ def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _parquet_lines(path: Path) -> Iterator[bytes]:
-    for row in late.load(PARQUET).values(path, LINES_TOGETHER):
+    for row in readers.load(PARQUET).values(path, LINES_TOGETHER):
         yield _encode(row)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from batchmill.engines.provider_batch.provider import ProviderApi
 from batchmill.errors import ModelFailed
+from batchmill.optional import require
 from batchmill.types import ModelSpec
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ PROVIDER_APIS = {
     "bedrock": "batchmill.engines.provider_batch.bedrock:BedrockBatches",
 }
 
-EXTRAS = {"botocore": "aws"}  # what a provider needs, and the extra of ours that brings it
-
 
 def load_provider(model: ModelSpec, connections: Connections) -> ProviderApi:
     """The batch API of a model's provider.
@@ -34,13 +32,4 @@ def load_provider(model: ModelSpec, connections: Connections) -> ProviderApi:
     if name not in PROVIDER_APIS:
         known = ", ".join(PROVIDER_APIS)
         raise ModelFailed(f"no batch provider is called {name!r}; there are {known}", code="unknown_provider")
-    module, _, attribute = PROVIDER_APIS[name].partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRAS:
-            raise
-        text = f"the provider {name} needs {missing}: pip install 'batchmill[{EXTRAS[missing]}]'"
-        raise ModelFailed(text, code="missing_dependency") from None
-    return found(model, connections)
+    return require(PROVIDER_APIS[name], f"the provider {name}", ModelFailed)(model, connections)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from importlib import import_module
+from collections.abc import AsyncIterator, Iterator
 from itertools import chain, islice
 from typing import IO, Any
 from urllib.parse import quote, urlencode
@@ -38,11 +37,12 @@ from batchmill.engines.provider_batch.provider import (
 )
 from batchmill.engines.provider_batch.settings import Access, read_limits, text
 from batchmill.errors import InvalidRow, RouteFailed
+from batchmill.optional import require
 from batchmill.types import ModelSpec, RemoteJob, Request
 from batchmill.wire.forms import EMBEDDINGS
 from batchmill.wire.json_bytes import encode, shallow
 
-READERS = {"avro": "batchmill.engines.provider_batch.cohere_avro:read"}
+AVRO_READER = "batchmill.engines.provider_batch.cohere_avro:read"
 AVRO = b"Obj\x01"
 RECORDS_MAX = 200  # handed on at a time; one may be a vector of thousands of numbers
 PART_BYTES_MAX = 16 * 1024**3
@@ -66,20 +66,9 @@ async def records(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[dict[str, 
         file.seek(0)
         is_avro = file.read(len(AVRO)) == AVRO
         file.seek(0)
-        found = load_reader("avro")(file) if is_avro else _json_lines(file)
+        found = require(AVRO_READER, "reading Cohere's results", RouteFailed)(file) if is_avro else _json_lines(file)
         while some := await asyncio.to_thread(_take, found):
             yield some
-
-
-def load_reader(kind: str) -> Callable[[IO[bytes]], Records]:
-    """Raises: RouteFailed where what it needs is not installed."""
-    module, _, name = READERS[kind].partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name != "fastavro":
-            raise
-        raise RouteFailed("Cohere's results are Avro, which needs fastavro: pip install 'batchmill[cohere]'") from None
 
 
 def _take(found: Records) -> list[dict[str, Any]]:

@@ -19,11 +19,13 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.models.adapters import late
 from batchmill.models.adapters.reading import flaw as flaw_of
 from batchmill.models.adapters.reading import read_adapter
+from batchmill.optional import require
 from batchmill.wire.adapter_bundles import FILES, check_names, too_large
 
+HUB = "batchmill.models.adapters.hub:download"
+OBJECTS = "batchmill.models.adapters.objects:download"
 SCHEMES = ("s3", "gs", "az")
 STAGING = "staging"  # beside the folders of adapters
 PIECE_BYTES = 1024 * 1024
@@ -124,9 +126,9 @@ def fetch(source: str, home: Path, *, token: str | None) -> Fetched:
     staged.mkdir(parents=True, mode=0o700)
     try:
         if kind == "hub":
-            late.load("hub")(source, staged, work, token)
+            require(HUB, "an adapter of a model hub")(source, staged, work, token)
         elif kind == "objects":
-            late.load("objects")(source, staged)
+            require(OBJECTS, "an adapter in an object store")(source, staged)
         else:
             _copy_folder(Path(source).expanduser(), staged)
         return settle(staged, home)

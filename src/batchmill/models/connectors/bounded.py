@@ -14,8 +14,9 @@ from msgspec import Raw, Struct
 
 from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import PATIENCE_S, Programs
-from batchmill.models.connectors import late, processing, reading
+from batchmill.models.connectors import processing, reading
 from batchmill.models.connectors.rendering import Rendered, Renderer
+from batchmill.optional import require
 from batchmill.types.connectors import Action, Connector
 from batchmill.wire.json_bytes import encode
 
@@ -85,7 +86,11 @@ class Processing:
         if trusted and processing.FILTER not in parameters:
             return True
         expression = self._all(parameters).get(processing.FILTER)
-        return not isinstance(expression, str) or not expression.strip() or late.load("is_plain")(expression)
+        return (
+            not isinstance(expression, str)
+            or not expression.strip()
+            or require(processing.JSON_PATHS, "a filter").is_plain(expression)
+        )
 
     async def _process(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], who: str, patience_s: float, *, as_row: bool

@@ -9,10 +9,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors import late
+from batchmill.optional import require
 from batchmill.types.connectors import Action, Connector
 from batchmill.wire.json_bytes import encode, shallow
 
+JSON_PATHS = "batchmill.models.connectors.json_paths"
 DOCS_MAX = 10_000
 CALLS_MAX = 1_000  # that one request may come to
 STEP_SIZE = "input_docs_processed_step_size"
@@ -218,7 +219,7 @@ def tensors(action: Action, reply: bytes, parameters: Mapping[str, Any]) -> Tens
     document = _decoded(reply)
     if expression is None:
         return function.process(_at(document, function.steps), _type_in(function.path))
-    is_there, found = late.load("find")(expression, document, len(reply))
+    is_there, found = require(JSON_PATHS, "a filter").find(expression, document, len(reply))
     if not is_there:
         raise _unexpected(f"there is nothing at {expression[:100]!r}")
     return function.process(found, _type_in(expression))
@@ -267,7 +268,7 @@ def _selected(reply: bytes, expression: str | None) -> Any:
         return reply.decode(errors="replace")
     if expression is None:
         return document
-    is_there, found = late.load("find")(expression, document, len(reply))
+    is_there, found = require(JSON_PATHS, "a filter").find(expression, document, len(reply))
     return found if is_there else document
 
 

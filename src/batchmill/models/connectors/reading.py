@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors import late
 from batchmill.models.connectors.headers import HeaderTemplates, check_headers
-from batchmill.models.connectors.processing import FILTER, POST_PROCESS, PRE_PROCESS, refuse_processors
+from batchmill.models.connectors.processing import FILTER, JSON_PATHS, POST_PROCESS, PRE_PROCESS, refuse_processors
 from batchmill.models.connectors.urls import UrlTemplate, has_open_host, own_url
+from batchmill.optional import require
 from batchmill.types.connectors import (
     BATCH_PREDICT,
     BATCH_PREDICT_STATUS,
@@ -384,7 +384,7 @@ def _check(connector: Connector) -> None:
             )
     refuse_processors(connector.parameters)
     if connector.parameters.get(FILTER):
-        late.load("check_filter")(connector.parameters[FILTER])
+        require(JSON_PATHS, "a filter").check(connector.parameters[FILTER])
     for action in connector.actions:
         check_action(action, connector.parameters)
 

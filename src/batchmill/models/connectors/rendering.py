@@ -13,15 +13,16 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.models.connectors import late
 from batchmill.models.connectors.headers import HeaderTemplates
 from batchmill.models.connectors.urls import UrlTemplate
+from batchmill.optional import require
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT, Action, Connector
 from batchmill.wire.json_bytes import encode, split_object
 from batchmill.wire.json_templates import Filling, JsonTemplate, is_payload
 
 SHOWN_CHARS = 2000
 AWS_SIGV4 = "aws_sigv4"
+SIGNING = "batchmill.models.connectors.signing:sign_connector"  # needs botocore
 NOVA = "amazon.nova-2-multimodal-embeddings-v1:0"
 OPENAI_CHAT = "openai/v1/chat/completions"
 STRUCTURES = ("response_format", "generationConfig", "toolConfig")  # of OpenAI, Gemini, Bedrock
@@ -54,7 +55,9 @@ class Renderer:
         self._headers = HeaderTemplates(action.headers, own)
         self._body = None if action.request_body is None else JsonTemplate(action.request_body, own)
         self._adds_type = "content-type" not in self._headers.names()
-        self._sign = late.load(AWS_SIGV4) if connector.protocol == AWS_SIGV4 else None
+        self._sign = (
+            require(SIGNING, "a connector with the protocol aws_sigv4") if connector.protocol == AWS_SIGV4 else None
+        )
 
     def render(
         self, parameters: Mapping[str, Any], credentials: Mapping[str, str], at: datetime | None = None

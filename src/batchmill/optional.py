@@ -1,0 +1,32 @@
+"""Modules that are imported when they are first needed, because they are heavy or need the package of an extra."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from batchmill.errors import BatchmillError, InvalidConfig
+
+# Package -> the extra that installs it.
+EXTRAS = {
+    "botocore": "aws", "fastavro": "cohere", "google": "grpc", "grpc": "grpc", "huggingface_hub": "hub",
+    "obstore": "objects", "opentelemetry": "otel", "pyarrow": "parquet",
+}  # fmt: skip
+
+
+def require(name: str, purpose: str, error: type[BatchmillError] = InvalidConfig) -> Any:
+    """Import `MODULE` or `MODULE:NAME`. `purpose` begins the message of the error.
+
+    Raises: `error` (`missing_dependency`) if a package is missing that an extra installs.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise error(
+            f"{purpose} needs {package}: pip install 'batchmill[{EXTRAS[package]}]'", code="missing_dependency"
+        ) from None
+    return getattr(found, attribute) if attribute else found
