@@ -38,7 +38,7 @@ async def start(fake):
 
     async def make(**env):
         engine, told = LlmEngine(fake.model(), fake.home, clock=QuickClock(), env={**fake.env, **env}), []
-        engine.tell_deaths(told.append)
+        engine.report_deaths(told.append)
         engines.append(engine)
         await engine.start()
         return engine, told
@@ -189,7 +189,7 @@ def test_whose_death_it_was():
     """A death is the one project's whose requests are left when the server has outlived all others; else nobody's."""
     clock, told = QuickClock(), []
     deaths = Deaths(clock)
-    deaths.tell = told.append
+    deaths.report = told.append
     server, second = object.__new__(type("Server", (), {})), object.__new__(type("Server", (), {}))
     ours, theirs = Tracked("a", "m", CHAT, b'{"x":1}', None), Tracked("b", "m", CHAT, b'{"x":2}', None)
     deaths.began(server, ours)

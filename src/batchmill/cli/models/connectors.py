@@ -82,7 +82,7 @@ def list_connectors(session: Session, project: str | None) -> int:
             for line in table([head, *(_columns(each, models) for each in found)]):
                 session.print(line)
 
-    return _with(session, show, project)
+    return _with(session, print_all, project)
 
 
 def _columns(record: ConnectorRecord, models: list[RemoteModel]) -> list[str]:
