@@ -139,15 +139,15 @@ def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path,
     lost its head."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block([0]))
-    has_failed, real = threading.Event(), os.write
+    is_syncing, is_writing, real = threading.Event(), threading.Event(), os.write
 
     def refuse(fd: int) -> None:
-        has_failed.set()
+        is_syncing.set()
+        assert is_writing.wait(60)
         raise OSError(errno.EIO, "Input/output error")
 
     def write(fd: int, data: memoryview) -> int:
-        failing.start()
-        has_failed.wait(60)
+        is_writing.set()
         failing.join(0.1)  # the file is taken back here, or once this has been written
         return real(fd, data)
 
@@ -157,6 +157,8 @@ def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path,
 
     failing = threading.Thread(target=sync)
     monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    failing.start()
+    assert is_syncing.wait(60)
     with monkeypatch.context() as patched:
         patched.setattr(segments.os, "write", write)
         file.append(block([1]))
