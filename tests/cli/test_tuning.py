@@ -6,7 +6,7 @@ import time
 import click
 import pytest
 
-from batchmill.cli.jobs.order_options import Moment
+from batchmill.cli.values import Moment
 from batchmill.types import JobView
 from batchmill.wire.native import Change
 

@@ -6,27 +6,11 @@ import time
 
 import click
 
-from batchmill.cli.jobs.order_options import SECONDS, SPAN
-from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
+from batchmill.cli.values import LONG_TIME, utf8
 from batchmill.types import Scope
 from batchmill.wire.native import KeyInfo, NewKey
-
-
-class Lifetime(click.ParamType):
-    """A length of time: 90d, 12h."""
-
-    name = "span"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = SPAN.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no length of time: write 90d, 12h, 30m, 4w", param, ctx)
-        return float(int(match[1]) * SECONDS[match[2]])
-
-
-def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else refuse_half_text(value)
 
 
 @click.group()
@@ -35,15 +19,15 @@ def keys() -> None:
 
 
 @keys.command()
-@click.option("--name", required=True, callback=_text, metavar="TEXT", help="What the key is for.")
-@click.option("--project", callback=_text, help="Whose files and jobs it sees [default; at a server: your key's own].")
+@click.option("--name", required=True, callback=utf8, metavar="TEXT", help="What the key is for.")
+@click.option("--project", callback=utf8, help="Whose files and jobs it sees [default; at a server: your key's own].")
 @click.option(
     "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
     help="read: look; submit: upload, run, call models; admin: keys, webhooks and connectors of its project; deploy: "
          "functions too, whose code runs as the server's user. A deploy key is made beside the data directory alone.",
 )  # fmt: skip
 @click.option("--model", "models", multiple=True, metavar="NAME", help="A model or adapter that it may use [all].")
-@click.option("--expires", type=Lifetime(), metavar="SPAN", help="Expiry: 90d, 12h [never].")
+@click.option("--expires", type=LONG_TIME, metavar="SPAN", help="Expiry: 90d, 12h [never].")
 @click.option("--rpm", type=click.IntRange(1), metavar="N", help="Requests per minute [the server's limit].")
 @global_options
 @click.pass_obj
@@ -67,7 +51,7 @@ def create(
 
 
 @keys.command("list")
-@click.option("--project", callback=_text, help="Only the keys of this project.")
+@click.option("--project", callback=utf8, help="Only the keys of this project.")
 @global_options
 @click.pass_obj
 def list_keys(session: Session, project: str | None) -> int:
@@ -107,7 +91,7 @@ def _state(record: KeyInfo) -> str:
 
 
 @keys.command()
-@click.argument("key_id", metavar="ID", callback=_text)
+@click.argument("key_id", metavar="ID", callback=utf8)
 @click.option("--with-minted", is_flag=True, help="Also revoke all keys that it created, directly or indirectly.")
 @global_options
 @click.pass_obj

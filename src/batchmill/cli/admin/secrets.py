@@ -6,8 +6,9 @@ import sys
 
 import click
 
-from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, count, moment, table
+from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
@@ -16,17 +17,13 @@ from batchmill.models.secrets import SECRET_BYTES_MAX, check_name
 LOCAL = "secrets are kept by the machine that runs the models; work there"
 
 
-def _name(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    return refuse_half_text(value)
-
-
 @click.group()
 def secrets() -> None:
     """Store secrets. Models and connectors refer to them as "secret:NAME". No command shows a secret."""
 
 
 @secrets.command("set")
-@click.argument("name", metavar="NAME", callback=_name)
+@click.argument("name", metavar="NAME", callback=utf8)
 @global_options
 @click.pass_obj
 def set_secret(session: Session, name: str) -> int:
@@ -85,7 +82,7 @@ def list_secrets(session: Session) -> int:
 
 
 @secrets.command()
-@click.argument("name", metavar="NAME", callback=_name)
+@click.argument("name", metavar="NAME", callback=utf8)
 @global_options
 @click.pass_obj
 def remove(session: Session, name: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import MORE_THAN_NOTHING, Past, deadline_option, written_by
+from batchmill.cli.jobs.order_options import deadline_option, written_by
 from batchmill.cli.jobs.result_files import kind_of, must_convert, write_as, written_whole
 from batchmill.cli.jobs.run import PRIORITY, attend, follow
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
@@ -29,6 +28,7 @@ from batchmill.cli.session import (
     refuse_half_text,
 )
 from batchmill.cli.text import brief, clean, count, moment, short, table
+from batchmill.cli.values import LONG_TIME, MORE_THAN_NOTHING, Past
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition
 from batchmill.states import ENDED, JobState
@@ -37,10 +37,6 @@ from batchmill.wire.native import Change
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
-
-
-UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
-AGE = re.compile(r"([0-9]{1,6})([mhdw])")
 
 
 @click.command()
@@ -53,22 +49,20 @@ def rm(session: Session, job_ids: tuple[str, ...]) -> int:
 
 
 @click.command()
-@click.option("--older-than", metavar="AGE", required=True, help="Time since the end of the job: 45m, 12h, 30d or 8w.")
+@click.option(
+    "--older-than",
+    type=LONG_TIME,
+    metavar="AGE",
+    required=True,
+    help="Time since the end of the job: 45m, 12h, 30d or 8w.",
+)
 @click.option("--state", type=click.Choice(sorted(ENDED)), help="Only jobs that ended in this state.")
 @click.option("--dry-run", is_flag=True, help="List the jobs; remove none.")
 @global_options
 @click.pass_obj
-def prune(session: Session, older_than: str, state: str | None, dry_run: bool) -> int:
+def prune(session: Session, older_than: float, state: str | None, dry_run: bool) -> int:
     """Remove all jobs that ended longer ago than this, and their results."""
-    return session.run(_prune(session, age_s(older_than), state, is_dry=dry_run))
-
-
-def age_s(text: str) -> float:
-    """Raises: InvalidInput."""
-    found = AGE.fullmatch(text)
-    if found is None:
-        raise InvalidInput(f"--older-than is a number and a unit, such as 45m, 12h, 30d or 8w, not {text[:40]!r}")
-    return int(found[1]) * UNITS_S[found[2]]
+    return session.run(_prune(session, older_than, state, is_dry=dry_run))
 
 
 async def _remove(session: Session, job_ids: list[str]) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +13,7 @@ import click
 import msgspec
 
 from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.values import COUNT, MORE_THAN_NOTHING, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
@@ -24,8 +22,6 @@ from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 from batchmill.wire.json_bytes import is_too_deep
 
-SPAN = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
 
 
@@ -86,46 +82,10 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _refuse_number(text)
 
 
-class Past(click.ParamType):
-    """A time that has been: a span before now (90m, 12h, 2d), or an ISO 8601 date and time, local without a zone."""
-
-    name = "past"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = SPAN.fullmatch(str(value))
-        try:
-            if match is not None:
-                return max(0.0, time.time() - int(match[1]) * SECONDS[match[2]])
-            return datetime.fromisoformat(str(value)).timestamp()
-        except (ValueError, OverflowError, OSError):
-            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
-
-
-class Moment(click.ParamType):
-    """A time to come: a span from now (90m, 12h, 2d), or an ISO 8601 date and time, local where it names no zone."""
-
-    name = "moment"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        now = time.time()
-        match = SPAN.fullmatch(str(value))
-        if match is not None:
-            return now + int(match[1]) * SECONDS[match[2]]
-        try:
-            moment = datetime.fromisoformat(str(value)).timestamp()
-        except (ValueError, OverflowError, OSError):
-            self.fail(f"{value!r} is no time: write 90m, 12h, 2d, or 2026-12-31T18:00", param, ctx)
-        if moment <= now:
-            self.fail(f"{value} has passed", param, ctx)
-        return moment
-
-
 C = TypeVar("C", bound=Callable[..., Any])
-COUNT = click.IntRange(min=1)
 deadline_option = click.option(
     "--deadline", type=Moment(), metavar="WHEN", help="End at this time with the finished rows: 12h, 2026-12-31T18:00."
 )
-MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
 
 ORDER_OPTIONS = (
     click.argument("inputs", metavar="INPUT...", nargs=-1, required=True),

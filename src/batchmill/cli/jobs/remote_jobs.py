@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument, refuse_half_text
+from batchmill.cli.session import EXIT_OK, Session, global_options, job_argument
 from batchmill.cli.text import clean, count, moment, table
+from batchmill.cli.values import utf8
 from batchmill.types import RemoteJob
 
 LOOK = "look"  # what `batchmill remote JOB` means
@@ -61,17 +62,13 @@ def _columns(job: RemoteJob) -> list[str]:
     ]  # fmt: skip
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    return refuse_half_text(value)
-
-
-tag_argument = click.argument("tag", metavar="TAG", callback=_text)
+tag_argument = click.argument("tag", metavar="TAG", callback=utf8)
 
 
 @remote.command()
 @job_argument
 @tag_argument
-@click.argument("remote_id", metavar="REMOTE_ID", callback=_text)
+@click.argument("remote_id", metavar="REMOTE_ID", callback=utf8)
 @global_options
 @click.pass_obj
 def adopt(session: Session, job_id: str, tag: str, remote_id: str) -> int:

@@ -12,10 +12,11 @@ import click
 from msgspec import Struct
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import MORE_THAN_NOTHING, build_order, deadline_option, order_options
+from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
+from batchmill.cli.values import MORE_THAN_NOTHING
 from batchmill.config import Config
 from batchmill.errors import InvalidTransition
 from batchmill.types import JobView, Submitted

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import replace
 
-from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
+from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.services.adapters.records import read_reference
@@ -23,13 +24,9 @@ if TYPE_CHECKING:
 SHOWN_CHARS = 60
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else refuse_half_text(value)
-
-
-name_argument = click.argument("name", metavar="NAME[/VERSION]", callback=_text)
+name_argument = click.argument("name", metavar="NAME[/VERSION]", callback=utf8)
 project_option = click.option(
-    "--project", metavar="NAME", callback=_text, help="The project, on this machine [default]."
+    "--project", metavar="NAME", callback=utf8, help="The project, on this machine [default]."
 )
 
 
@@ -39,11 +36,11 @@ def adapters() -> None:
 
 
 @adapters.command()
-@click.argument("name", metavar="NAME", callback=_text)
-@click.argument("source", metavar="SOURCE", callback=_text)
-@click.option("--base", metavar="MODEL", required=True, callback=_text, help="The base model.")
+@click.argument("name", metavar="NAME", callback=utf8)
+@click.argument("source", metavar="SOURCE", callback=utf8)
+@click.option("--base", metavar="MODEL", required=True, callback=utf8, help="The base model.")
 @click.option(
-    "--token", metavar="REFERENCE", callback=_text,
+    "--token", metavar="REFERENCE", callback=utf8,
     help='The token for a model hub: "secret:NAME", on this machine also "env:NAME" or "file:PATH".',
 )  # fmt: skip
 @project_option
@@ -81,7 +78,7 @@ async def _added(session: Session, opened: AsyncClient, asked: NewAdapter) -> Ad
 
 
 @adapters.command("list")
-@click.option("--base", metavar="MODEL", callback=_text, help="Only adapters of this base model.")
+@click.option("--base", metavar="MODEL", callback=utf8, help="Only adapters of this base model.")
 @project_option
 @global_options
 @click.pass_obj

@@ -9,8 +9,9 @@ from typing import Any
 import click
 import msgspec
 
-from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
+from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.errors import InvalidInput
@@ -22,12 +23,8 @@ LOCAL = "only the operator of the machine sets what they may reach; callers of a
 SHOWN_CHARS = 60
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else refuse_half_text(value)
-
-
-id_argument = click.argument("connector_id", metavar="ID", callback=_text)
-file_argument = click.argument("file", metavar="FILE", callback=_text)
+id_argument = click.argument("connector_id", metavar="ID", callback=utf8)
+file_argument = click.argument("file", metavar="FILE", callback=utf8)
 
 
 @click.group()
@@ -37,8 +34,8 @@ def connectors() -> None:
 
 @connectors.command()
 @file_argument
-@click.option("--project", default="default", show_default=True, callback=_text, help="The project.")
-@click.option("--model", "name", metavar="NAME", callback=_text, help="Also create a deployed model.")
+@click.option("--project", default="default", show_default=True, callback=utf8, help="The project.")
+@click.option("--model", "name", metavar="NAME", callback=utf8, help="Also create a deployed model.")
 @global_options
 @click.pass_obj
 def create(session: Session, file: str, project: str, name: str | None) -> int:
@@ -62,7 +59,7 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
 
 
 @connectors.command("list")
-@click.option("--project", callback=_text, help="Only connectors of this project.")
+@click.option("--project", callback=utf8, help="Only connectors of this project.")
 @global_options
 @click.pass_obj
 def list_connectors(session: Session, project: str | None) -> int:

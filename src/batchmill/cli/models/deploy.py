@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +12,13 @@ import click
 from batchmill.cli.jobs.order_options import pairs
 from batchmill.cli.session import EXIT_OK, Session, global_options
 from batchmill.cli.text import clean
+from batchmill.cli.values import CALL_TIME, COUNT, ByteCount
 from batchmill.client.bundling import bundled
 from batchmill.errors import InvalidInput
 from batchmill.wire.native import DeployReply, VersionInfo
 
-COUNT = click.IntRange(min=1)
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?")
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 EXAMPLE_BYTES_MAX = 16 * 1024 * 1024
 NAMES_CHARS_MAX = 200
-
-
-class ByteCount(click.ParamType):
-    """512MB, 2GiB, 1000000."""
-
-    name = "bytes"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = _BYTES.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no size: write 512MB, 2GiB", param, ctx)
-        step = 1024 if match[3] else 1000
-        return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
-
-
-class Seconds(click.ParamType):
-    """30s, 5ms, 2m."""
-
-    name = "span"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = _SECONDS.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no length of time: write 30s, 5ms, 2m", param, ctx)
-        return float(match[1]) * UNITS[match[2]]
 
 
 OPTIONS = (
@@ -63,10 +34,10 @@ OPTIONS = (
     click.option("--include", metavar="FILE", multiple=True, help="Additional files, folders or globs."),
     click.option("--workers", type=COUNT, help="Worker processes [1]."),
     click.option("--memory", "memory_bytes", type=ByteCount(), metavar="SIZE", help="Memory of a worker: 512MB, 2GiB."),
-    click.option("--timeout", "timeout_s", type=Seconds(), metavar="SPAN", help="Time limit of one call: 30s [600s]."),
+    click.option("--timeout", "timeout_s", type=CALL_TIME, metavar="SPAN", help="Time limit of one call: 30s [600s]."),
     click.option("--gpus", type=click.IntRange(min=0), help="GPUs of each worker [0]."),
     click.option("--batch-size", type=COUNT, help="The most rows in one call, from all callers."),
-    click.option("--batch-window", "batch_window_s", type=Seconds(), metavar="SPAN",
+    click.option("--batch-window", "batch_window_s", type=CALL_TIME, metavar="SPAN",
                  help="How long an idle worker waits for a batch to fill: 5ms [0]."),
     click.option("--dataframe", metavar="COLUMNS|FILE", help="Columns of the data frame, or an example of it."),
     click.option("--idempotent", "is_idempotent", is_flag=True, help="Calls may be repeated after their worker died."),

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec.structs import replace
 
-from batchmill.cli.admin.keys import Lifetime
 from batchmill.cli.jobs.order_options import pairs, scalar
-from batchmill.cli.session import Session, global_options, refuse_half_text
+from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
+from batchmill.cli.values import LONG_TIME, ByteCount, utf8
 from batchmill.client import llm_calls
 from batchmill.errors import InvalidInput
 from batchmill.models import secrets
-from batchmill.types.machines import size_of, size_text
+from batchmill.types.machines import size_text
 from batchmill.wire.native import QuotaInfo
 from batchmill.wire.native_models import LlmChange, LlmInfo, LlmList, NewLlm, QuarantinedRequest
 
@@ -28,19 +28,9 @@ T = TypeVar("T", NewLlm, LlmChange)
 SHOWN_CHARS, MESSAGE_CHARS = 60, 4_000
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(refuse_half_text(each) for each in value)
-    return None if value is None else refuse_half_text(value)
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else size_of(value, "--memory")
-
-
-name_argument = click.argument("name", metavar="NAME", callback=_text)
+name_argument = click.argument("name", metavar="NAME", callback=utf8)
 project_option = click.option(
-    "--project", metavar="NAME", callback=_text, help="The project, on this machine [default]."
+    "--project", metavar="NAME", callback=utf8, help="The project, on this machine [default]."
 )
 
 
@@ -48,27 +38,27 @@ def settings_options(command):
     """What can be said of an engine. Nothing said: as the base model has it."""
     options = (
         click.option(
-            "--engine-arg", "args", metavar="NAME=VALUE", multiple=True, callback=_text,
+            "--engine-arg", "args", metavar="NAME=VALUE", multiple=True, callback=utf8,
             help="A flag of vLLM, such as max-model-len=4096. An update replaces all flags.",
         ),
         click.option(
-            "--hf-token", metavar="REFERENCE", callback=_text,
+            "--hf-token", metavar="REFERENCE", callback=utf8,
             help='A token for the model hub: "env:NAME", "file:PATH", on this machine also "secret:NAME".',
         ),
         click.option("--replicas-min", type=click.IntRange(0), metavar="N", help="Replicas that always stay [0]."),
         click.option("--replicas-max", type=click.IntRange(1), metavar="N", help="The most replicas [1]."),
-        click.option("--cooldown", type=Lifetime(), metavar="SPAN", help="Stop a replica that is idle for 10m, 2h …"),
+        click.option("--cooldown", type=LONG_TIME, metavar="SPAN", help="Stop a replica that is idle for 10m, 2h …"),
         click.option(
             "--scale-up-requests", type=click.IntRange(1), metavar="N", help="Scale up above this load [128]."
         ),
-        click.option("--memory", metavar="SIZE", callback=_size, help="Memory of each replica: 12GiB."),
+        click.option("--memory", metavar="SIZE", type=ByteCount(), help="Memory of each replica: 12GiB."),
         click.option("--gpus", type=click.IntRange(0), metavar="N", help="GPUs of each replica."),
         click.option("--adapters/--no-adapters", "takes_adapters", default=None, help="Serve adapters [yes]."),
         click.option(
-            "--preload", "preloaded", metavar="ADAPTER", multiple=True, callback=_text,
+            "--preload", "preloaded", metavar="ADAPTER", multiple=True, callback=utf8,
             help="An adapter to load when the engine starts.",
         ),
-        click.option("--description", metavar="TEXT", callback=_text),
+        click.option("--description", metavar="TEXT", callback=utf8),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -111,7 +101,7 @@ def llms() -> None:
 
 @llms.command()
 @name_argument
-@click.argument("base_model", metavar="BASE", callback=_text)
+@click.argument("base_model", metavar="BASE", callback=utf8)
 @settings_options
 @project_option
 @global_options
@@ -200,7 +190,7 @@ def _lines(info: LlmInfo) -> list[str]:
 
 @llms.command()
 @name_argument
-@click.option("--base", "base_model", metavar="BASE", callback=_text, help="Another base model.")
+@click.option("--base", "base_model", metavar="BASE", callback=utf8, help="Another base model.")
 @settings_options
 @project_option
 @global_options

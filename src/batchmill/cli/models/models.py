@@ -10,8 +10,9 @@ import click
 from msgspec.structs import replace
 
 from batchmill.cli.models.deploy import signature_of
-from batchmill.cli.session import EXIT_OK, Session, global_options, refuse_half_text
+from batchmill.cli.session import EXIT_OK, Session, global_options
 from batchmill.cli.text import clean, moment, table
+from batchmill.cli.values import utf8
 from batchmill.client import calls
 from batchmill.errors import InvalidInput
 from batchmill.wire.native import AliasInfo, BackendInfo, FunctionDetail, ModelInfo, NewAlias, VersionInfo
@@ -75,12 +76,8 @@ LATEST, MAIN = "latest", "main"
 _BACKEND = re.compile(r"(?:(.+)/)?([1-9][0-9]{0,8})(?:=([0-9.]+))?")
 
 
-def _text(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else refuse_half_text(value)
-
-
-name_argument = click.argument("name", metavar="NAME", callback=_text)
-branch_option = click.option("--branch", metavar="NAME", callback=_text, help="The branch [main].")
+name_argument = click.argument("name", metavar="NAME", callback=utf8)
+branch_option = click.option("--branch", metavar="NAME", callback=utf8, help="The branch [main].")
 
 
 @click.group(invoke_without_command=True)
@@ -184,8 +181,8 @@ def _version(version: VersionInfo, found: FunctionDetail) -> list[str]:
 @models.command()
 @name_argument
 @branch_option
-@click.option("--version", metavar="N", callback=_text, help="The version [the newest].")
-@click.option("--request", metavar="ID", callback=_text, help="Only of this request, or of this job's rows.")
+@click.option("--version", metavar="N", callback=utf8, help="The version [the newest].")
+@click.option("--request", metavar="ID", callback=utf8, help="Only of this request, or of this job's rows.")
 @click.option("--follow", is_flag=True, help="Follow the output of calls until interrupted.")
 @click.option("--build", "is_build", is_flag=True, help="Only the log of the version's creation.")
 @click.option(
@@ -232,8 +229,8 @@ def rollback(session: Session, name: str, number: int | None, branch: str | None
 
 @models.command()
 @name_argument
-@click.argument("source", metavar="BRANCH", callback=_text)
-@click.option("--into", metavar="BRANCH", default=MAIN, show_default=True, callback=_text)
+@click.argument("source", metavar="BRANCH", callback=utf8)
+@click.option("--into", metavar="BRANCH", default=MAIN, show_default=True, callback=utf8)
 @global_options
 @click.pass_obj
 def merge(session: Session, name: str, source: str, into: str) -> int:
@@ -263,7 +260,7 @@ def restart(session: Session, name: str, branch: str | None) -> int:
 
 @models.command()
 @name_argument
-@click.argument("label", metavar="ALIAS", callback=_text)
+@click.argument("label", metavar="ALIAS", callback=utf8)
 @click.argument("backends", metavar="[BRANCH/]N[=WEIGHT]...", nargs=-1)
 @click.option("--mirror", "mirrors", metavar="[BRANCH/]N", multiple=True, help="A version that gets copies of calls.")
 @click.option("--remove", "is_removal", is_flag=True, help="Remove the alias.")
@@ -299,8 +296,8 @@ def _backend(text: str) -> BackendInfo:
 
 @models.command()
 @name_argument
-@click.option("--branch", metavar="NAME", callback=_text, help="The branch [all; with --version: main].")
-@click.option("--version", metavar="N", callback=_text, help="The version [all].")
+@click.option("--branch", metavar="NAME", callback=utf8, help="The branch [all; with --version: main].")
+@click.option("--version", metavar="N", callback=utf8, help="The version [all].")
 @global_options
 @click.pass_obj
 def remove(session: Session, name: str, branch: str | None, version: str | None) -> int:
