@@ -7,7 +7,7 @@ from fakes.held_clock import HeldClock
 from small_api import HeldKeys
 
 from batchmill.errors import Forbidden, RateLimited, Unauthenticated
-from batchmill.server.auth import ANYBODY, FAILURES_PER_MINUTE, Gate, token_of
+from batchmill.server.auth import ANYBODY, FAILURE_RATE, Gate, token_of
 from batchmill.types import Caller, Scope
 
 ONE = Caller("one", Scope.SUBMIT, "k1")
@@ -72,7 +72,7 @@ async def test_rates_of_a_key():
 async def test_wrong_keys_are_counted_by_address():
     """Who sends wrong keys is told to come again later; a right key gets in, though wrong ones come from there too."""
     gate = Gate(HeldKeys(good=ONE), HeldClock())
-    for _ in range(FAILURES_PER_MINUTE):
+    for _ in range(FAILURE_RATE[0]):
         with pytest.raises(Unauthenticated):
             await gate.admit(headers("wrong"), "a", Scope.READ)
     with pytest.raises(RateLimited):

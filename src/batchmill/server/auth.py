@@ -8,7 +8,6 @@ import ipaddress
 import re
 import secrets
 import socket
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
@@ -20,38 +19,10 @@ from batchmill.models import addresses
 from batchmill.ports import Clock
 from batchmill.server.admission_control import Proxies
 from batchmill.services.keys import ANYBODY
+from batchmill.services.token_buckets import TokenBuckets
 from batchmill.types import Caller, Scope
 
-BUCKETS_MAX = 20_000  # those that were used longest ago are forgotten: full again
-
-
-class Buckets:
-    """Each name has a bucket that holds a minute's worth and fills evenly."""
-
-    def __init__(self, buckets_max: int = BUCKETS_MAX) -> None:
-        self._max = buckets_max
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> tokens, and when that was
-
-    def take(self, name: str, per_minute: int, now: float) -> float:
-        """Take one token. Returns the seconds until there is one: 0 when it was taken."""
-        tokens = self._filled(name, per_minute, now)
-        is_there = tokens >= 1.0
-        self._buckets[name] = (tokens - 1.0 if is_there else tokens, now)
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > self._max:
-            self._buckets.popitem(last=False)
-        return 0.0 if is_there else (1.0 - tokens) * 60.0 / per_minute
-
-    def wait_s(self, name: str, per_minute: int, now: float) -> float:
-        """The seconds until there is a token, taking none."""
-        return max(0.0, 1.0 - self._filled(name, per_minute, now)) * 60.0 / per_minute
-
-    def _filled(self, name: str, per_minute: int, now: float) -> float:
-        tokens, then = self._buckets.get(name, (float(per_minute), now))
-        return min(float(per_minute), tokens + max(0.0, now - then) * per_minute / 60.0)
-
-
-FAILURES_PER_MINUTE = 60  # wrong keys that one address may try; a right one is never held up
+FAILURE_RATE = (60, 1.0)  # wrong keys of one address: in a burst, per second; a right key is never held up
 TOKEN_CHARS_MAX = 4096
 SEALS_MAX = 10_000  # headers that need not be taken apart again
 
@@ -94,7 +65,7 @@ class Gate:
     ) -> None:
         self._proxies = proxies or Proxies()
         self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
-        self._requests, self._failures = Buckets(), Buckets()
+        self._requests, self._failures = TokenBuckets(), TokenBuckets()
         self._secret = secrets.token_bytes(16)
         self._seals: dict[bytes, str] = {}  # of Authorization headers that were right -> the key's id
 
@@ -111,18 +82,18 @@ class Gate:
         if caller.minted_by:
             self._refuse_family(caller)
         if per_minute is not None:
-            wait_s = self._requests.take(caller.key or "", per_minute, self._clock.monotonic())
+            wait_s = self._requests.take(caller.key or "", per_minute, per_minute / 60, self._clock.monotonic())
             if wait_s:
                 raise RateLimited(f"more than {per_minute:,} requests a minute", retry_after_s=wait_s)
         for key, rate in caller.minted_by:
             if (per_minute := rate or self._per_minute) is not None:
-                self._requests.take(key, per_minute, self._clock.monotonic())
+                self._requests.take(key, per_minute, per_minute / 60, self._clock.monotonic())
 
     def _refuse_family(self, caller: Caller) -> None:
         """A key pays for the requests of those that it minted. Raises: RateLimited where one of them cannot."""
         for key, rate in caller.minted_by:
             if (per_minute := rate or self._per_minute) is not None:
-                wait_s = self._requests.wait_s(key, per_minute, self._clock.monotonic())
+                wait_s = self._requests.wait_s(key, per_minute, per_minute / 60, self._clock.monotonic())
                 if wait_s:
                     raise RateLimited(
                         f"more than {per_minute:,} requests a minute of the key {key} and the keys it minted",
@@ -145,10 +116,10 @@ class Gate:
     def has_room(self, caller: Caller) -> bool:
         """`spend` would not raise now."""
         per_minute, now = caller.requests_per_minute or self._per_minute, self._clock.monotonic()
-        if per_minute is not None and self._requests.wait_s(caller.key or "", per_minute, now):
+        if per_minute is not None and self._requests.wait_s(caller.key or "", per_minute, per_minute / 60, now):
             return False
         return not caller.minted_by or not any(
-            self._requests.wait_s(key, per_minute, now)
+            self._requests.wait_s(key, per_minute, per_minute / 60, now)
             for key, rate in caller.minted_by
             if (per_minute := rate or self._per_minute) is not None
         )
@@ -169,7 +140,7 @@ class Gate:
         try:  # also of an address with too many wrong ones: behind a proxy it is everybody's
             return await self._keys.authenticate(token)
         except Unauthenticated:
-            wait_s = self._failures.take(self._proxies.client(address, headers), FAILURES_PER_MINUTE, now)
+            wait_s = self._failures.take(self._proxies.client(address, headers), *FAILURE_RATE, now)
             if wait_s:
                 raise RateLimited("too many requests with a wrong API key", retry_after_s=wait_s) from None
             raise

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 from msgspec.structs import replace
 
 from batchmill.children.programs import Programs
 from batchmill.errors import InvalidInput, RateLimited, TooComplex
 from batchmill.ports import Clock
 from batchmill.services.remote.model_records import ModelDetails, RateLimiter
+from batchmill.services.token_buckets import TokenBuckets
 from batchmill.wire.json_bytes import decode
 
 MODULE = "batchmill.services.remote.model_fields"
@@ -399,30 +400,22 @@ def per_minute(limiter: RateLimiter | None) -> int | None:
     return None if limiter is None else max(1, min(round(limiter.limit * 60 / UNITS[limiter.unit]), 10**9))
 
 
-class _Bucket(Struct):
-    tokens: float
-    at: float  # monotonic seconds
-
-
 class ModelRates:
-    """Buckets are full at first, and hold what may be answered in one unit of time."""
+    """Rate limits of remote models. A bucket holds what may be answered in one unit of time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets = TokenBuckets()
 
     def admit(self, model_id: str, limiter: RateLimiter | None) -> None:
-        """Count a call. Raises: RateLimited where it is one too many."""
+        """Count a call. Raises: RateLimited."""
         if limiter is None:
             return
-        now, size, rate = self._clock.monotonic(), max(1.0, limiter.limit), limiter.limit / UNITS[limiter.unit]
-        bucket = self._buckets.setdefault(model_id, _Bucket(size, now))
-        bucket.tokens = min(size, bucket.tokens + (now - bucket.at) * rate)
-        bucket.at = now
-        if bucket.tokens < 1:
-            raise RateLimited("Request is throttled at model level.", retry_after_s=(1 - bucket.tokens) / rate)
-        bucket.tokens -= 1
+        capacity, rate = max(1.0, limiter.limit), limiter.limit / UNITS[limiter.unit]
+        wait_s = self._buckets.take(model_id, capacity, rate, self._clock.monotonic())
+        if wait_s:
+            raise RateLimited("Request is throttled at model level.", retry_after_s=wait_s)
 
     def forget(self, model_id: str) -> None:
         """The model is gone, or has another limit."""
-        self._buckets.pop(model_id, None)
+        self._buckets.forget(model_id)
