@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchmill.control.guest import Guest
 
 EVENT_END = b"\n\n"
-GUEST = "batchmill.control.guest"  # it needs httpx
+GUEST = "batchmill.control.guest"  # it needs httpx2
 
 
 def load_guest() -> type[Guest]:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fakes.lora_files import CONFIG as LORA_CONFIG
 from fakes.lora_files import WEIGHTS, lora_files, write_base, write_lora
@@ -48,7 +48,7 @@ def left_of(folder: Path) -> list[str]:
 
 
 def adapters(url: str) -> list[dict]:
-    return httpx.get(f"{url}/batchmill/v1/adapters", timeout=WAIT_S, trust_env=False).json()["adapters"]
+    return httpx2.get(f"{url}/batchmill/v1/adapters", timeout=WAIT_S, trust_env=False).json()["adapters"]
 
 
 def ready(url: str) -> dict:
@@ -87,7 +87,7 @@ def test_a_server_that_is_killed_in_the_midst(place: Path) -> None:
         server = RunningServer(place, CONFIG, env={**hub.environment(), "HF_HOME": str(place / "hf")}).start()
         try:
             asked = {"name": "shout", "base": "tiny", "source": "org/one"}
-            reply = httpx.post(f"{server.url}/batchmill/v1/adapters", json=asked, timeout=WAIT_S, trust_env=False)
+            reply = httpx2.post(f"{server.url}/batchmill/v1/adapters", json=asked, timeout=WAIT_S, trust_env=False)
             assert reply.status_code == 202, reply.text
             until = time.monotonic() + WAIT_S
             while not any("GET /org/one/resolve/" in line for line in hub.asked):

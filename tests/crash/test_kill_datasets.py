@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer
 
@@ -19,7 +19,7 @@ LINE = json.dumps(ROW).encode() + b"\n"
 
 def upload(url: str, name: str) -> dict:
     """A dataset as the published client makes one: by steps, of which any may fail."""
-    with httpx.Client(base_url=url, timeout=WAIT_S) as http:
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as http:
         begun = http.post("/v2/datasets/upload", json={"fileName": "in.jsonl", "mimeType": ""}).json()
         http.put(begun["presignedUrl"], content=LINE).raise_for_status()
         named = {"name": name, "uploadToken": begun["uploadToken"]}
@@ -30,7 +30,7 @@ def upload(url: str, name: str) -> dict:
 def until_checked(url: str, name: str) -> dict:
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
-        reply = httpx.get(f"{url}/v1/datasets/name/{name}")
+        reply = httpx2.get(f"{url}/v1/datasets/name/{name}")
         reply.raise_for_status()
         if reply.json()["status"] != "pending":
             return reply.json()
@@ -44,7 +44,7 @@ def test_an_upload_that_a_kill_cut_off(point, tmp_path):
     server = RunningServer(tmp_path, env={"BATCHMILL_FAULT": f"{point}:1:{tmp_path / 'fired'}"})
     try:
         server.start()
-        with pytest.raises(httpx.HTTPError):
+        with pytest.raises(httpx2.HTTPError):
             upload(server.url, "rows")
         server.wait()
         assert (tmp_path / "fired").exists()
@@ -54,7 +54,7 @@ def test_an_upload_that_a_kill_cut_off(point, tmp_path):
         again = upload(server.url, "rows")
         assert (again["status"], again["rows"]) == ("connected", 1)
         [found] = {each["uuid"] for each in (again, until_checked(server.url, "rows"))}
-        link = httpx.get(f"{server.url}/v2/datasets/{found}/download-link").json()["url"]
-        assert httpx.get(link).content == LINE
+        link = httpx2.get(f"{server.url}/v2/datasets/{found}/download-link").json()["url"]
+        assert httpx2.get(link).content == LINE
     finally:
         server.close()

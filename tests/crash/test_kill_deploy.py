@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer
 
@@ -70,7 +70,7 @@ def test_a_server_that_is_killed_serves_the_version_before(tmp_path):
     assert deploying.wait(60) != 0
     server.start()
     try:
-        reply = httpx.post(f"{server.url}/v1/example_doubler/latest", json={"data": 21}, timeout=60)
+        reply = httpx2.post(f"{server.url}/v1/example_doubler/latest", json={"data": 21}, timeout=60)
         assert reply.json() == {"data": 42}
         assert "main/2   failed" in command(tmp_path, "models", "versions", "example_doubler").stdout
     finally:

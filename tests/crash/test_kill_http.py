@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from openai import OpenAI
 from story.openai_story import ended, lines, result_lines, row, submit, texts, until, write_project
@@ -59,31 +59,31 @@ class Clients:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, work: Callable[[httpx.Client, int], None]) -> None:
+    def _work(self, work: Callable[[httpx2.Client, int], None]) -> None:
         number = 0
-        with httpx.Client(base_url=self._url, timeout=60) as http:
+        with httpx2.Client(base_url=self._url, timeout=60) as http:
             while not self.stop.is_set():
                 work(http, number)
                 number += 1
                 self.stop.wait(0.01)
 
-    def _send(self, what: str, send: Callable[[], httpx.Response]) -> httpx.Response | None:
+    def _send(self, what: str, send: Callable[[], httpx2.Response]) -> httpx2.Response | None:
         """The reply; None where there was none because the server was killed."""
         try:
             reply = send()
-        except httpx.TransportError:
+        except httpx2.TransportError:
             self.seen.broken[what] += 1
             return None
         if reply.status_code not in (200, 503):  # 503: a worker died under the request
             self.seen.refused.append(f"{what}: {reply.status_code} {reply.text[:300]}")
         return reply if reply.status_code == 200 else None
 
-    def _look(self, http: httpx.Client, _: int) -> None:
+    def _look(self, http: httpx2.Client, _: int) -> None:
         reply = self._send("look", lambda: http.get(f"/v1/batches/{self._batch}"))
         if reply is not None and reply.json()["id"] != self._batch:
             self.seen.wrong.append(reply.text)
 
-    def _ask(self, http: httpx.Client, number: int) -> None:
+    def _ask(self, http: httpx2.Client, number: int) -> None:
         body = row("", f"live {number}", "steady")["body"]
         reply = self._send("ask", lambda: http.post("/v1/chat/completions", json=body))
         if reply is not None:
@@ -91,7 +91,7 @@ class Clients:
             if reply.json()["choices"][0]["message"]["content"] != f"LIVE {number}":
                 self.seen.wrong.append(reply.text)
 
-    def _order(self, http: httpx.Client, number: int) -> None:
+    def _order(self, http: httpx2.Client, number: int) -> None:
         """The same order, byte for byte, until there is a reply, as a client does that knows no better."""
         if len(self.seen.orders) == SMALL_ORDERS:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-import httpx
+import httpx2
 import pytest
 from fakes.beside import beside
 from fakes.remote_service import RemoteService
@@ -19,7 +19,7 @@ KEY = {"idempotency-key": "one"}
 ENDED_S = 60.0
 
 
-def begin(http: httpx.Client, service: RemoteService) -> tuple[str, str]:
+def begin(http: httpx2.Client, service: RemoteService) -> tuple[str, str]:
     """A model that is deployed, and a file of one row for it."""
     made = http.post(f"{PREFIX}/connectors/_create", json=service.connector()).json()
     told = {"name": "m", "function_name": "remote", **made}
@@ -29,7 +29,7 @@ def begin(http: httpx.Client, service: RemoteService) -> tuple[str, str]:
     return model, http.post("/v1/files", data={"purpose": "batch"}, files=sent).json()["id"]
 
 
-def ended(http: httpx.Client, task: str) -> dict:
+def ended(http: httpx2.Client, task: str) -> dict:
     until = time.monotonic() + ENDED_S
     while (told := http.get(f"{PREFIX}/tasks/{task}").json())["state"] == "RUNNING":
         assert time.monotonic() < until, told
@@ -44,17 +44,17 @@ def test_a_kill_between_a_task_and_its_batch(tmp_path, point):
         server = RunningServer(tmp_path, CONFIG, env={"BATCHMILL_FAULT": f"{point}:1:{tmp_path / 'killed'}"})
         try:
             server.start()
-            with httpx.Client(base_url=server.url, timeout=60) as http:
+            with httpx2.Client(base_url=server.url, timeout=60) as http:
                 model, file = begin(http, service)
                 is_dataset = point == "after_task_job"
                 body = {"dataset": {"file_id": file}, "route": "online"} if is_dataset else {"parameters": {}}
                 place = f"{PREFIX}/models/{model}/_batch_predict"
-                with pytest.raises(httpx.TransportError):
+                with pytest.raises(httpx2.TransportError):
                     http.post(place, json=body, headers=KEY)
             server.wait()
             assert (tmp_path / "killed").exists()
             server.start()
-            with httpx.Client(base_url=server.url, timeout=60) as http:
+            with httpx2.Client(base_url=server.url, timeout=60) as http:
                 again = http.post(place, json=body, headers=KEY)
                 query = {"query": {"term": {"task_type": "BATCH_PREDICTION"}}}
                 (task,) = http.post(f"{PREFIX}/tasks/_search", json=query).json()["hits"]["hits"]

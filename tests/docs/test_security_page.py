@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -57,7 +57,7 @@ def covers(pattern: str, operation: str) -> bool:
 
 async def test_the_table_of_scopes_is_that_of_the_operations(tmp_path: Path) -> None:
     """Each operation of a server stands on the page once, with the scope that it asks for, and nothing else does."""
-    async with open_server(tmp_path) as server, httpx.AsyncClient() as client:
+    async with open_server(tmp_path) as server, httpx2.AsyncClient() as client:
         paths = (await client.get(f"{server.url}/openapi.json")).json()["paths"]
     scopes = {
         f"{method.upper()} {path}": told.get("x-batchmill-scope", "")
@@ -175,7 +175,7 @@ async def test_a_proxy_of_the_page_passes_on_what_it_should(proxy, tmp_path: Pat
         trusts = ssl.create_default_context(cafile=str(tmp_path / "proxy.pem"))
         async with (
             running(command, tmp_path, port),
-            httpx.AsyncClient(
+            httpx2.AsyncClient(
                 base_url=f"https://127.0.0.1:{port}", verify=trusts, headers={"host": HOST}, timeout=START_S
             ) as client,
         ):

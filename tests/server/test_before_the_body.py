@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-import httpx
+import httpx2
 import pytest
 from small_api import Body, HeldKeys, SmallDialect, free_admission, small_api
 
@@ -56,7 +56,10 @@ async def test_links_begin_as_a_trusted_proxy_says():
     ):
         held = free_admission(1000)
         held.proxies = Proxies(trusted)
-        async with small_api(dialect=Linking(), admission=held) as small, httpx.AsyncClient(base_url=small.url) as http:
+        async with (
+            small_api(dialect=Linking(), admission=held) as small,
+            httpx2.AsyncClient(base_url=small.url) as http,
+        ):
             reply = await http.get("/link", headers={"x-forwarded-proto": told, "host": "my.test"})
         assert reply.json() == f"{scheme}://my.test"
 
@@ -107,7 +110,7 @@ async def test_a_body_that_never_ends(head):
 async def test_memory_that_is_taken():
     """Bodies beyond the memory of a project are told to come again; once the others are answered there is room."""
     admission = free_admission(1000, body_memory_bytes_max=2000)
-    async with small_api(keys=KEYS, admission=admission) as small, httpx.AsyncClient(base_url=small.url) as client:
+    async with small_api(keys=KEYS, admission=admission) as small, httpx2.AsyncClient(base_url=small.url) as client:
         body, keys = {"name": "a" * 900}, {"authorization": "good"}
         waiting = asyncio.ensure_future(client.post("/small/wait", json=body, headers=keys))
         await small.dialect.reached.wait()
@@ -129,7 +132,7 @@ async def test_places_that_are_taken():
     admission.strangers = RequestPlaces(0, 0, 0)
     async with (
         small_api(keys=KEYS, dialect=Named(), admission=admission) as small,
-        httpx.AsyncClient(base_url=small.url) as client,
+        httpx2.AsyncClient(base_url=small.url) as client,
     ):
         keys = {"authorization": "good"}
         waiting = asyncio.ensure_future(client.post("/small/wait", json={"name": "a"}, headers=keys))

@@ -1,6 +1,6 @@
 """Which models /health tells of."""
 
-import httpx
+import httpx2
 from dialects.open_server import open_server
 
 from batchmill.types import Scope
@@ -8,7 +8,7 @@ from batchmill.types import Scope
 
 async def test_who_is_told_of_which_models(tmp_path):
     """Whoever may use a model, and who looks after the server, sees how its workers stand; nobody else does."""
-    async with open_server(tmp_path) as running, httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
+    async with open_server(tmp_path) as running, httpx2.AsyncClient(base_url=running.url, trust_env=False) as http:
         assert (await http.post("/v1/chat/completions", json={"model": "double", "n": 1})).status_code == 200
         seen = {}
         for name, scope, models in (

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 
-import httpx
+import httpx2
 import pytest
 from small_api import HeldKeys, small_api
 
@@ -15,7 +15,7 @@ READER = Caller("one", Scope.READ, "k1")
 
 
 async def ask(small, method, path, **options):
-    async with httpx.AsyncClient(base_url=small.url) as client:
+    async with httpx2.AsyncClient(base_url=small.url) as client:
         return await client.request(method, path, **options)
 
 
@@ -127,7 +127,7 @@ async def test_an_error_of_ours_tells_nothing(caplog):
 async def test_a_reply_that_breaks_off_is_seen_as_one(caplog):
     """An error in the middle of a reply closes the connection: nobody takes the half for the whole."""
     async with small_api() as small:
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             await ask(small, "GET", "/small/break")
 
 
@@ -210,5 +210,5 @@ async def test_stopping_at_once_waits_for_nobody():
         asking = asyncio.create_task(ask(small, "POST", "/small/wait", json={"name": "a"}))
         await small.dialect.reached.wait()
         await small.listener.close(at_once=True)
-        with pytest.raises(httpx.HTTPError):
+        with pytest.raises(httpx2.HTTPError):
             await asking

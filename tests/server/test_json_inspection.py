@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 from fakes.held_clock import HeldClock
 from server.small_api import small_api
@@ -66,7 +66,7 @@ async def test_no_large_body_is_decoded_before_it_is_looked_at(monkeypatch):
     """A request with a body of too many values is refused without a value of it being read on the loop."""
     decoded: list[int] = []
     monkeypatch.setattr("batchmill.server.bodies.parse_json", lambda raw, wanted: decoded.append(len(raw)))
-    async with small_api(body_bytes_max=2 * 1024 * 1024) as small, httpx.AsyncClient(base_url=small.url) as http:
+    async with small_api(body_bytes_max=2 * 1024 * 1024) as small, httpx2.AsyncClient(base_url=small.url) as http:
         body = json_of(json_inspection.VALUES_MAX + 1) + b" " * json_inspection.INLINE_BYTES_MAX
         sent = await http.post("/small/things", content=body, headers={"content-type": "application/json"})
         assert sent.status_code == 400 and "too_complex" in sent.text

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import running_server
 
@@ -58,7 +58,7 @@ def keys(server):
 def call(server, key, n):
     """The id of a request."""
     headers = {"authorization": f"Bearer {key}"}
-    reply = httpx.post(f"{server.url}/v1/halve/latest", json={"data": n}, headers=headers, timeout=60)
+    reply = httpx2.post(f"{server.url}/v1/halve/latest", json={"data": n}, headers=headers, timeout=60)
     return reply.headers["x-request-id"]
 
 

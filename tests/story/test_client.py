@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer, running_server
 
@@ -120,13 +120,13 @@ def test_a_deleted_result_is_no_empty_one(client: Client, server: RunningServer,
     job = client.submit(requests(tmp_path / "in.jsonl", "a"))
     job.wait()
     output = job.view.output
-    assert httpx.delete(f"{server.url}/batchmill/v1/files/{output}").status_code == 204
+    assert httpx2.delete(f"{server.url}/batchmill/v1/files/{output}").status_code == 204
     for path in (f"jobs/{job.id}/results", f"files/{output}", f"files/{output}/content"):
-        reply = httpx.get(f"{server.url}/batchmill/v1/{path}")
+        reply = httpx2.get(f"{server.url}/batchmill/v1/{path}")
         assert reply.status_code == 410, path
         assert "was deleted by somebody without a key at 20" in reply.json()["error"]["message"]
     for path in (f"files/{output}", f"files/{output}/content"):
-        assert httpx.get(f"{server.url}/v1/{path}").status_code == 410
+        assert httpx2.get(f"{server.url}/v1/{path}").status_code == 410
     with pytest.raises(Gone, match="was deleted by"):
         list(job.results())
     job.refresh()
@@ -341,7 +341,7 @@ def test_pages_of_jobs_are_whole(server: RunningServer, client: Client):
         seen, after = [], None
         while True:
             query = {"limit": "1", **extra} | ({} if after is None else {"after": after})
-            page = httpx.get(f"{server.url}/batchmill/v1/jobs", params=query).json()
+            page = httpx2.get(f"{server.url}/batchmill/v1/jobs", params=query).json()
             seen += [view["id"] for view in page["jobs"]]
             after = page["after"]
             if after is None:
@@ -358,11 +358,11 @@ def test_no_reply_tells_where_the_server_keeps_things(server: RunningServer, cli
     job.wait(WAIT_S)
     base = f"{server.url}/batchmill/v1"
     asked = [f"{base}/jobs/{job.id}", f"{base}/jobs", f"{base}/jobs/{job.id}/wait", f"{base}/jobs/{job.id}/events"]
-    texts = [httpx.get(url).text for url in asked]
+    texts = [httpx2.get(url).text for url in asked]
     empty = client.upload(_empty(tmp_path))
-    texts.append(httpx.post(f"{base}/jobs", json={"files": [empty.id], "models": ["upper"]}).text)
+    texts.append(httpx2.post(f"{base}/jobs", json={"files": [empty.id], "models": ["upper"]}).text)
     file = client.upload(path)
-    texts.append(httpx.post(f"{base}/previews/validate", json={"files": [file.id]}).text)
+    texts.append(httpx2.post(f"{base}/previews/validate", json={"files": [file.id]}).text)
     assert job.view.problems and "empty" in texts[-2]
     for text in texts:
         assert str(folder) not in text and "/files/" not in text
@@ -377,10 +377,10 @@ def test_an_order_that_comes_twice_is_one_job(server: RunningServer, client: Cli
     """The same Idempotency-Key and body is the same job; with another body it is refused."""
     file = client.upload(requests(tmp_path / "in.jsonl", "a"))
     url, headers = f"{server.url}/batchmill/v1/jobs", {"idempotency-key": "k-1"}
-    first, again = (httpx.post(url, json={"files": [file.id]}, headers=headers) for _ in range(2))
+    first, again = (httpx2.post(url, json={"files": [file.id]}, headers=headers) for _ in range(2))
     assert (first.status_code, first.json()["how"]) == (201, "started")
     assert again.json()["how"] == "repeated" and again.json()["job"]["id"] == first.json()["job"]["id"]
-    other = httpx.post(url, json={"files": [file.id], "dedupe": True}, headers=headers)
+    other = httpx2.post(url, json={"files": [file.id], "dedupe": True}, headers=headers)
     assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
 
 
@@ -389,12 +389,12 @@ def test_results_have_ranges(server: RunningServer, client: Client, tmp_path):
     job = client.submit(requests(tmp_path / "in.jsonl", "a", "b"))
     job.wait(WAIT_S)
     url = f"{server.url}/batchmill/v1/jobs/{job.id}/results"
-    whole = httpx.get(url)
-    part = httpx.get(url, headers={"range": "bytes=10-19", "if-range": whole.headers["etag"]})
+    whole = httpx2.get(url)
+    part = httpx2.get(url, headers={"range": "bytes=10-19", "if-range": whole.headers["etag"]})
     assert part.status_code == 206 and part.content == whole.content[10:20]
-    other = httpx.get(url, headers={"range": "bytes=10-19", "if-range": '"other"'})
+    other = httpx2.get(url, headers={"range": "bytes=10-19", "if-range": '"other"'})
     assert other.status_code == 200 and other.content == whole.content
-    grows = httpx.get(url, params={"partial": "true"}, headers={"range": "bytes=1-"})
+    grows = httpx2.get(url, params={"partial": "true"}, headers={"range": "bytes=1-"})
     assert grows.status_code == 400
 
 
@@ -504,9 +504,9 @@ def test_a_look_ends_with_who_looks(server: RunningServer, client: Client, tmp_p
     """A client that leaves while its dataset is read stops the reading: nothing of it is left on the disk."""
     file = client.upload(requests(tmp_path / "in.jsonl", *["a" * 200] * 20_000))
     body = json.dumps({"files": [file.id], "models": ["upper"]}).encode()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{server.url}/batchmill/v1/previews/estimate", content=body, timeout=httpx.Timeout(5, read=0.05),
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(
+            f"{server.url}/batchmill/v1/previews/estimate", content=body, timeout=httpx2.Timeout(5, read=0.05),
             headers={"content-type": "application/json"},
         )  # fmt: skip
     assert client.validate(requests(tmp_path / "small.jsonl", "a")).rejected == 0  # whoever comes next has a turn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 from click.testing import CliRunner
 from fakes.running_server import running_server
@@ -34,7 +34,7 @@ def test_no_remote_caller_reaches_the_machines_operations(tmp_path, key):
     """With an admin's key, or one that may deploy, each operation of the control socket is a path that is not there."""
     keys = {scope: key("one", scope) for scope in ("admin", "deploy")}
     other = key("two", "read")
-    with running_server(tmp_path, "") as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with running_server(tmp_path, "") as server, httpx2.Client(base_url=server.url, trust_env=False) as http:
         found = {}
         for scope, secret in keys.items():
             headers = {"authorization": f"Bearer {secret}", own.PROJECT: "two", "host": "127.0.0.1"}

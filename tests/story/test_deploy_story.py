@@ -10,7 +10,7 @@ import tarfile
 import threading
 from collections import Counter
 
-import httpx
+import httpx2
 import pytest
 from deployed_functions import batchmill
 from fakes.running_server import RunningServer
@@ -45,7 +45,7 @@ def written(server, times=2):
 
 
 def ask(server, path="example_doubler/latest", data=10):
-    return httpx.post(f"{server.url}/v1/{path}", json={"data": data}, timeout=60).json()
+    return httpx2.post(f"{server.url}/v1/{path}", json={"data": data}, timeout=60).json()
 
 
 def test_a_command_beside_the_server_deploys_to_it(server):
@@ -66,7 +66,7 @@ def test_a_broken_version_is_refused_and_the_old_one_serves(server, client):
     with pytest.raises(ModelFailed, match="ZeroDivisionError") as caught:
         client.deploy(f"{path}:example_doubler")
     assert caught.value.code == "deploy_failed" and str(server.folder) not in caught.value.message
-    shown = httpx.get(f"{server.url}/batchmill/v1/models/example_doubler").text
+    shown = httpx2.get(f"{server.url}/batchmill/v1/models/example_doubler").text
     assert "ZeroDivisionError" in shown and str(server.folder / "data") not in shown
     path.write_text("def example_doubler(foo: int):\n    return 1 / 0\n")
     with pytest.raises(ModelFailed, match="ZeroDivisionError"):
@@ -83,7 +83,7 @@ def test_no_call_is_lost_while_a_version_is_replaced(server, client):
     is_over, seen = threading.Event(), Counter()
 
     def call():
-        with httpx.Client(timeout=60) as http:
+        with httpx2.Client(timeout=60) as http:
             while not is_over.is_set():
                 seen[http.post(f"{server.url}/v1/example_doubler/latest", json={"data": 10}).text] += 1
 
@@ -193,15 +193,15 @@ async def _models(client):
 def test_only_bundles_are_deployed(server):
     """No form or JSON is taken for a bundle, and an archive that reaches out of its folder is refused."""
     url = f"{server.url}/batchmill/v1/models"
-    assert httpx.post(url, content=b"{}", headers={"content-type": "application/json"}).status_code == 415
-    assert httpx.post(url, files={"file": b"x"}).status_code == 415
+    assert httpx2.post(url, content=b"{}", headers={"content-type": "application/json"}).status_code == 415
+    assert httpx2.post(url, files={"file": b"x"}).status_code == 415
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as archive:
         for name, data in (("deploy.json", b'{"name":"x","target":"app.py:f"}'), ("code/../../evil.py", b"x")):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    reply = httpx.post(url, content=out.getvalue(), headers={"content-type": BUNDLE_MEDIA})
+    reply = httpx2.post(url, content=out.getvalue(), headers={"content-type": BUNDLE_MEDIA})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_bundle")
     assert not list(server.folder.rglob("evil.py"))
 

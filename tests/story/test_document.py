@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import running_server
 
@@ -15,7 +15,7 @@ OPEN = {
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
     with running_server(tmp_path_factory.mktemp("document")) as server:
-        return httpx.get(f"{server.url}/openapi.json").json()
+        return httpx2.get(f"{server.url}/openapi.json").json()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
+import httpx2
 from dialects.open_server import open_server
 
 ROW = {"custom_id": "a", "method": "POST", "url": "/v1/gated", "body": {"model": "gated", "n": 7}}
@@ -13,7 +13,7 @@ ROW = {"custom_id": "a", "method": "POST", "url": "/v1/gated", "body": {"model":
 
 async def test_rows_that_do_not_end_run_again(tmp_path):
     """After its time to drain the server ends all the same, lets go of its data directory, and the next one goes on."""
-    async with open_server(tmp_path, rows_drain_s=0.2) as running, httpx.AsyncClient(base_url=running.url) as http:
+    async with open_server(tmp_path, rows_drain_s=0.2) as running, httpx2.AsyncClient(base_url=running.url) as http:
         sent = await http.post(
             "/v1/files", files={"file": ("a.jsonl", json.dumps(ROW).encode())}, data={"purpose": "batch"}
         )
@@ -22,7 +22,7 @@ async def test_rows_that_do_not_end_run_again(tmp_path):
         while not _in_flight(running):
             await asyncio.sleep(0.02)
     (tmp_path / "gate").touch()
-    async with open_server(tmp_path) as running, httpx.AsyncClient(base_url=running.url) as http:
+    async with open_server(tmp_path) as running, httpx2.AsyncClient(base_url=running.url) as http:
         while (found := (await http.get(f"/v1/batches/{batch}")).json())["status"] != "completed":
             await asyncio.sleep(0.05)
         assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0}

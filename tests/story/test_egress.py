@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer
 from fakes.webhook_receiver import WebhookReceiver
@@ -50,9 +50,9 @@ class Door:
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
-        self.client = httpx.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False)
+        self.client = httpx2.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False)
 
-    async def model(self, url: str, host: str = "nowhere.invalid") -> httpx.Response | str:
+    async def model(self, url: str, host: str = "nowhere.invalid") -> httpx2.Response | str:
         """The id of a model that calls `url`; the refusal of the connector, where that comes first.
 
         `host`: the connector's own parameter of that name.
@@ -75,10 +75,10 @@ class Door:
 
     async def call(
         self, url: str, parameters: dict[str, Any] | None = None, host: str = "nowhere.invalid"
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """What became of a call of that URL."""
         model = await self.model(url, host)
-        if isinstance(model, httpx.Response):
+        if isinstance(model, httpx2.Response):
             return model
         asked = {"parameters": parameters or {"x": "1"}}
         return await self.client.post(f"{PLUGIN}/models/{model}/_predict", json=asked)
@@ -91,7 +91,7 @@ async def frontend(closed: RunningServer) -> AsyncIterator[Door]:
     await made.client.aclose()
 
 
-def is_refusal(reply: httpx.Response) -> bool:
+def is_refusal(reply: httpx2.Response) -> bool:
     """It says that the place is not allowed, and repeats nothing that was found there."""
     return 400 <= reply.status_code < 500 and "error" in reply.json()
 

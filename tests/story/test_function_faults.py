@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-import httpx
+import httpx2
 import pytest
 from story.running_server import RunningServer
 
@@ -83,7 +83,7 @@ def server(tmp_path_factory):
 
 
 def ask(server, data, name="behave"):
-    return httpx.post(f"{server.url}/v1/{name}/latest", json={"data": data}, timeout=60)
+    return httpx2.post(f"{server.url}/v1/{name}/latest", json={"data": data}, timeout=60)
 
 
 BAD_WAYS = {

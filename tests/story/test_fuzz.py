@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-import httpx
+import httpx2
 import hypothesis
 import pytest
 import schemathesis
@@ -104,7 +104,7 @@ def test_operations(operations, key, part):
 
 def test_the_server_is_still_well(server):
     """After the fuzz run the server answers, and its log has no trace of an error."""
-    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    assert httpx2.get(f"{server.url}/health").json()["status"] == "ok"
     assert [line for line in server.logged() if "trace" in line] == []
     statuses = {line.get("status", 0) // 100 for line in server.logged()}
     assert {2, 4} <= statuses and 5 not in statuses

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from story.client_envs import client_python
 from story.deployed_functions import batchmill, deploy, page_file, run_example, run_script, server_of
@@ -303,7 +303,7 @@ found["batch"] = inferless.call(at("together"), "key", data={"n": 5, "more": 1},
     )
     assert [values(found[str(n)]) for n in range(4)] == [{"n": [2 * n], "more": [0]} for n in range(4)]
     assert values(found["batch"]) == {"n": [10], "more": [1]} and found["batch"]["outputs"][0]["shape"][0] == 1
-    config = httpx.get(f"{server.url}/v2/models/together/config").json()
+    config = httpx2.get(f"{server.url}/v2/models/together/config").json()
     assert config["max_batch_size"] == 4
     assert config["dynamic_batching"] == {"preferred_batch_size": [4], "max_queue_delay_microseconds": 500000}
 
@@ -380,7 +380,7 @@ found["good"], found["bad"] = read("a"), read("bad")
     assert [values(each) for each in events] == [{"n": [n], "text": ["a"]} for n in range(3)]
     assert json.loads(found["bad"][2][-1].removeprefix("data: "))["error"].endswith("ValueError: no more")
     assert len(found["bad"][2]) == 4
-    again = httpx.post(f"{server.url}/api/v1/labels/infer", json={
+    again = httpx2.post(f"{server.url}/api/v1/labels/infer", json={
         "inputs": [{"name": "how", "shape": [1], "datatype": "BYTES", "data": ["labels"]}]
     })  # fmt: skip
     assert again.status_code == 200
@@ -392,9 +392,9 @@ def test_the_strict_address_holds_integers_to_their_width(server):
         {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["a"]},
         {"name": "shape", "shape": [2], "datatype": "INT8", "data": [512, 1]},
     ]}  # fmt: skip
-    refused = httpx.post(f"{server.url}/v2/models/seed/infer", json=body)
+    refused = httpx2.post(f"{server.url}/v2/models/seed/infer", json=body)
     assert refused.status_code == 400 and "512" in refused.json()["error"]
-    told = httpx.get(f"{server.url}/v2/models/seed").json()
+    told = httpx2.get(f"{server.url}/v2/models/seed").json()
     assert told["inputs"] == [
         {"name": "prompt", "datatype": "BYTES", "shape": [1]},
         {"name": "shape", "datatype": "INT8", "shape": [2], "optional": True},

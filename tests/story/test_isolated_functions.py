@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer, running_server
 from story.deployed_functions import batchmill, deploy
@@ -40,7 +40,7 @@ def test_a_server_with_isolated_functions(tmp_path: Path) -> None:
         deploy(tmp_path, "functions.py:look", "--secret", "MINE=env:OWN", "--example", '{"what": "/etc/hostname"}')
 
         def look(what: str) -> Any:
-            return httpx.post(f"{server.url}/v1/look/latest", json={"data": what}, timeout=60).json().get("data")
+            return httpx2.post(f"{server.url}/v1/look/latest", json={"data": what}, timeout=60).json().get("data")
 
         place = server.data_dir / "models" / "versions" / "look" / "main" / "1"
         assert (place / "deploy.json").exists() and look(str(place / "code" / "functions.py")) == CODE

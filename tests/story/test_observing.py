@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 from fakes.running_server import RunningServer
@@ -39,7 +39,7 @@ def test_metrics_tell_what_was_done(tmp_path: Path):
         with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
             batch = ended(client, submit(client, [row("a", "hello"), row("b", "fail")]))
             client.chat.completions.create(model="chat", messages=SAY)
-        reply = httpx.get(f"{server.url}/metrics")
+        reply = httpx2.get(f"{server.url}/metrics")
         page = reply.text
     finally:
         server.close()
@@ -81,7 +81,7 @@ def _work(url: str) -> None:
         told = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
         client.chat.completions.create(model="chat", messages=SAY, extra_headers=told)
         ended(client, submit(client, [row("a", "hello")]))
-    until(lambda: "batchmill_jobs_ended_total{" in httpx.get(f"{url}/metrics").text)
+    until(lambda: "batchmill_jobs_ended_total{" in httpx2.get(f"{url}/metrics").text)
 
 
 def _spans(body: bytes, headers: dict[str, str]) -> list[Span]:
@@ -95,9 +95,9 @@ def test_metrics_need_a_key_where_there_are_keys(tmp_path: Path):
     server = RunningServer(tmp_path, write_project(tmp_path).read_text()).start()
     try:
         keys = {scope: _key(server, scope) for scope in ("admin", "submit", "read")}
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx2.get(f"{server.url}/metrics").status_code == 401
         told = {"authorization": f"Bearer {keys['read']}"}
-        assert httpx.get(f"{server.url}/metrics", headers=told).status_code == 200
+        assert httpx2.get(f"{server.url}/metrics", headers=told).status_code == 200
         with OpenAI(api_key=keys["submit"], base_url=f"{server.url}/v1", max_retries=0) as client:
             with pytest.raises(openai.PermissionDeniedError):
                 client.webhooks.list()

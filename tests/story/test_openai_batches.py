@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -191,7 +191,7 @@ def test_expiry_keeps_what_is_finished(client, server):
     batch = submit(client, rows)
     until(lambda: client.batches.retrieve(batch.id), lambda found: found.request_counts.completed == 5)
     job = f"{server.url}/batchmill/v1/jobs/{batch.id.replace('batch_', 'job_')}"
-    assert httpx.patch(job, json={"deadline": time.time() + 2}).status_code == 200
+    assert httpx2.patch(job, json={"deadline": time.time() + 2}).status_code == 200
     until(lambda: client.batches.retrieve(batch.id), lambda found: found.status != "in_progress")
     (server.folder / "gate-expire").touch()
     done = ended(client, batch)
@@ -293,7 +293,7 @@ def test_batches_nobody_knows(client):
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "limit=1&limit=2", "order=asc", "after"])
 def test_wrong_queries_are_refused(server, query):
     """A query parameter that is unknown, repeated or out of range is an error, not a guess."""
-    reply = httpx.get(f"{server.url}/v1/batches?{query}")
+    reply = httpx2.get(f"{server.url}/v1/batches?{query}")
     assert reply.status_code in (400, 404) and reply.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -310,7 +310,7 @@ def test_wrong_queries_are_refused(server, query):
 )
 def test_wrong_bodies_are_refused(server, body, media, status):
     """A body that is no JSON object of this request is refused in OpenAI's form."""
-    reply = httpx.post(f"{server.url}/v1/batches", content=body, headers={"content-type": media})
+    reply = httpx2.post(f"{server.url}/v1/batches", content=body, headers={"content-type": media})
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 

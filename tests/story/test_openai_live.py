@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -68,8 +68,8 @@ def test_a_client_that_leaves_ends_its_request(server):
     marker = server.folder / "words-ended"
     marker.unlink(missing_ok=True)
     body = {"model": "words", "messages": say("wait"), "stream": True}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(10, read=0.5))
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx2.Timeout(10, read=0.5))
     until(marker.exists)
 
 
@@ -100,7 +100,7 @@ def test_vectors_in_either_encoding(client):
 def test_documents_are_ranked(server):
     """Rerank is answered, although the package has no call for it."""
     body = {"model": "rerank", "query": "a", "documents": ["b", "aa"]}
-    reply = httpx.post(f"{server.url}/v1/rerank", json=body, timeout=TIMEOUT_S)
+    reply = httpx2.post(f"{server.url}/v1/rerank", json=body, timeout=TIMEOUT_S)
     assert [each["index"] for each in reply.json()["results"]] == [1, 0]
 
 
@@ -148,7 +148,7 @@ def test_a_model_nobody_knows(client):
 )  # fmt: skip
 def test_wrong_requests_are_refused(server, path, body, code):
     """What is wrong with a request is said in OpenAI's form."""
-    reply = httpx.post(
+    reply = httpx2.post(
         f"{server.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT_S
     )
     assert reply.status_code == 400, reply.text
@@ -178,6 +178,6 @@ def test_a_model_that_cannot_start_is_an_error(client):
 )  # fmt: skip
 def test_paths_and_methods_nobody_has(server, method, path, status):
     """What is not there is said in OpenAI's form, and no model is asked for it."""
-    reply = httpx.request(method, f"{server.url}{path}", json={"model": "chat"} if method == "POST" else None)
+    reply = httpx2.request(method, f"{server.url}{path}", json={"model": "chat"} if method == "POST" else None)
     assert reply.status_code == status
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

@@ -12,7 +12,7 @@ import sqlite3
 import struct
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -74,11 +74,11 @@ def leave_unanswered(server: RunningServer, order: dict, *, with_reset: bool) ->
     return found[0]
 
 
-def post(url: str, order: dict, **headers: str) -> httpx.Response:
+def post(url: str, order: dict, **headers: str) -> httpx2.Response:
     """Order, and wait for the reply."""
     content = json.dumps(order).encode()
     headers = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(f"{url}/v1/batches", content=content, headers=headers)
+    return httpx2.post(f"{url}/v1/batches", content=content, headers=headers)
 
 
 def test_the_same_order_twice_is_two_batches(client, order):
@@ -171,7 +171,7 @@ def test_an_order_whose_reply_was_lost_with_the_server(tmp_path, told):
     fault = f"after_create:1:{tmp_path / 'died'}"
     with RunningServer(tmp_path, env={"BATCHMILL_FAULT": fault}) as server:
         order = {**ORDER, "input_file_id": upload(server.url)}
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             post(server.url, order, **told)
         assert server.wait() == -signal.SIGKILL
         server.start()

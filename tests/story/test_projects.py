@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import running_server
 
@@ -97,7 +97,7 @@ def keys(server):
 @pytest.fixture
 def asking(server, keys):
     """Ask as the owner of a key."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
 
         def ask(who, method, path, headers=(), **options):
             key = {"authorization": f"Bearer {keys[who]}"} if who else {}
@@ -108,7 +108,7 @@ def asking(server, keys):
 
 @pytest.fixture
 def operations(server):
-    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    paths = httpx2.get(f"{server.url}/openapi.json").json()["paths"]
     return {f"{method.upper()} {path}": told for path, methods in paths.items() for method, told in methods.items()}
 
 
@@ -125,7 +125,7 @@ def made_by(ask, who):
     registered = ask(who, "POST", "/_plugins/_ml/models/_register", json=told).json()
     group = ask(who, "GET", f"/_plugins/_ml/models/{registered['model_id']}").json()["model_group_id"]
     begun = ask(who, "POST", "/v2/datasets/upload", json={"fileName": "a.csv", "mimeType": "text/csv"}).json()
-    assert httpx.put(begun["presignedUrl"], content=b"a\n1\n").status_code == 200
+    assert httpx2.put(begun["presignedUrl"], content=b"a\n1\n").status_code == 200
     named = {"name": f"rows of {begun['uploadToken']}", "uploadToken": begun["uploadToken"]}
     dataset = ask(who, "PUT", "/v2/datasets/upload", json=named).json()["uuid"]
     endpoint = {"name": "a", "url": "https://example.com/hook", "event_types": ["batch.completed"]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-import httpx
+import httpx2
 import pytest
 from fakes.echoing_service import WAYS, EchoingService
 from fakes.running_server import RunningServer
@@ -91,9 +91,9 @@ class Ears:
     def __init__(self, server: RunningServer) -> None:
         self.server = server
         self.heard: dict[str, str] = {}
-        self.client = httpx.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False)
+        self.client = httpx2.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False)
 
-    async def call(self, method: str, path: str, body: Any = None, **more: Any) -> httpx.Response:
+    async def call(self, method: str, path: str, body: Any = None, **more: Any) -> httpx2.Response:
         reply = await self.client.request(method, path, json=body, **more)
         head = "".join(f"{name}: {value}\n" for name, value in reply.headers.items())
         self.heard[f"{len(self.heard)} {method} {path} {str(body)[:60]}"] = f"{head}\n{reply.text}"
@@ -267,7 +267,7 @@ async def test_secrets_that_change(ears: Ears, service: EchoingService, tmp_path
     await ears.command("--json", "secrets", "list")
     await asyncio.to_thread(ears.server.kill)
     await asyncio.to_thread(ears.server.start)
-    ears.client.base_url = httpx.URL(ears.server.url)
+    ears.client.base_url = httpx2.URL(ears.server.url)
     seen = len(service.seen)
     await ears.call("POST", "/v1/chat/completions", chat("kept", "answer"))
     assert service.seen[seen]["Authorization"] == f"Bearer {CHANGED}"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fakes.running_server import RunningServer, running_server
 
@@ -57,7 +57,7 @@ def begin_batch(server: RunningServer, model: str) -> str:
         for n in range(ROWS)
     ]  # fmt: skip
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+    with httpx2.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         files = {"file": ("in.jsonl", text)}
         sent = client.post("/v1/files", data={"purpose": "batch"}, files=files).raise_for_status().json()
         order = {"input_file_id": sent["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -65,7 +65,7 @@ def begin_batch(server: RunningServer, model: str) -> str:
 
 
 def wait_for(server: RunningServer, batch: str, is_so) -> dict:
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+    with httpx2.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         while True:
             view = client.get(f"/v1/batches/{batch}").raise_for_status().json()
             if is_so(view):
@@ -73,7 +73,7 @@ def wait_for(server: RunningServer, batch: str, is_so) -> dict:
 
 
 def results(server: RunningServer, view: dict) -> list[str]:
-    text = httpx.get(f"{server.url}/v1/files/{view['output_file_id']}/content", timeout=TIMEOUT_S).text
+    text = httpx2.get(f"{server.url}/v1/files/{view['output_file_id']}/content", timeout=TIMEOUT_S).text
     return [json.loads(line)["custom_id"] for line in text.splitlines()]
 
 
@@ -84,7 +84,7 @@ def has_ended(view: dict) -> bool:
 def test_it_starts_answers_and_drains(folder):
     """A server answers on the address it told, ends with 0 after SIGTERM, and its log is lines of JSON."""
     with running_server(folder, MODELS) as server:
-        health = httpx.get(f"{server.url}/health").json()
+        health = httpx2.get(f"{server.url}/health").json()
         assert (health["status"], {part["name"] for part in health["parts"]}) == (
             "ok", {"database", "disk", "dispatcher", "ledger"},
         )  # fmt: skip
@@ -143,7 +143,7 @@ def test_a_stream_without_an_end_does_not_hold_up_the_server(folder):
     """Whoever watches a job when the server drains sees the stream end, and the server does not wait for them."""
     with running_server(folder, MODELS) as server:
         job = begin_batch(server, "slow").replace("batch_", "job_")
-        with httpx.stream("GET", f"{server.url}/batchmill/v1/jobs/{job}/events", timeout=TIMEOUT_S) as events:
+        with httpx2.stream("GET", f"{server.url}/batchmill/v1/jobs/{job}/events", timeout=TIMEOUT_S) as events:
             lines = events.iter_lines()
             assert next(lines)
             server.signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ def test_a_second_signal_stops_at_once(folder):
 
 def test_keys_take_effect_at_once(folder):
     """A key made beside a running server is needed from then on, works at once, and ends at once."""
-    with running_server(folder, MODELS) as server, httpx.Client(base_url=server.url) as client:
+    with running_server(folder, MODELS) as server, httpx2.Client(base_url=server.url) as client:
         assert client.get("/v1/models").status_code == 200
         code, key, _ = batchmill(folder, "keys", "create", "--name", "mine", "--scope", "admin")
         bearer = {"authorization": f"Bearer {key.strip()}"}
@@ -184,7 +184,7 @@ def test_keys_take_effect_at_once(folder):
 def test_keys_without_a_server(folder):
     """Keys made while no server runs count from its start."""
     key = batchmill(folder, "keys", "create", "--name", "a", "--project", "one", "--model", "echo")[1].strip()
-    with running_server(folder, MODELS) as server, httpx.Client(base_url=server.url) as client:
+    with running_server(folder, MODELS) as server, httpx2.Client(base_url=server.url) as client:
         assert client.get("/v1/models").status_code == 401
         found = client.get("/v1/models", auth=("anybody", key)).json()["data"]
     assert [model["id"] for model in found] == ["echo"]

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fakes.openai_service import OpenAIService
 from fakes.running_server import RunningServer
@@ -68,7 +68,7 @@ async def post(server: RunningServer, path: str, text: str, **more: object) -> i
     return int(reply.split(b" ", 2)[1])
 
 
-async def errors_of(client: httpx.AsyncClient, rows: list[dict[str, object]]) -> list[str]:
+async def errors_of(client: httpx2.AsyncClient, rows: list[dict[str, object]]) -> list[str]:
     """The errors of a job of these rows, once it has ended: those that cannot be run have one too."""
     data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     made = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", data)})
@@ -87,7 +87,7 @@ async def test_nothing_but_the_list_arrives(server: RunningServer, service: Open
         for path in OTHERS:
             assert await post(server, path, path) in (400, 404, 405), path
         assert [call.path for call in service.calls] == list(TAKEN)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
             paths = (*TAKEN, *OTHERS, *ONLY_ROWS)
             rows = [
                 {"custom_id": f"{n}", "method": "POST", "url": path, "body": body(path)} for n, path in enumerate(paths)
@@ -107,7 +107,7 @@ async def test_nobody_asks_for_more_than_an_answer(server: RunningServer, servic
     try:
         for more in asking:
             assert await post(server, TAKEN[0], "live", **more) == 400
-        async with httpx.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60.0, trust_env=False) as client:
             rows = [
                 {"custom_id": f"{n}", "method": "POST", "url": TAKEN[0], "body": body("row") | more}
                 for n, more in enumerate((*asking, {}))

@@ -2,7 +2,7 @@
 
 import json
 
-import httpx
+import httpx2
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from story.client_envs import client_python
@@ -475,7 +475,7 @@ for form in (key, f"Bearer {key}"):
     assert found["none"][0] == "StatusCode.UNAUTHENTICATED" and found["live"] is True
     assert found["ready"][0] == "StatusCode.UNAUTHENTICATED"
     assert found[key] == found[f"Bearer {key}"] == [8]
-    page = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}, timeout=60).text
+    page = httpx2.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}, timeout=60).text
     for status in (200, 401):
         labels = f'method="GRPC",route="/inference.GRPCInferenceService/ModelInfer",status="{status}"'
         assert f"batchmill_http_requests_total{{{labels}}}" in page

@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 from dialects.predibase.llm_server import config_of
 from engines.llm_support import FakeVllm
 from fakes.echoing_service import EchoingService
@@ -66,7 +66,7 @@ def children_of(pid: int) -> dict[str, str]:
     return {each: environ_of(each) for each in found[1:]}
 
 
-async def until_running(client: httpx.AsyncClient, job: str) -> None:
+async def until_running(client: httpx2.AsyncClient, job: str) -> None:
     async with asyncio.timeout(60):
         while (await client.get(f"/batchmill/v1/jobs/{job}")).json()["state"] != "running":
             await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ async def test_no_child_has_what_is_not_its_own(tmp_path: Path) -> None:
         try:
             words = ("functions.py:seen", "--name", "deployed", "--secret", "OWN=env:OWN_SECRET")
             await asyncio.to_thread(deploy, tmp_path, *words)
-            async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
+            async with httpx2.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
 
                 async def ask(name: str) -> object:
                     return (await client.post("/v1/deployed/latest", json={"data": name})).json()["data"]

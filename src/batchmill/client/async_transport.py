@@ -1,4 +1,4 @@
-"""How a client's requests reach a server: the protocol of a transport, and the one over httpx."""
+"""How a client's requests reach a server: the protocol of a transport, and the one over httpx2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import BinaryIO, Protocol
 
-import httpx
+import httpx2
 from msgspec import Struct
 
 from batchmill.client.connection import Address, address, broken, timeout
@@ -47,7 +47,7 @@ class AsyncHttpTransport:
 
     def __init__(self, server: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = server, timeout_s
-        self._http = httpx.AsyncClient(base_url=server.base_url, headers=server.headers)
+        self._http = httpx2.AsyncClient(base_url=server.base_url, headers=server.headers)
 
     @classmethod
     def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> AsyncHttpTransport:
@@ -61,7 +61,7 @@ class AsyncHttpTransport:
                 content=request.body if file is None else async_pieces(file),
                 timeout=timeout(request, self._timeout_s),
             )  # fmt: skip
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise broken(error, self._address.base_url) from error
         return HttpReply(response.status_code, response.headers, response.content)
 
@@ -73,7 +73,7 @@ class AsyncHttpTransport:
                 timeout=timeout(request, self._timeout_s),
             ) as response:  # fmt: skip
                 yield AsyncReplyStream(response.status_code, dict(response.headers), response.aiter_raw())
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise broken(error, self._address.base_url) from error
 
     async def close(self) -> None:

@@ -1,11 +1,11 @@
-"""What the asyncio and the blocking transport over httpx share: the server's address, timeouts and httpx's errors."""
+"""What the asyncio and the blocking transport over httpx2 share: the server's address, timeouts and httpx2's errors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-import httpx
+import httpx2
 from msgspec import Struct
 
 from batchmill.client.messages import Broken, HttpRequest
@@ -30,8 +30,8 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
     if not url:
         raise InvalidInput(f"no server is named: give base_url, or set {SERVER}", code="no_server")
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
         raise InvalidInput(f"{url!r} is no address of a server: {error}", code="invalid_server") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.userinfo:
         raise InvalidInput(
@@ -43,14 +43,14 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
     return Address(url.rstrip("/").removesuffix("/v1"), headers)
 
 
-def timeout(request: HttpRequest, timeout_s: float) -> httpx.Timeout:
+def timeout(request: HttpRequest, timeout_s: float) -> httpx2.Timeout:
     """Seconds without a byte, after which a request is given up."""
     read_s = None if request.is_long else timeout_s
-    return httpx.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=None)
+    return httpx2.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=None)
 
 
-def broken(error: httpx.TransportError, base_url: str) -> Broken:
-    """What httpx says of a connection, for people."""
-    was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+def broken(error: httpx2.TransportError, base_url: str) -> Broken:
+    """What httpx2 says of a connection, for people."""
+    was_sent = not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
     what = "stopped answering" if was_sent else "cannot be reached"
     return Broken(f"the server {base_url} {what}: {error or type(error).__name__}", was_sent=was_sent)

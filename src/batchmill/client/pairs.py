@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def load_transport(name: str) -> Any:
-    """The module of a transport over httpx, which a client that sends otherwise does not import."""
+    """The module of a transport over httpx2, which a client that sends otherwise does not import."""
     return import_module(f"batchmill.client.{name}")
 
 

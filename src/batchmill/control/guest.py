@@ -1,4 +1,4 @@
-"""The way of one process to the owner in another: HTTP over the control socket. Needs httpx."""
+"""The way of one process to the owner in another: HTTP over the control socket. Needs httpx2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 
 from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
@@ -28,8 +28,8 @@ class Guest:
         self._path = path
         # The kernel takes at most 107 bytes of a socket's name: the folder goes by its descriptor.
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        transport = httpx.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._folder}/{path.name}", verify=False)
-        self._http = httpx.AsyncClient(
+        transport = httpx2.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._folder}/{path.name}", verify=False)
+        self._http = httpx2.AsyncClient(
             transport=transport, base_url="http://owner", timeout=None, trust_env=False,
             headers={"accept-encoding": "identity"},
         )  # fmt: skip
@@ -65,14 +65,14 @@ class Guest:
                 if response.is_error:
                     raise msgspec.json.decode(await response.aread(), type=Raised).error()
                 yield Pieces(self._pieces(response), response.headers.get("content-type", ""))
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._gone() from error
 
-    async def _pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def _pieces(self, response: httpx2.Response) -> AsyncIterator[bytes]:
         try:
             async for piece in response.aiter_raw():
                 yield piece
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._gone() from error
 
     def _gone(self) -> OwnerGone:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from dialects.open_server import open_server
 from fakes.remote_service import RemoteService
 
@@ -23,7 +23,7 @@ private_hosts = ["127.0.0.0/8"]
 class Commons:
     """`ask` sends a request and gives the status with the body; the rest are walks that many tests begin with."""
 
-    def __init__(self, running: Running, service: RemoteService, http: httpx.AsyncClient) -> None:
+    def __init__(self, running: Running, service: RemoteService, http: httpx2.AsyncClient) -> None:
         self.running, self.service, self.http = running, service, http
 
     async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
@@ -60,6 +60,6 @@ async def commons(folder: Path, config: str = "") -> AsyncIterator[Commons]:
     async with (
         RemoteService() as service,
         open_server(folder, CONFIG + config) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=60) as http,
+        httpx2.AsyncClient(base_url=running.url, timeout=60) as http,
     ):
         yield Commons(running, service, http)

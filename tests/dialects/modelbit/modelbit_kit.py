@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 from dialects.open_server import open_server
 
 from batchmill.serving import Running
@@ -112,15 +112,15 @@ async def open_deployments(folder: Path, *names: str, config: str = "", **told) 
     async with open_server(folder, config) as running:
         for name in names:
             await deploy(running, name, **told)
-        async with httpx.AsyncClient(base_url=running.url, timeout=TIMEOUT_S) as http:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=TIMEOUT_S) as http:
             yield Deployments(running, http)
 
 
 class Deployments:
-    def __init__(self, running: Running, http: httpx.AsyncClient) -> None:
+    def __init__(self, running: Running, http: httpx2.AsyncClient) -> None:
         self.running, self.http = running, http
 
-    async def call(self, place: str, data: object, **fields: object) -> httpx.Response:
+    async def call(self, place: str, data: object, **fields: object) -> httpx2.Response:
         """POST to `place`, "doubler/latest"."""
         return await self.http.post(f"/v1/{place}", json={"data": data, **fields})
 

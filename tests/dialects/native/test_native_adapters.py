@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from dialects.open_server import open_server
 from fakes.lora_files import WEIGHTS, lora, lora_files, write_base, write_lora
@@ -66,8 +66,8 @@ async def test_a_place_of_the_server(client: AsyncClient, tmp_path: Path) -> Non
     assert (await client.adapter("shout")).state == "ready"
 
 
-async def http(client: AsyncClient, method: str, path: str, **more) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False) as other:
+async def http(client: AsyncClient, method: str, path: str, **more) -> httpx2.Response:
+    async with httpx2.AsyncClient(trust_env=False) as other:
         return await other.request(method, f"{client.running.url}/batchmill/v1/adapters{path}", timeout=60, **more)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from dialects.open_server import open_server
 
@@ -34,12 +34,12 @@ async def server(tmp_path: Path) -> AsyncIterator[Running]:
         yield running
 
 
-async def client_of(server: Running, project: str, scope: Scope) -> httpx.AsyncClient:
+async def client_of(server: Running, project: str, scope: Scope) -> httpx2.AsyncClient:
     made = await server.services.keys.create(name="k", project=project, scope=scope)
-    return httpx.AsyncClient(base_url=server.url, headers={"authorization": f"Bearer {made.key}"})
+    return httpx2.AsyncClient(base_url=server.url, headers={"authorization": f"Bearer {made.key}"})
 
 
-def digests(reply: httpx.Response) -> list[str]:
+def digests(reply: httpx2.Response) -> list[str]:
     assert reply.status_code == 200, reply.text
     return [each["digest"] for each in reply.json()["requests"]]
 

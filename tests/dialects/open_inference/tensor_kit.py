@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from dialects.open_server import open_server
 
 from batchmill.serving import Running
@@ -83,13 +83,13 @@ async def deploy(running: Running, name: str, code: str = CODE, **told: Any) -> 
 @contextlib.asynccontextmanager
 async def tensor_server(
     folder: Path, names: tuple[str, ...] = NAMES
-) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[Running, httpx2.AsyncClient]]:
     """A server with the functions of CODE, and a client that asks it for nothing in particular."""
     headers = {"accept-encoding": "identity"}
     async with open_server(folder, "") as running:
         for name in names:
             await deploy(running, name)
-        async with httpx.AsyncClient(base_url=running.url, timeout=TIMEOUT_S, headers=headers) as client:
+        async with httpx2.AsyncClient(base_url=running.url, timeout=TIMEOUT_S, headers=headers) as client:
             yield running, client
 
 
@@ -98,7 +98,7 @@ def tensor(name: str, datatype: str, data: list[Any], shape: list[int] | None = 
     return {"name": name, "datatype": datatype, "shape": [len(data)] if shape is None else shape, "data": data} | more
 
 
-def outputs(reply: httpx.Response) -> dict[str, Any]:
+def outputs(reply: httpx2.Response) -> dict[str, Any]:
     """The data of each output of a reply in JSON, by name."""
     assert reply.status_code == 200, reply.text
     return {each["name"]: each["data"] for each in reply.json()["outputs"]}

@@ -7,7 +7,7 @@ import contextlib
 import json
 import resource
 
-import httpx
+import httpx2
 import pytest
 from openai.types import FileDeleted, FileObject, Upload
 from openai.types.uploads import UploadPart
@@ -30,17 +30,17 @@ async def frontend(tmp_path):
 
 @pytest.fixture
 async def http(frontend):
-    async with httpx.AsyncClient(base_url=frontend.url, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=frontend.url, trust_env=False) as client:
         yield client
 
 
-async def upload(http: httpx.AsyncClient, content: bytes = FILE[1], name: str = FILE[0], **fields) -> FileObject:
+async def upload(http: httpx2.AsyncClient, content: bytes = FILE[1], name: str = FILE[0], **fields) -> FileObject:
     reply = await http.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch", **fields})
     assert reply.status_code == 200, reply.text
     return FileObject.model_validate_json(reply.content, strict=True)
 
 
-def error_of(reply: httpx.Response, status: int) -> dict:
+def error_of(reply: httpx2.Response, status: int) -> dict:
     """The error, which has OpenAI's form exactly."""
     assert reply.status_code == status, reply.text
     body = reply.json()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from dialects.open_server import open_server
 from engines.llm_support import FakeVllm
@@ -45,7 +45,7 @@ engine_args = {{ runner = "pooling" }}
 
 
 @contextlib.asynccontextmanager
-async def open_llms(folder: Path, more: str = "") -> AsyncIterator[tuple[Running, httpx.AsyncClient, FakeVllm]]:
+async def open_llms(folder: Path, more: str = "") -> AsyncIterator[tuple[Running, httpx2.AsyncClient, FakeVllm]]:
     """The server, a client of it, and the fake in which its engines run."""
     fake = FakeVllm(folder / "fake")
     with pytest.MonkeyPatch.context() as patch:
@@ -53,6 +53,6 @@ async def open_llms(folder: Path, more: str = "") -> AsyncIterator[tuple[Running
             patch.setenv(name, fake.env[name])
         async with (
             open_server(folder, config_of(fake, more)) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=TIMEOUT_S, trust_env=False) as http,
+            httpx2.AsyncClient(base_url=running.url, timeout=TIMEOUT_S, trust_env=False) as http,
         ):
             yield running, http, fake

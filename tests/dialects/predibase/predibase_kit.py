@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2
 
 MISSING_ID = "00000000-0000-4000-8000-000000000000"
 WAITS, WAIT_S = 1200, 0.05
@@ -25,7 +25,7 @@ def lines(*rows: Any) -> bytes:
 class Predibase:
     """What the published client does, step by step."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: httpx2.AsyncClient) -> None:
         self.http = http
 
     async def begin(self, filename: str = "in.jsonl", mime: str = "text/plain") -> dict[str, Any]:
@@ -33,13 +33,13 @@ class Predibase:
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    async def put(self, url: str, data: Any, mime: str = "text/plain") -> httpx.Response:
+    async def put(self, url: str, data: Any, mime: str = "text/plain") -> httpx2.Response:
         return await self.http.put(url, content=data, headers={"content-type": mime})
 
-    async def name(self, token: str, name: str) -> httpx.Response:
+    async def name(self, token: str, name: str) -> httpx2.Response:
         return await self.http.put("/v2/datasets/upload", json={"name": name, "uploadToken": token})
 
-    async def get(self, name: str, connection: str = "file_uploads") -> httpx.Response:
+    async def get(self, name: str, connection: str = "file_uploads") -> httpx2.Response:
         return await self.http.get(f"/v1/datasets/name/{name}?connectionName={connection}")
 
     async def upload(self, data: bytes, name: str = "rows", filename: str = "in.jsonl") -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Predibase:
             await asyncio.sleep(WAIT_S)
         raise AssertionError(f"the dataset {name} is still pending: {told}")
 
-    async def create(self, dataset: str, **config: Any) -> httpx.Response:
+    async def create(self, dataset: str, **config: Any) -> httpx2.Response:
         body = {"dataset": dataset, "serverConfig": {**EMPTY, **config}}
         return await self.http.post("/v2/batch-inference", json=body)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 from dialects.predibase.llm_server import open_llms
@@ -39,7 +39,7 @@ def asked(number: int, text: str, model: str = "") -> dict[str, Any]:
     return row(number, model=model, messages=[{"role": "user", "content": text}])
 
 
-def refused(reply: httpx.Response, status: int, *words: str) -> None:
+def refused(reply: httpx2.Response, status: int, *words: str) -> None:
     assert reply.status_code == status, reply.text
     for word in words:
         assert word in reply.json()["error"], reply.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 
-import httpx
+import httpx2
 import pytest
 import pytest_asyncio
 from dialects.open_server import open_server
@@ -22,14 +22,14 @@ async def running(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def predibase(running):
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60) as http:
+    async with httpx2.AsyncClient(base_url=running.url, trust_env=False, timeout=60) as http:
         yield Predibase(http)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def refused(reply: httpx.Response, status: int, *words: str) -> None:
+def refused(reply: httpx2.Response, status: int, *words: str) -> None:
     """The reply has this status, and its error these words."""
     assert reply.status_code == status, reply.text
     for word in words:
@@ -219,7 +219,7 @@ async def test_of_several_downloads_by_one_link_one_comes_to_its_end(predibase):
         told = await predibase.upload(content, f"at once {name}")
         url = (await predibase.http.get(f"/v2/datasets/{told['uuid']}/download-link")).json()["url"]
         replies = await asyncio.gather(*(predibase.http.get(url) for _ in range(5)), return_exceptions=True)
-        whole = [each for each in replies if isinstance(each, httpx.Response) and each.status_code == 200]
+        whole = [each for each in replies if isinstance(each, httpx2.Response) and each.status_code == 200]
         assert [each.content == content for each in whole] == [True]
         for other in replies:
-            assert other in whole or isinstance(other, httpx.RemoteProtocolError) or other.status_code == 410
+            assert other in whole or isinstance(other, httpx2.RemoteProtocolError) or other.status_code == 410
