@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from openai.types import FileDeleted, FileObject, Upload
 from openai.types.uploads import UploadPart
-from server.file_door import open_file_door
+from server.file_frontend import open_file_frontend
 
 from batchmill.config import ServerEntry
 from batchmill.server.multipart import FORM_BYTES
@@ -24,7 +24,7 @@ NEVER = "file-" + "0" * 24
 
 @pytest.fixture
 async def frontend(tmp_path):
-    async with open_file_door(tmp_path, ServerEntry(file_bytes_max=LIMIT)) as frontend:
+    async with open_file_frontend(tmp_path, ServerEntry(file_bytes_max=LIMIT)) as frontend:
         yield frontend
 
 

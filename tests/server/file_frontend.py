@@ -54,7 +54,7 @@ class FileDoor:
 
 
 @contextlib.asynccontextmanager
-async def open_file_door(
+async def open_file_frontend(
     data_dir: Path, limits: ServerEntry = ServerEntry(), clock: Any = None
 ) -> AsyncIterator[FileDoor]:
     clock = clock or SystemClock()
