@@ -192,6 +192,7 @@ def test_every_code_of_validation_is_explained():
     """The page on what goes wrong names the codes that validation uses: all of them, and no other."""
     found = codes_of(ROOT / "src" / "batchmill" / "datasets")
     found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
+    found.add("missing_dependency")  # of batchmill.optional
     assert sorted(table_of("docs/when-it-goes-wrong.md", "Codes of validation")) == sorted(found)
 
 

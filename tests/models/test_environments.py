@@ -1,35 +1,38 @@
 """Environments of deployed functions: made once, shared, whole or not there at all."""
 
 import asyncio
+import hashlib
 import os
 import select
 import sys
-import zipfile
 
 import pytest
+from fakes.packages import add_wheel, use_as_index
 
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models import environments
+from batchmill.models import environments, pip_settings
 from batchmill.models.environments import MARK, Environments, check_requirements, find_python
+from batchmill.models.installers import packages_of
 
 ANSWER = "import batchmill_answer_of_test as answer; print(answer.VALUE)"
 
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A folder of packages in the place of an index, told to pip as a user tells it."""
     folder = tmp_path / "packages"
     folder.mkdir()
-    name = "batchmill_answer_of_test-1.0"
-    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("batchmill_answer_of_test.py", "VALUE = 42\n")
-        info = f"{name}.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: batchmill-answer-of-test\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    add_wheel(folder, "1.0")
+    use_as_index(folder, monkeypatch)
     return folder
+
+
+@pytest.fixture(params=["uv", "pip"])
+def installer(request, monkeypatch):
+    if request.param == "pip":
+        monkeypatch.setattr(pip_settings, "find_uv", lambda: None)
+    else:
+        assert pip_settings.find_uv() is not None, "the tests install uv"
+    return request.param
 
 
 async def said_by(python, text):
@@ -38,30 +41,116 @@ async def said_by(python, text):
     return out.decode().strip()
 
 
-async def test_the_same_requirements_are_one_environment(index, tmp_path):
-    """An environment has what it was told, nothing of batchmill's, and is made once, whoever asks at the same time."""
+async def test_the_same_lock_is_one_environment(index, installer, tmp_path):
+    """An environment has the packages of its lock, none of batchmill's, and is built once for concurrent requests."""
     made = Environments(tmp_path / "environments")
-    wanted = "batchmill-answer-of-test==1.0\n"
-    first, second = await asyncio.gather(*(made.python(None, wanted, tmp_path / f"log{each}") for each in range(2)))
+    lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
+    assert lock.startswith("batchmill-answer-of-test==1.0 --hash=sha256:"), lock
+    assert packages_of(lock) == ["batchmill-answer-of-test==1.0"]
+    first, second = await asyncio.gather(*(made.python(None, lock, tmp_path / f"log{each}") for each in range(2)))
     assert first == second and len(list((tmp_path / "environments").iterdir())) == 1
-    assert await said_by(first, ANSWER) == "42"
+    assert await said_by(first, ANSWER) == "1.0"
     assert await said_by(first, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
     made.sweep()
-    assert await said_by(first, ANSWER) == "42"
+    assert await said_by(first, ANSWER) == "1.0"
 
 
-async def test_what_pip_says_is_told_and_nothing_stays(index, tmp_path):
-    """Requirements that cannot be installed are refused with pip's own words, without credentials."""
+async def test_a_lock_is_exact(index, installer, tmp_path):
+    """An unpinned requirement gets a new lock when a package is newer; the old lock still installs the old packages."""
+    made = Environments(tmp_path / "environments")
+    wanted = "needs-answer-of-test  # a comment\n"
+    add_wheel(index, "3.0", name="needs-answer-of-test", needs=["batchmill-answer-of-test>=1"])
+    old = await made.lock(None, wanted, tmp_path / "log")
+    add_wheel(index, "2.0")
+    new = await made.lock(None, wanted, tmp_path / "log")
+    assert packages_of(old) == ["batchmill-answer-of-test==1.0", "needs-answer-of-test==3.0"]
+    assert packages_of(new) == ["batchmill-answer-of-test==2.0", "needs-answer-of-test==3.0"]
+    values = [await said_by(await made.python(None, lock, tmp_path / "log"), ANSWER) for lock in (old, new)]
+    assert values == ["1.0", "2.0"]
+
+
+async def test_a_package_that_changed_is_refused(index, installer, tmp_path, monkeypatch):
+    """A file with another content than at the time of the lock is not installed, and no environment remains."""
+    made = Environments(tmp_path / "environments")
+    lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
+    add_wheel(index, "1.0", needs=["something"])
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))  # the usual one has the file as it was
+    with pytest.raises(ModelFailed, match="(?i)hash"):
+        await made.python(None, lock, tmp_path / "log")
+    assert list((tmp_path / "environments").iterdir()) == []
+
+
+async def test_requirements_with_hashes_are_a_lock(index, installer, tmp_path):
+    """Requirements with hashes are taken as they are: nothing is resolved, and a missing hash is an error."""
+    made = Environments(tmp_path / "environments")
+    add_wheel(index, "3.0", name="needs-answer-of-test", needs=["batchmill-answer-of-test>=1"])
+    digest = hashlib.sha256((index / "needs_answer_of_test-3.0-py3-none-any.whl").read_bytes()).hexdigest()
+    alone = f"needs-answer-of-test==3.0 \\\n    --hash=sha256:{digest}\n"
+    lock = await made.lock(None, alone, tmp_path / "log")
+    assert lock == f"--require-hashes\nneeds-answer-of-test==3.0 --hash=sha256:{digest}\n"
+    with pytest.raises(ModelFailed):
+        await made.python(None, lock, tmp_path / "log")
+
+
+async def test_no_packages_at_all(index, installer, tmp_path):
+    """An empty list is an environment without packages."""
+    made = Environments(tmp_path / "environments")
+    lock = await made.lock(None, "# nothing\n", tmp_path / "log")
+    assert lock == "" and packages_of(lock) == []
+    python = await made.python(None, lock, tmp_path / "log")
+    assert await said_by(python, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
+
+
+async def test_the_installers_output_is_shown(index, installer, tmp_path):
+    """Requirements that cannot be resolved are refused with the installer's own words, without credentials."""
     made = Environments(tmp_path / "environments")
     log = tmp_path / "log"
-    with pytest.raises(ModelFailed, match="batchmill-nowhere-of-test"):
-        await made.python(None, "--find-links https://me:hunter2@127.0.0.1:9/\nbatchmill-nowhere-of-test==1\n", log)
+    wanted = "--find-links https://me:hunter2@127.0.0.1:9/\nbatchmill-nowhere-of-test==1\n"
+    with pytest.raises(ModelFailed, match="cannot be resolved(.|\n)*batchmill-nowhere-of-test|127.0.0.1") as caught:
+        await made.lock(None, wanted, log)
+    assert "hunter2" not in caught.value.message
     assert list((tmp_path / "environments").iterdir()) == []
-    assert b"batchmill-nowhere-of-test" in log.read_bytes()
+    assert log.read_bytes()
 
 
-async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeypatch):
-    """When whoever asked for an environment goes, so does what was made of it."""
+def settings_of(environ, *options):
+    return pip_settings.for_uv(list(options), {"PIP_CONFIG_FILE": os.devnull, **environ})
+
+
+def test_settings_of_pip_are_uvs_settings(tmp_path):
+    """uv gets the indexes, certificates and time limits that pip is set up for, below its own variables."""
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        "[global]\nindex-url = https://a/simple\nextra_index_url = https://b/simple\n  https://c/simple\n"
+    )
+    found = pip_settings.for_uv([], {"PIP_CONFIG_FILE": str(config), "PIP_CERT": "/ca.pem", "PIP_TIMEOUT": "7"}).environ
+    assert found["UV_DEFAULT_INDEX"] == "https://a/simple" and found["UV_INDEX"] == "https://b/simple https://c/simple"
+    assert found["SSL_CERT_FILE"] == "/ca.pem" and found["UV_HTTP_TIMEOUT"] == "7"
+    assert not [name for name in found if name.startswith("PIP_")]
+    own = settings_of({"PIP_INDEX_URL": "https://a/simple", "UV_INDEX_URL": "https://mine/simple"}).environ
+    assert "UV_DEFAULT_INDEX" not in own and own["UV_INDEX_URL"] == "https://mine/simple"
+    line = settings_of(
+        {"UV_INDEX_URL": "https://mine/simple", "TOKEN": "t"}, "-i https://u:${TOKEN}@line/simple"
+    ).environ
+    assert line["UV_DEFAULT_INDEX"] == "https://u:t@line/simple" and "UV_INDEX_URL" not in line
+    more = settings_of({"PIP_FIND_LINKS": "/one /two"}, "--find-links=/three", "--pre", "--no-index")
+    assert more.environ["UV_FIND_LINKS"] == "/one,/two,/three"
+    assert more.flags == ["--prerelease=allow", "--no-index"]
+
+
+def test_pip_is_used_where_uv_has_no_equal(tmp_path):
+    """A setting of pip that uv does not have, or a file that only pip can complain about, leaves uv aside."""
+    assert settings_of({"PIP_CONSTRAINT": "c.txt"}) is None
+    assert settings_of({}, "--use-pep517") is None
+    (tmp_path / "pip.conf").write_text("no section\n")
+    assert pip_settings.for_uv([], {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}) is None
+    with pytest.raises(InvalidInput, match="No closing quotation"):
+        settings_of({}, "--index-url 'https://a")
+
+
+@pytest.mark.parametrize("method", ["lock", "python"])
+async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeypatch, method):
+    """A cancelled resolution or build leaves no files."""
     began = asyncio.Event()
 
     async def hang(*_):
@@ -70,7 +159,7 @@ async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeyp
 
     monkeypatch.setattr(environments, "_run", hang)
     made = Environments(tmp_path / "environments")
-    task = asyncio.create_task(made.python(None, "x==1", tmp_path / "log"))
+    task = asyncio.create_task(getattr(made, method)(None, "x==1", tmp_path / "log"))
     await began.wait()
     task.cancel()
     await asyncio.wait([task])
@@ -92,7 +181,7 @@ def test_what_was_left_half_made_goes(tmp_path):
 async def test_packages_are_built_without_our_keys(index, tmp_path, monkeypatch):
     """What runs while packages are installed sees pip's own settings, and none of the server's variables."""
     monkeypatch.setenv("CANARY_API_KEY", "sk-canary")
-    seen = environments._environ()
+    seen = pip_settings.environ_of(os.environ)
     assert "PIP_NO_INDEX" in seen and "PATH" in seen and "CANARY_API_KEY" not in seen
 
 

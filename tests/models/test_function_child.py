@@ -27,7 +27,7 @@ def spec(folder: Path, text: str, *, source: str = "app.py:f", **how: object) ->
 async def answer(child: FunctionChild, arguments: dict[str, object]) -> object:
     """What one call gives."""
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-    child.heard = lambda frames: come.set_result(frames[0])
+    child.on_frames = lambda frames: come.set_result(frames[0])
     ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "named", "train": False, "exact": False}
     child.send(ask, [json.dumps([arguments]).encode()])
     async with asyncio.timeout(PATIENCE_S):

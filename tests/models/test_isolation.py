@@ -86,7 +86,7 @@ def place(tmp_path: Path) -> Place:
 
 async def call(child: FunctionChild, argument: object) -> object:
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-    child.heard = lambda frames: come.set_result(frames[0])
+    child.on_frames = lambda frames: come.set_result(frames[0])
     ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "train": False, "exact": False}
     child.send(ask, [json.dumps([[argument]]).encode()])
     async with asyncio.timeout(PATIENCE_S):

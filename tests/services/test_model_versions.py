@@ -3,12 +3,14 @@
 import asyncio
 import io
 import random
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from fakes.held_clock import HeldClock
+from fakes.packages import add_wheel, use_as_index
 
 from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
@@ -16,6 +18,7 @@ from batchmill.jobs.ledger import snapshot
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
+from batchmill.services.functions.records import version_info
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
@@ -220,6 +223,66 @@ async def test_what_is_used_is_not_removed(place):
     with pytest.raises(UnknownName, match="does not exist"):
         place.choose("example_doubler")
     assert (await place.deploy()).version.number == 4
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    add_wheel(folder, "1.0")
+    use_as_index(folder, monkeypatch)
+    return folder
+
+
+async def test_newer_packages_are_a_new_version(place, index):
+    """Requirements are resolved at every deployment: the same packages are no new version, newer ones are."""
+    first = await place.deploy(requirements="batchmill-answer-of-test\n")
+    assert (await place.deploy(requirements="batchmill-answer-of-test\n")).version == first.version
+    add_wheel(index, "2.0")
+    second = await place.deploy(requirements="batchmill-answer-of-test\n")
+    assert second.is_new and first.version.spec.python != second.version.spec.python
+    shown = [version_info(each.version).packages for each in (first, second)]
+    assert shown == [["batchmill-answer-of-test==1.0"], ["batchmill-answer-of-test==2.0"]]
+
+
+async def test_requirements_that_cannot_be_resolved(place, index):
+    """The version is stored as failed with the installer's output in its log, and the one before stays the latest."""
+    first = await place.deploy(requirements="batchmill-answer-of-test\n")
+    for wheel in index.iterdir():
+        wheel.unlink()
+    with pytest.raises(ModelFailed, match="cannot be resolved") as caught:
+        await place.deploy(requirements="batchmill-answer-of-test\n")
+    assert caught.value.code == "deploy_failed"
+    assert place.choose("example_doubler") == first.version
+    failed = place.versions.get("example_doubler")[-1]
+    assert failed.state == "failed" and "batchmill-answer-of-test" in await place.versions.log("example_doubler")
+
+
+async def test_an_environment_is_built_again_from_its_lock(place, index):
+    """A restart builds a missing environment with the packages that the version had, not with newer ones."""
+    first = await place.deploy(requirements="batchmill-answer-of-test\n")
+    add_wheel(index, "2.0")
+    folder = Path(first.version.spec.python).parents[1]
+    shutil.rmtree(folder)
+    again = await place.versions.restart("example_doubler")
+    assert again.spec.python == first.version.spec.python
+    assert [each.name for each in folder.glob("lib/*/site-packages/batchmill_answer*info")] == [
+        "batchmill_answer_of_test-1.0.dist-info"
+    ]
+
+
+async def test_nothing_is_resolved_for_who_may_not_ask(place, index):
+    """A key that names an interpreter which it may not use is refused before that interpreter runs."""
+    place.entry = FunctionsEntry(isolate="bubblewrap")
+    place.close()
+    await place.open().load()
+    marker = place.folder / "ran"
+    python = place.folder / "python3"
+    python.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    python.chmod(0o755)
+    with pytest.raises(Forbidden):
+        await place.deploy(by=ONE, python=str(python), requirements="batchmill-answer-of-test\n")
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(

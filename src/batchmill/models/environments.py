@@ -1,6 +1,6 @@
-"""Environments of deployed functions: a virtual environment for each interpreter and list of requirements, shared.
+"""Virtual environments of deployed functions: one for each interpreter and lock, shared by versions.
 
-One is whole once it has its mark; what an interrupted build left has none, and goes when it is met.
+An environment is complete once it has its mark. What an interrupted build left has no mark and is removed.
 """
 
 from __future__ import annotations
@@ -15,41 +15,33 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput, ModelFailed
-from batchmill.models import isolation
-from batchmill.models.worker_environment import KEPT
+from batchmill.models import installers, isolation, pip_settings
+from batchmill.models.installers import Installer, Run
+from batchmill.models.redaction import without_userinfo
 from batchmill.types import Isolation
 
 FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in an environment
-PIP_SETTINGS = "PIP_CONFIG_FILE"
+UV_CACHE = ".uv-cache"  # of an isolated build: no other build writes there
+INSTALL_FAILED = "the requirements cannot be installed"
+RESOLVE_FAILED = "the requirements cannot be resolved"
 BUILD_S_MAX = 3600.0
+RESOLVE_S_MAX = 600.0
+RESOLVES_MAX = 4  # at a time
 ASK_S_MAX = 30.0
 ANSWER_BYTES_MAX = 64 * 1024  # of what an interpreter says of itself
 KEPT_S = 30 * 86400.0  # an environment that no version uses any more is kept so long, for the next one
-SHOWN_CHARS = 6000  # of what pip said, in a message
+SHOWN_CHARS = 6000  # of the installer's output, in a message
 VERSION_MIN = (3, 9)
 _ELSEWHERE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
 _VERSION = re.compile(r"3\.\d{1,2}")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _ASK = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
-# Packages run code of their own while they are built: like the function itself, it sees no keys of ours.
-_BUILDS = KEPT | {
-    "CC",
-    "CXX",
-    "CFLAGS",
-    "CXXFLAGS",
-    "LDFLAGS",
-    "PKG_CONFIG_PATH",
-    "REQUESTS_CA_BUNDLE",
-    "SSH_AUTH_SOCK",
-}
-_BUILDERS = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_")
 # An owner that is killed takes what it runs along: two at work in one folder would make neither.
 _FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -63,59 +55,92 @@ class Environments:
     def __init__(self, folder: Path, isolation: Isolation | None = None) -> None:
         self._folder, self._isolation = folder, isolation
         self._building: dict[str, asyncio.Lock] = {}
+        self._resolving = asyncio.Semaphore(RESOLVES_MAX)
 
-    async def python(self, wanted: str | None, requirements: str | None, log: Path) -> str | None:
-        """The interpreter in which a function is to run; None: batchmill's own.
+    async def lock(self, wanted: str | None, requirements: str | None, log: Path) -> str | None:
+        """The exact packages that requirements resolve to now; None without requirements.
+
+        Args:
+            wanted: as in `python`.
+            requirements: the text of a requirements file.
+            log: the file to which the installer's output is appended.
+
+        Raises: InvalidInput for an interpreter that does not exist and for requirements that cannot be read;
+        ModelFailed with the installer's output.
+        """
+        if requirements is None:
+            return None
+        check_requirements(requirements)
+        base = find_python(wanted) if wanted is not None else sys.executable
+        await _version_of(base)
+        parsed = installers.parse(requirements)
+        installer = await asyncio.to_thread(installers.installer_of, parsed, os.environ)
+        async with self._resolving, self._temporary_folder() as folder:
+            run = await self._runner(installer, folder, base, log, RESOLVE_S_MAX, RESOLVE_FAILED)
+            return await installer.lock(parsed, base, folder, run)
+
+    @contextlib.asynccontextmanager
+    async def _temporary_folder(self) -> AsyncIterator[Path]:
+        """A folder beside the environments, which `sweep` removes if this process dies."""
+        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True, mode=0o700)
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._folder, prefix="resolve-"))
+        try:
+            yield folder
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    async def python(self, wanted: str | None, lock: str | None, log: Path) -> str | None:
+        """The interpreter of a function; None: batchmill's own.
 
         Args:
             wanted: a path, or "3.11": the interpreter of that version on this machine's PATH.
-            requirements: the text of a requirements file; with it, a virtual environment is made, or found.
-            log: where pip's output goes.
+            lock: from `lock`; the interpreter is then that of a virtual environment, which is built if it is missing.
+            log: the file to which the installer's output is appended.
 
-        Raises: InvalidInput for an interpreter that is not there; ModelFailed with what pip said.
+        Raises: InvalidInput for an interpreter that does not exist; ModelFailed with the installer's output.
         """
         base = None if wanted is None else find_python(wanted)
         if base is not None:
             await _version_of(base)
-        if requirements is None:
+        if lock is None:
             return base
-        check_requirements(requirements)
         base = base or sys.executable
-        key = hashlib.sha256(f"{await _version_of(base)}\n{requirements}".encode()).hexdigest()
-        place = self._folder / key
+        key = hashlib.sha256(f"{await _version_of(base)}\n{lock}".encode()).hexdigest()
+        venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
-            if not _is_whole(place):
-                await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-                await self._build(place, base, requirements, log)
-            (place / MARK).touch()  # when it was last wanted
-        return str(place / "bin" / "python")
+            if not await asyncio.to_thread(_is_whole, venv):
+                await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
+                await self._build(venv, base, lock, log)
+            await asyncio.to_thread((venv / MARK).touch)  # the time of its last use
+        return str(venv / "bin" / "python")
 
-    async def _build(self, place: Path, base: str, requirements: str, log: Path) -> None:
-        place.mkdir(parents=True, mode=0o700)
+    async def _build(self, venv: Path, base: str, lock: str, log: Path) -> None:
+        await asyncio.to_thread(venv.mkdir, parents=True, mode=0o700)
         try:
-            (place / "requirements.txt").write_text(requirements)
+            installer = await asyncio.to_thread(installers.installer_of, installers.parse(lock), os.environ)
+            run = await self._runner(installer, venv, base, log, BUILD_S_MAX, INSTALL_FAILED)
+            await installer.install(lock, base, venv, run)
             places = await asyncio.to_thread(isolation.places_of, base)
-            run = self._runner(place, [*places], base)
-            await run([base, "-m", "venv", str(place)], log, "the environment cannot be made")
-            install = [str(place / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-            install += ["--no-input", "--progress-bar", "off", "-r", str(place / "requirements.txt")]
-            await run(install, log, "the requirements cannot be installed")
-            await asyncio.to_thread(_finish, place, Base(base, [*places]))
+            await asyncio.to_thread(_finish, venv, Base(base, [*places]))
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, place, ignore_errors=True))
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
             raise
 
-    def _runner(self, place: Path, places: list[str], base: str) -> Callable[[list[str], Path, str], Awaitable[None]]:
-        """What runs a command that makes an environment."""
-        environ, files = _environ(), []
+    async def _runner(
+        self, installer: Installer, folder: Path, base: str, log: Path, timeout_s: float, failure: str
+    ) -> Run:
+        """A function that runs a command which may write to `folder` alone where functions are isolated."""
         if self._isolation is None:
-            follow = [base, "-I", "-c", _FOLLOW] if sys.platform == "linux" else []
-            return lambda command, log, output: _run([*follow, *command], log, output, environ)
-        if settings := _pip_settings(environ):
-            environ[PIP_SETTINGS], files = settings, [settings]
-        before = isolation.of_build(self._isolation, [*places, *files], writes=str(place), python=base)
-        environ = isolation.environ(environ)
-        return lambda command, log, output: _run([*before, *command], log, output, environ)
+            environ = {"UV_LINK_MODE": "copy"} | installer.environ  # a function cannot change uv's cache
+            prefix = [base, "-I", "-c", _FOLLOW] if sys.platform == "linux" else []
+        else:
+            environ = installer.environ | {"UV_CACHE_DIR": str(folder / UV_CACHE), "UV_LINK_MODE": "hardlink"}
+            if installer.uv is None and installer.files:
+                environ[pip_settings.CONFIG] = installer.files[0]  # an isolated process has another home
+            places = [*await asyncio.to_thread(isolation.places_of, base), *installer.files]
+            prefix = isolation.of_build(self._isolation, places, writes=str(folder), python=base)
+            environ = isolation.environ(environ)
+        return lambda command: _run([*prefix, *command], log, environ, timeout_s, failure)
 
     def sweep(self, used: Collection[str] = ()) -> None:
         """Remove what was not finished, and what has long not been used. No other process builds here.
@@ -137,7 +162,8 @@ class Base(Struct, frozen=True):
 
 
 def _finish(place: Path, base: Base) -> None:
-    """Say that it is whole, in a file of ours, whatever packages have put under that name."""
+    """Write the mark to a new file, whatever packages have put under that name."""
+    shutil.rmtree(place / UV_CACHE, ignore_errors=True)
     mark = place / MARK
     if mark.is_dir() and not mark.is_symlink():
         shutil.rmtree(mark)
@@ -152,7 +178,9 @@ def base_of(place: Path) -> Base:
     try:
         return msgspec.json.decode((place / MARK).read_bytes(), type=Base)
     except (OSError, msgspec.DecodeError):
-        raise ModelFailed(f"the environment {place.name} is not whole: deploy the function again") from None
+        raise ModelFailed(
+            f"the environment {place.name} is incomplete: `batchmill models restart` builds it again from its lock"
+        ) from None
 
 
 def _is_whole(place: Path) -> bool:
@@ -160,12 +188,6 @@ def _is_whole(place: Path) -> bool:
         return bool(base_of(place).python)
     except ModelFailed:
         return False
-
-
-def _pip_settings(environ: Mapping[str, str]) -> str | None:
-    """The file with the settings of pip for this user, who has no home where it runs isolated; None: none."""
-    settings = [environ[PIP_SETTINGS]] if PIP_SETTINGS in environ else ["~/.config/pip/pip.conf", "~/.pip/pip.conf"]
-    return next((path for path in map(os.path.expanduser, settings) if os.path.isfile(path)), None)
 
 
 def _is_fresh(mark: Path) -> bool:
@@ -223,7 +245,7 @@ async def _version_of(python: str) -> str:
         try:
             process = await asyncio.create_subprocess_exec(
                 python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=out,
-                stderr=asyncio.subprocess.DEVNULL, env=_environ(), start_new_session=True,
+                stderr=asyncio.subprocess.DEVNULL, env=pip_settings.environ_of(os.environ), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             message = f"{python} is no Python interpreter: {error.strerror}"
@@ -247,11 +269,7 @@ async def _version_of(python: str) -> str:
     return " ".join(words)
 
 
-def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in _BUILDS or name.startswith(_BUILDERS)}
-
-
-async def _run(command: list[str], log: Path, message: str, environ: Mapping[str, str]) -> None:
+async def _run(command: list[str], log: Path, environ: Mapping[str, str], timeout_s: float, failure: str) -> None:
     """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
     with log.open("ab") as out:
         begin = out.tell()
@@ -259,21 +277,21 @@ async def _run(command: list[str], log: Path, message: str, environ: Mapping[str
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
         )
         try:
-            async with asyncio.timeout(BUILD_S_MAX):
+            async with asyncio.timeout(timeout_s):
                 code = await process.wait()
         except TimeoutError:
-            raise ModelFailed(f"{message}: it took longer than {BUILD_S_MAX:.0f} s") from None
+            raise ModelFailed(f"{failure}: it took longer than {timeout_s:.0f} s") from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
     if code:
-        raise ModelFailed(f"{message}:\n{_end_of(log, begin)}")
+        raise ModelFailed(f"{failure}:\n{_end_of(log, begin)}")
 
 
 def _end_of(log: Path, begin: int) -> str:
     with log.open("rb") as file:
         file.seek(begin)
         text = file.read().decode(errors="replace")
-    return _CREDENTIALS.sub("***", text.strip()[-SHOWN_CHARS:])
+    return without_userinfo(text.strip()[-SHOWN_CHARS:])

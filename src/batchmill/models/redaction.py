@@ -34,6 +34,13 @@ _LOOKS = re.compile(
     r"|(?<=X-Amz-Signature=)|(?<=X-Amz-Credential=)|(?<=X-Amz-Security-Token=)|(?<=Signature=))[^&\s\"'<>,;]+"
 )
 
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def without_userinfo(text: str) -> str:
+    """The text with the credentials of its URLs masked: "https://***@host/simple"."""
+    return _USERINFO.sub(MASK, text)
+
 
 class _Known:
     """The secrets of this process, by the texts that would give them away; those that were read last come last."""

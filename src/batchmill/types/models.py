@@ -202,6 +202,7 @@ class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
     environment: dict[str, str] = {}  # variables
     secrets: dict[str, str] = {}  # variable -> "env:NAME", "file:PATH" or "secret:NAME"
     gpus: int = 0  # of each worker
+    packages: list[str] = []  # of its environment, from the lock: "numpy==2.1.0"
     received_shapes: bool = False  # a tensor of one element is a single value, whatever the schema says (Inferless)
 
     @property

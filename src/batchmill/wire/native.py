@@ -273,6 +273,7 @@ class VersionInfo(Struct, frozen=True):
     timeout_s: float | None = None
     memory_bytes: int | None = None
     is_idempotent: bool = False
+    packages: list[str] = []  # of its environment, from the lock: "numpy==2.1.0"
     project: str = ""  # whose it is; empty: another's, which shares it, and then `source` and `error` are too
     key: str | None = None  # the id of the key that brought it; None: whoever runs the machine
     is_shared: bool = True  # other projects may call it

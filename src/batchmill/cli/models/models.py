@@ -135,6 +135,8 @@ def _show(session: Session, found: FunctionDetail) -> None:
         if version.interface is not None and version.interface.summary:
             session.print(f"  {clean(version.interface.summary)}")
         session.print(f"  from {clean(version.source)}, {moment(version.created)}, workers: {version.workers}")
+        if version.packages:
+            session.print(f"  packages: {clean(', '.join(version.packages), 4000)}")
     for alias in found.aliases:
         session.print(f"{found.name}@{clean(alias.name)}: {_split(alias)}")
     for api, command in found.examples.items():

@@ -28,6 +28,7 @@ from batchmill.errors import Forbidden, InvalidInput, ModelFailed
 from batchmill.function_runtime.marks import BATCH_ROWS_MAX
 from batchmill.models.environments import FOLDER, Environments
 from batchmill.models.function_child import FunctionChild
+from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known
 from batchmill.models.secrets import NAME, Secret, resolve
 from batchmill.ports import Provisions
@@ -41,7 +42,7 @@ from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployO
 from batchmill.wire.calls import NAMED, POSITIONAL
 
 SENT = "deploy-"  # how the archives begin that commands leave for the owner of the data directory
-LOG, ORDER, TRIAL = "deploy.log", "deploy.json", "trial"
+LOG, ORDER, LOCK, TRIAL = "deploy.log", "deploy.json", "requirements.lock", "trial"
 LOG_BYTES_MAX = 256 * 1024  # of what is shown
 BATCH_WINDOW_S_MAX = 60.0
 GPUS_MAX = 64
@@ -50,11 +51,13 @@ PEOPLES = {"source", "name", "branch", "examples", "has_samples"}  # fields that
 
 
 class Staged(Struct, frozen=True):
-    """An archive that was unpacked: nothing refers to it yet."""
+    """An archive that was unpacked. Nothing refers to it yet."""
 
     folder: Path
     order: DeployOrder
-    digest: str
+    digest: str  # of the code, the settings and the lock
+    lock: str | None = None  # None: no requirements, or `error`
+    error: ModelFailed | None = None  # why the requirements cannot be resolved
 
 
 class Trial(Protocol):
@@ -86,7 +89,7 @@ class VersionBuilder:
         return Path(path)
 
     async def stage(self, bundle: Path) -> Staged:
-        """Unpack an archive. Raises: InvalidInput for what it holds or orders."""
+        """Unpack an archive. Raises: InvalidInput for its content."""
         self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = Path(tempfile.mkdtemp(dir=self._staging))
         try:
@@ -94,6 +97,19 @@ class VersionBuilder:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
+
+    async def resolve(self, staged: Staged) -> Staged:
+        """Resolve the requirements, so that newer packages of the same requirements make a new version.
+
+        A failure belongs to the version: `build` raises it. Raises: InvalidInput for requirements and interpreters.
+        """
+        order = staged.order
+        try:
+            lock = await self._environments.lock(order.python, order.requirements, staged.folder / LOG)
+        except ModelFailed as error:
+            return replace(staged, error=error)
+        digest = hashlib.sha256(f"{staged.digest}\n{lock}".encode()).hexdigest()
+        return staged if lock is None else replace(staged, lock=lock, digest=digest)
 
     def check_asked(self, order: DeployOrder) -> None:
         """Refuse what a key may not ask for where functions are isolated: it would lead out. Raises: Forbidden."""
@@ -115,13 +131,15 @@ class VersionBuilder:
     async def build(self, staged: Staged, version: ModelVersion) -> ModelSpec:
         """The version's folder, environment and interface, the function having been called with its examples.
 
-        Raises: ModelFailed (`deploy_failed`), with the traceback or what pip said.
+        Raises: ModelFailed (`deploy_failed`), with the traceback or the installer's output.
         """
         home = self.folder(version)
         await asyncio.to_thread(_settle, staged, home)
         order = staged.order
         try:
-            python = await self._environments.python(order.python, order.requirements, home / LOG)
+            if staged.error is not None:
+                raise staged.error
+            python = await self._environments.python(order.python, staged.lock, home / LOG)
             spec = spec_of(order, version, folder=home / bundles.CODE, digest=staged.digest, python=python)
             interface = await self._trial(spec, home / TRIAL, order)
         except ModelFailed as error:
@@ -129,16 +147,25 @@ class VersionBuilder:
         finally:
             await asyncio.to_thread(_gather_log, home)
         assert spec.function is not None
-        return replace(spec, function=replace(spec.function, interface=interface))
+        packages = [] if staged.lock is None else packages_of(staged.lock)
+        return replace(spec, function=replace(spec.function, interface=interface, packages=packages))
 
     async def copy(self, found: ModelVersion, version: ModelVersion) -> ModelSpec:
-        """The same code under another number; it has been tried already."""
+        """The same code and packages under another number, without a trial. A missing environment is built again.
+
+        Raises: ModelFailed (`deploy_failed`).
+        """
         home = self.folder(version)
         await asyncio.to_thread(shutil.copytree, self.folder(found), home)
         assert found.spec is not None and found.spec.function is not None, "only what is ready is copied"
         shown_version = f"{version.branch}/{version.number}"
         function = replace(found.spec.function, version=shown_version, folder=str(home / bundles.CODE))
-        return replace(found.spec, function=function)
+        spec = replace(found.spec, function=function)
+        order, lock = await asyncio.to_thread(_read_order, home)
+        try:
+            return replace(spec, python=await self._environments.python(order.python, lock, home / LOG))
+        except ModelFailed as error:
+            raise ModelFailed(error.message, code="deploy_failed") from None
 
     def log(self, version: ModelVersion) -> str:
         """The end of what was printed while a version was made, and why it failed."""
@@ -215,11 +242,21 @@ def _settle(staged: Staged, home: Path) -> None:
     shutil.rmtree(home, ignore_errors=True)  # of a number that was taken and never written down
     home.mkdir(mode=0o700)
     (home / ORDER).write_bytes(msgspec.json.encode(staged.order))
+    if staged.lock is not None:
+        (home / LOCK).write_text(staged.lock)
+    if (staged.folder / LOG).exists():
+        (staged.folder / LOG).rename(home / LOG)
     (staged.folder / bundles.CODE).rename(home / bundles.CODE)
 
 
+def _read_order(home: Path) -> tuple[DeployOrder, str | None]:
+    """The order of a version and its lock; None if it has no requirements."""
+    order = msgspec.json.decode((home / ORDER).read_bytes(), type=DeployOrder)
+    return order, (home / LOCK).read_text() if order.requirements is not None else None
+
+
 def _gather_log(home: Path) -> None:
-    """What the trial printed, behind what pip did."""
+    """Append the output of the trial to that of the installer."""
     with (home / LOG).open("ab") as out:
         for path in sorted((home / TRIAL).glob("*.log")):
             out.write(path.read_bytes()[-LOG_BYTES_MAX:])

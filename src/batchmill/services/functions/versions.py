@@ -216,6 +216,7 @@ class ModelVersions:
                 check(order.name)
             if by is not None and by.key is not None:
                 self._builder.check_asked(order)
+            staged = await self._builder.resolve(staged)
             async with self._alone(order.name):
                 new = self._new(order, by)
                 latest = self._latest(order.name, order.branch)
