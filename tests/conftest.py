@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from fakes.preloaded import PreloadedPopen
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ settings.load_profile("shared machine")
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+subprocess.Popen = PreloadedPopen
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

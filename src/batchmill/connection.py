@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
-from batchmill.control.app import ControlApp, Pieces
-from batchmill.errors import InvalidConfig, InvalidTransition
+from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
+from batchmill.errors import InvalidConfig, InvalidTransition, Unavailable
 from batchmill.owner import open_owner, open_store
 from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, TAKEOVER_TRIES, prepare_data_dir, try_lock
 from batchmill.wire.operations import EVENTS, SHOW_JOB, STEERING
@@ -77,10 +77,12 @@ class OwnerConnection:
             reached = await self._reached()
             try:
                 return await reached.send(request)
-            except OwnerGone:
-                if not (request.is_repeatable or _steers(request)):
+            except OwnerGone as gone:
+                if gone.was_sent and not (request.is_repeatable or _steers(request)):
                     raise
-                was_asked = True
+                was_asked |= gone.was_sent
+            except Unavailable as error:
+                await _wait_for_next_owner(error)
             except InvalidTransition:
                 if not (was_asked and _steers(request)):
                     raise
@@ -102,9 +104,11 @@ class OwnerConnection:
         while True:
             try:
                 return await stack.enter_async_context((await self._reached()).stream(request))
-            except OwnerGone:
-                if not request.is_repeatable:
+            except OwnerGone as gone:
+                if gone.was_sent and not request.is_repeatable:
                     raise
+            except Unavailable as error:
+                await _wait_for_next_owner(error)
 
     async def _following(self, request: HttpRequest, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Whole events, so that none is half of one owner's and half of another's."""
@@ -119,6 +123,13 @@ class OwnerConnection:
                 except OwnerGone:
                     await stack.aclose()
                     pieces = (await self._entered(stack, request)).pieces
+
+
+async def _wait_for_next_owner(error: Unavailable) -> None:
+    """Wait before the next try if the owner refused because it is ending: it has done nothing. Raises: any other."""
+    if error.code != OWNER_STOPPING:
+        raise error
+    await asyncio.sleep(TAKEOVER_S)
 
 
 def _steers(request: HttpRequest) -> bool:

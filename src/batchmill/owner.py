@@ -233,7 +233,7 @@ async def open_owner(
             await jobs.retention.sweep()
         control = _control(store, models, jobs)
         listener = ControlListener(control, config.data_dir / SOCKET)
-        close_last(stack, lambda _: listener.close())
+        close_last(stack, lambda at_once: listener.close(at_once=at_once))
         await listener.open()
         yield Owner(store, models, backups, dispatcher, jobs, control)
 

@@ -187,6 +187,7 @@ async def _open_front(
     close_last(stack, lambda _: root.close())
     closing: list[Close] = []
     close_last(stack, lambda at_once: _close_front(services.stopping, closing, at_once=at_once))
+    stack.callback(owner.control.stop)  # commands beside this server wait for the next owner while it drains
     # The span of a traced request is made on the normal way.
     fast_path = FastPath(root) if app is root else None
     listener = Listener(app, sock, root=root, drain_s=REQUESTS_DRAIN_S, fast_path=fast_path)

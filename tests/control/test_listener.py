@@ -119,7 +119,7 @@ async def test_an_owner_that_ends_hangs_up(tmp_path):
         await begun.wait()
         async with guest.stream(calls.events("job_1", 0.5, None)) as reply:
             assert b"job_6" in await anext(reply.pieces)
-            await listener.close()
+            await listener.close(at_once=True)
             with pytest.raises(OwnerGone):
                 await anext(reply.pieces)
         with pytest.raises(OwnerGone):

@@ -12,8 +12,11 @@ import contextlib
 import os
 import re
 import signal
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from fakes.preloaded import PRELOADED
 
 HOME = "/home/ada"
 JOB_ID = re.compile(r"job_[0-9a-f]{4,20}\b")
@@ -66,8 +69,16 @@ def _commands(text: str) -> list[Step]:
 class Session:
     """A shell in a folder of its own that is told one command after the other."""
 
-    def __init__(self, folder: Path, environ: dict[str, str], addresses: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, environ: dict[str, str], addresses: dict[str, str], *, is_preloaded: bool = True
+    ) -> None:
+        """With `is_preloaded`, `batchmill` is a fork of a process that has imported it: see `fakes/preloaded.py`."""
         self._folder, self._environ, self._addresses = folder, environ, addresses
+        self._programs = tempfile.TemporaryDirectory(prefix="page-programs-")
+        if is_preloaded:
+            PRELOADED.write_script(Path(self._programs.name))
+            path = environ.get("PATH", os.environ["PATH"])
+            self._environ = {**environ, "PATH": f"{self._programs.name}{os.pathsep}{path}"}
         self._ids: dict[str, str] = {}  # as the page shows it -> as it is
         self._exit_code = 0
 
@@ -85,6 +96,7 @@ class Session:
         await self._shell.wait()
         with contextlib.suppress(ProcessLookupError):  # what a page started beside itself and did not end
             os.killpg(self._shell.pid, signal.SIGKILL)
+        self._programs.cleanup()
 
     async def follow(self, steps: list[Step]) -> None:
         """Do what a page says. A command that does not exit with 0 must be followed by `echo $?`."""
@@ -118,9 +130,9 @@ class Session:
         return JOB_ID.sub(self._real_id, self._addressed(command).replace(HOME, str(self._folder)))
 
     def _addressed(self, text: str) -> str:
-        for shown, real in self._addresses.items():
-            text = text.replace(shown, real)
-        return text
+        """With the addresses of this session. In one pass: a port may hold the digits of another that is shown."""
+        shown = "|".join(re.escape(one) for one in sorted(self._addresses, key=len, reverse=True))
+        return re.sub(shown, lambda match: self._addresses[match[0]], text) if shown else text
 
     def _real_id(self, shown: re.Match[str]) -> str:
         found = [real for known, real in self._ids.items() if known.startswith(shown[0])]

@@ -104,7 +104,7 @@ def home() -> Iterator[Path]:
         yield Path(place)
 
 
-async def follow(page: str, home: Path, environ: dict[str, str]) -> None:
+async def follow(page: str, home: Path, environ: dict[str, str], *, is_preloaded: bool = True) -> None:
     """Do what a page says, in a folder that holds the examples."""
     folder = home / "ada"
     folder.mkdir()
@@ -114,7 +114,7 @@ async def follow(page: str, home: Path, environ: dict[str, str]) -> None:
     steps = read_page((ROOT / page).read_text())
     async with PageService() as service:
         addresses = {SHOWN_SERVICE: f"127.0.0.1:{service.port}", **free_ports(SHOWN_PORTS)}
-        async with Session(folder, environ, addresses) as session:
+        async with Session(folder, environ, addresses, is_preloaded=is_preloaded) as session:
             await session.follow(steps)
 
 
@@ -130,7 +130,7 @@ async def test_a_page_does_what_it_says(page: str, home: Path):
 async def test_the_readme_holds_with_a_real_model(home: Path):
     """What the README says of the language model and its adapters is what vLLM answers."""
     assert os.environ.get("BATCHMILL_VLLM_PYTHON"), "BATCHMILL_VLLM_PYTHON names no Python that has vLLM"
-    await follow("README.md", home, {})
+    await follow("README.md", home, {}, is_preloaded=False)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -17,13 +17,15 @@ from msgspec import Struct
 
 from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.control.operations import PING, PROJECT
-from batchmill.errors import BatchmillError, InvalidInput, TooLarge, of_system
+from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable, of_system
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.operations import EVENTS, NOTHING, Endpoint
 
 BODY_BYTES_MAX = 256 * 1024 * 1024  # of an order with all its models
 ERROR_STATUS = 400  # of every error: the body says which
 JSON = "application/json"
+OWNER_STOPPING = "owner_stopping"  # the code of a request that an owner refuses because it is about to end
+SAFE_METHODS = ("GET", "HEAD")  # they change nothing: a stopping owner still answers them
 EVENT, LAST_EVENT = b"event: view\ndata: %s\n\n", b"event: end\ndata: {}\n\n"
 
 
@@ -69,6 +71,10 @@ class ControlApp:
     def __init__(self, handlers: Iterable[tuple[Endpoint[Any], Handler]]) -> None:
         every = [(PING, _pong), *handlers]
         self._routes = [_Route(endpoint, _pattern(endpoint.path), handler) for endpoint, handler in every]
+        self._is_stopping = False
+        self._changes = 0  # requests of other processes that change something and have no reply yet
+        self._no_changes = asyncio.Event()
+        self._no_changes.set()
 
     @property
     def endpoints(self) -> list[Endpoint[Any]]:
@@ -112,10 +118,36 @@ class ControlApp:
             code="unknown_operation",
         )
 
+    def stop(self) -> None:
+        """Refuse requests of other processes that change something: they wait for the next owner."""
+        self._is_stopping = True
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the changes under way have their replies, `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._no_changes.wait()
+
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
         """As an ASGI application, for commands of other processes."""
+        if scope["method"] in SAFE_METHODS:
+            await self._respond(scope, receive, send)
+            return
+        self._changes += 1
+        self._no_changes.clear()
         try:
-            reply = await self.answer(await _request(scope, receive))
+            await self._respond(scope, receive, send)
+        finally:
+            self._changes -= 1
+            if not self._changes:
+                self._no_changes.set()
+
+    async def _respond(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
+        try:
+            request = await _request(scope, receive)
+            if self._is_stopping and request.method not in SAFE_METHODS:
+                raise Unavailable("the process that owns the data directory is ending", code=OWNER_STOPPING)
+            reply = await self.answer(request)
         except BatchmillError as error:
             reply = _refusal(error)
         except OSError as error:

@@ -65,6 +65,8 @@ class Guest:
                 if response.is_error:
                     raise msgspec.json.decode(await response.aread(), type=Raised).error()
                 yield Pieces(self._pieces(response), response.headers.get("content-type", ""))
+        except httpx2.ConnectError as error:
+            raise self._gone(was_sent=False) from error
         except httpx2.TransportError as error:
             raise self._gone() from error
 
@@ -75,8 +77,9 @@ class Guest:
         except httpx2.TransportError as error:
             raise self._gone() from error
 
-    def _gone(self) -> OwnerGone:
+    def _gone(self, *, was_sent: bool = True) -> OwnerGone:
         return OwnerGone(
-            f"the process that owned {self._path.parent} has ended before it answered: what was asked may be done",
-            was_sent=True,
+            f"the process that owned {self._path.parent} ended before it replied: the request may have been carried "
+            "out",
+            was_sent=was_sent,
         )

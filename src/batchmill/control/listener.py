@@ -16,6 +16,7 @@ from batchmill.control.app import ControlApp
 HTTP = "batchmill.control.http_server"  # has `serve`; it needs uvicorn
 BACKLOG = 128
 MODE = 0o600
+DRAIN_S = 10.0  # for changes under way when the owner ends
 
 
 @contextlib.contextmanager
@@ -63,10 +64,16 @@ class ControlListener:
         self._server = (await asyncio.to_thread(load_server))(self._app)
         await self._server.open(sock)
 
-    async def close(self) -> None:
-        """Hang up on every guest: it notices, and may become the owner."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """Close every connection: the commands at the other ends notice, and one of them becomes the owner.
+
+        Changes under way get their replies first, unless `at_once`; later ones are refused.
+        """
         if self._socket is None:
             return
+        self._app.stop()
+        if not at_once:
+            await self._app.drain(DRAIN_S)
         if self._serving is None:
             asyncio.get_running_loop().remove_reader(self._socket)
         else:

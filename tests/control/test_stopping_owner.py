@@ -1,0 +1,122 @@
+"""An owner that is about to end: changes under way get their replies, later ones wait for the next owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from batchmill.client import calls
+from batchmill.config import Config
+from batchmill.connection import OwnerConnection
+from batchmill.control.app import OWNER_STOPPING, ControlApp
+from batchmill.control.guest import Guest
+from batchmill.control.listener import ControlListener
+from batchmill.errors import Conflict, Unavailable
+from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.types import JobView
+from batchmill.wire import operations as table
+
+PAUSE = calls.steer("job_1", "pause").request
+SHOW = calls.show("job_1").request
+
+
+class OneJob:
+    """Handlers that count; a pause waits until it may end."""
+
+    def __init__(self) -> None:
+        self.pauses = 0
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.app = ControlApp([(table.PAUSE_JOB, self.pause), (table.SHOW_JOB, self.show)])
+
+    async def pause(self, call) -> JobView:
+        self.pauses += 1
+        self.begun.set()
+        await self.may_end.wait()
+        return JobView(id="job_1", state="paused")
+
+    async def show(self, call) -> JobView:
+        return JobView(id="job_1", state="running")
+
+
+@contextlib.asynccontextmanager
+async def owned(folder: Path, job: OneJob) -> AsyncIterator[tuple[ControlListener, Guest]]:
+    listener = ControlListener(job.app, folder / SOCKET)
+    await listener.open()
+    guest = Guest(folder / SOCKET)
+    try:
+        yield listener, guest
+    finally:
+        await guest.close()
+        await listener.close(at_once=True)
+
+
+async def test_a_change_under_way_gets_its_reply(tmp_path: Path):
+    """An owner that ends answers the change that it has begun, and closes the connection after it."""
+    job = OneJob()
+    async with owned(tmp_path, job) as (listener, guest):
+        asking = asyncio.create_task(guest.send(PAUSE))
+        await job.begun.wait()
+        closing = asyncio.create_task(listener.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        job.may_end.set()
+        assert b"paused" in (await asking).body
+        await closing
+    assert job.pauses == 1
+
+
+async def test_a_stopping_owner_changes_nothing_and_still_shows(tmp_path: Path):
+    """A change is refused before its handler runs; what only reads is answered."""
+    job = OneJob()
+    async with owned(tmp_path, job) as (_, guest):
+        job.app.stop()
+        with pytest.raises(Unavailable) as refused:
+            await guest.send(PAUSE)
+        assert refused.value.code == OWNER_STOPPING and job.pauses == 0
+        assert b"running" in (await guest.send(SHOW)).body
+
+
+async def test_a_change_waits_for_the_next_owner(tmp_path: Path):
+    """A command that meets a stopping owner sends its change to the one that comes next, once."""
+    config = Config(data_dir=tmp_path, base=tmp_path)
+    prepare_data_dir(tmp_path)
+    lock = try_lock(tmp_path)
+    assert lock is not None
+    first, second = OneJob(), OneJob()
+    second.may_end.set()
+    async with contextlib.AsyncExitStack() as stack, owned(tmp_path, first) as (listener, _):
+        first.app.stop()
+        sending = asyncio.create_task(OwnerConnection(config, stack).send(PAUSE))
+        showing = await OwnerConnection(config, stack).send(SHOW)
+        assert b"running" in showing.body
+        await listener.close()
+        async with owned(tmp_path, second):  # the lock stays: the command finds another owner, not itself
+            assert b"paused" in (await sending).body
+        assert (first.pauses, second.pauses) == (0, 1)
+    os.close(lock)
+
+
+async def test_other_refusals_are_not_tried_again(tmp_path: Path):
+    """Unavailable for another reason, and every other error, reach the command as they are."""
+    raised: list[Exception] = [Unavailable("no room"), Conflict("taken", code="name_taken")]
+
+    async def fail(call):
+        raise raised[0]
+
+    prepare_data_dir(tmp_path)
+    lock = try_lock(tmp_path)
+    assert lock is not None
+    job = OneJob()
+    job.app = ControlApp([(table.PAUSE_JOB, fail)])
+    async with contextlib.AsyncExitStack() as stack, owned(tmp_path, job):
+        connection = OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack)
+        while raised:
+            with pytest.raises(type(raised[0])):
+                await connection.send(PAUSE)
+            raised.pop(0)
+    os.close(lock)
