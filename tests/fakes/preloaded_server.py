@@ -136,9 +136,10 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
             setattr(sys, f"__{name}__", getattr(sys, name))
         sys.argv = request["argv"]
         sys.path[0] = request["path"]
+        from batchmill import faults
         from batchmill.cli.main import main as command
 
-        gc.unfreeze()
+        importlib.reload(faults)  # it reads the environment when it is imported
         status = _exit_code(command)
     finally:
         os._exit(status)

@@ -30,7 +30,7 @@ MANY = """
 import asyncio, sys
 from batchmill.server import access_log
 access_log.configure("info")
-access_log.TOGETHER_S = 0.0
+access_log.FLUSH_DELAY_S = 0.0
 async def serve():
     for number in range(access_log.LINES_MAX + 1):
         access_log.write(access_log.Served(f"req_{number}", "GET", "/x", 200))

@@ -12,13 +12,13 @@ from batchmill.server.admission_control import (
     Hold,
     Pace,
     Proxies,
-    RequestPlaces,
+    RequestLimiter,
     connections_for,
     memory_for,
 )
 
 
-def taken(places: RequestPlaces, name: str, most: int = 10_000) -> int:
+def taken(places: RequestLimiter, name: str, most: int = 10_000) -> int:
     """How many places a name gets when it asks for all it can have."""
     count = 0
     while count < most and places.try_take(name):
@@ -28,7 +28,7 @@ def taken(places: RequestPlaces, name: str, most: int = 10_000) -> int:
 
 def test_who_is_alone_may_have_every_place():
     """A project that is alone has all places, and one more is refused; once it left, everything is as before."""
-    places = RequestPlaces(100, reserve=20, floor=5)
+    places = RequestLimiter(100, reserve=20, floor=5)
     assert taken(places, "one") == 100
     with pytest.raises(Unavailable, match="100 of yours"):
         places.take("one")
@@ -39,7 +39,7 @@ def test_who_is_alone_may_have_every_place():
 
 def test_everybody_else_has_places_too():
     """However many one project holds, each other one has some; what comes free goes to who holds least."""
-    places = RequestPlaces(100, reserve=20, floor=5)
+    places = RequestLimiter(100, reserve=20, floor=5)
     taken(places, "greedy")
     assert [taken(places, name) for name in ("a", "b", "c", "d", "e")] == [5, 5, 5, 5, 0]
     for _ in range(60):
@@ -53,8 +53,8 @@ def test_places_leave_connections_for_others():
     """However few connections there are, those of requests under way are not all of them."""
     for connections in (100, 768, 10_000, 50_000):
         held = Admission(ServerEntry(connections_max=connections), files=1_000_000, clock=float)
-        busy = taken(held.places, "greedy", 100_000) + sum(taken(held.places, f"p{each}") for each in range(100))
-        busy += sum(taken(held.strangers, f"10.0.0.{each}") for each in range(250))
+        busy = taken(held.project_requests, "greedy", 100_000) + sum(taken(held.project_requests, f"p{each}") for each in range(100))
+        busy += sum(taken(held.anonymous_requests, f"10.0.0.{each}") for each in range(250))
         assert 0.5 * min(connections, 10_000) < busy < 0.8 * connections
 
 
@@ -163,10 +163,10 @@ def test_how_many_connections_there_are(files, told, most):
 def test_a_link_moves_its_place():
     """What came by a link is counted for the project that the link names, and by address no more."""
     admission = Admission(ServerEntry(), files=1000, clock=lambda: 0.0)
-    place = admission.strangers_place("192.0.2.1", [])
-    assert admission.strangers.held("192.0.2.1") == 1
+    place = admission.anonymous_slot("192.0.2.1", [])
+    assert admission.anonymous_requests.held("192.0.2.1") == 1
     place.move("one")
-    assert (admission.strangers.total, admission.places.held("one")) == (0, 1)
+    assert (admission.anonymous_requests.total, admission.project_requests.held("one")) == (0, 1)
     place.leave()
     place.leave()
-    assert admission.places.total == 0
+    assert admission.project_requests.total == 0

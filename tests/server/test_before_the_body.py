@@ -8,7 +8,7 @@ import pytest
 from small_api import Body, HeldKeys, SmallDialect, free_admission, small_api
 
 from batchmill.errors import UnknownName
-from batchmill.server.admission_control import Pace, Proxies, RequestPlaces
+from batchmill.server.admission_control import Pace, Proxies, RequestLimiter
 from batchmill.server.auth import base_of
 from batchmill.server.operations import Operation, json_reply
 from batchmill.types import Caller, Scope
@@ -128,8 +128,8 @@ async def test_memory_that_is_taken():
 async def test_places_that_are_taken():
     """A project with all its places is told to come again, another one is answered, and so is whether all is well."""
     admission = free_admission()
-    admission.places = RequestPlaces(1, reserve=1, floor=1)
-    admission.strangers = RequestPlaces(0, 0, 0)
+    admission.project_requests = RequestLimiter(1, reserve=1, floor=1)
+    admission.anonymous_requests = RequestLimiter(0, 0, 0)
     async with (
         small_api(keys=KEYS, dialect=Named(), admission=admission) as small,
         httpx2.AsyncClient(base_url=small.url) as client,

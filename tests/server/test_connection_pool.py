@@ -1,13 +1,13 @@
 """Which connection goes for a new one."""
 
-from batchmill.server.admission_control import LOOK_AGAIN_S, ConnectionPool, Stage
+from batchmill.server.admission_control import EVICTION_RETRY_S, ConnectionPool, Stage
 
 
 class Held:
     """A connection that is what a test says."""
 
-    def __init__(self, address="a", stage=Stage.IDLE, since=0.0, is_known=False, project=""):
-        self.address, self.now, self.since, self.is_known = address, stage, since, is_known
+    def __init__(self, address="a", stage=Stage.IDLE, since=0.0, is_authenticated=False, project=""):
+        self.address, self.now, self.since, self.is_authenticated = address, stage, since, is_authenticated
         self.project = project
         self.is_over = False
 
@@ -30,8 +30,8 @@ def test_the_order_in_which_connections_go():
     """Refused ones go first, then idle ones, then strangers' heads, then those of a key; a request under way stays."""
     order = [
         Held("a", Stage.REFUSED), Held("b", Stage.IDLE, 1.0), Held("c", Stage.IDLE, 2.0),
-        Held("d", Stage.ARRIVING, 0.5), Held("e", Stage.KNOWN_IDLE, is_known=True),
-        Held("f", Stage.KNOWN_ARRIVING, is_known=True),
+        Held("d", Stage.ARRIVING, 0.5), Held("e", Stage.AUTHENTICATED_IDLE, is_authenticated=True),
+        Held("f", Stage.AUTHENTICATED_ARRIVING, is_authenticated=True),
     ]  # fmt: skip
     busy = Held("g", Stage.BUSY)
     pool = ConnectionPool(len(order) + 1, Time())
@@ -49,7 +49,7 @@ def test_no_connection_can_go():
     pool = ConnectionPool(1, time)
     assert pool.add(first) and not pool.add(Held("b"))
     first.now = Stage.IDLE
-    time.now += LOOK_AGAIN_S
+    time.now += EVICTION_RETRY_S
     assert pool.add(Held("b")) and first.is_over
 
 
@@ -66,8 +66,8 @@ def test_one_address_ends_its_own():
 def test_one_project_ends_its_own():
     """Of idle connections with a key those of the project that has the most go, however new they are."""
     pool = ConnectionPool(10, Time())
-    others = [Held("a", Stage.KNOWN_IDLE, float(n), is_known=True, project=f"p{n}") for n in range(3)]
-    flood = [Held("b", Stage.KNOWN_IDLE, 5.0 + n, is_known=True, project="flood") for n in range(30)]
+    others = [Held("a", Stage.AUTHENTICATED_IDLE, float(n), is_authenticated=True, project=f"p{n}") for n in range(3)]
+    flood = [Held("b", Stage.AUTHENTICATED_IDLE, 5.0 + n, is_authenticated=True, project="flood") for n in range(30)]
     assert all(pool.add(each) for each in (*others, *flood))
     assert not any(each.is_over for each in others) and sum(each.is_over for each in flood) == 23
 
@@ -79,8 +79,8 @@ def test_who_shows_a_key_goes_no_more():
     assert all(pool.add(each) for each in (first, second, third)) and pool.add(Held("d", Stage.BUSY))
     assert first.is_over
     second.project = "p"
-    pool.know(second)
-    second.is_known, second.now = True, Stage.KNOWN_IDLE
+    pool.mark_authenticated(second)
+    second.is_authenticated, second.now = True, Stage.AUTHENTICATED_IDLE
     assert pool.add(Held("e", Stage.BUSY))
     assert third.is_over and not second.is_over
 
@@ -94,8 +94,8 @@ def test_a_proxy_is_many_clients():
     members = [Held("a") for _ in range(10)]
     for each in members:
         pool.add(each)
-        pool.know(each)
-        each.is_known = True
+        pool.mark_authenticated(each)
+        each.is_authenticated = True
     assert not any(each.is_over for each in members)
     for each in members:
         pool.remove(each)

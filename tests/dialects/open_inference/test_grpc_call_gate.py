@@ -11,7 +11,7 @@ from batchmill.config import ServerEntry
 from batchmill.dialects.open_inference.grpc.bodies import METHODS, SERVICE
 from batchmill.dialects.open_inference.grpc.call_gate import CallGate
 from batchmill.errors import ModelFailed, RateLimited, Unauthenticated, UnknownName
-from batchmill.server.admission_control import Admission, RequestPlaces
+from batchmill.server.admission_control import Admission, RequestLimiter
 from batchmill.server.auth import Gate
 from batchmill.types import Caller, Scope
 
@@ -49,7 +49,7 @@ class Room:
         self.ended, self.waiting = asyncio.Event(), 0
         entry = ServerEntry(body_bytes_max=BYTES_MAX, body_memory_bytes_max=4 * BYTES_MAX)
         self.admission = Admission(entry, files=1000, clock=asyncio.get_running_loop().time)
-        self.admission.places = RequestPlaces(CALLS_MAX, 0, 0)
+        self.admission.project_requests = RequestLimiter(CALLS_MAX, 0, 0)
         self.call_gate = CallGate(
             Gate(HeldKeys(), HeldClock()),
             HeldClock(),
@@ -269,7 +269,7 @@ async def test_what_nobody_needs_a_key_for_is_answered_unread(room):
 async def test_messages_are_counted_while_they_are_in_memory(room):
     """A message beyond the memory of its project is told to come again; once the others are answered it is taken."""
     large = INFER.request(model_name="slow", raw_input_contents=[bytes(BYTES_MAX - 1000)]).SerializeToString()
-    room.admission.places = RequestPlaces()
+    room.admission.project_requests = RequestLimiter()
     held = [asyncio.ensure_future(call(room, sent=large)) for _ in range(2)]
     while room.waiting < 2:
         await asyncio.sleep(0)
