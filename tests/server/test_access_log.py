@@ -14,7 +14,7 @@ import asyncio, logging, sys
 from batchmill.server import access_log
 access_log.configure(sys.argv[1])
 async def serve():
-    access_log.write(access_log.Served("req_1", "GET", "/x", 200, project="one", key="k"))
+    access_log.write(access_log.RequestRecord("req_1", "GET", "/x", 200, project="one", key="k"))
 asyncio.run(serve())
 log = logging.getLogger("batchmill.server")
 log.warning("two\\nlines \\x1b[31m %s", "and a \\r")
@@ -33,12 +33,12 @@ access_log.configure("info")
 access_log.FLUSH_DELAY_S = 0.0
 async def serve():
     for number in range(access_log.LINES_MAX + 1):
-        access_log.write(access_log.Served(f"req_{number}", "GET", "/x", 200))
+        access_log.write(access_log.RequestRecord(f"req_{number}", "GET", "/x", 200))
     await asyncio.sleep(0.0)
     while access_log.access.handlers[0]._lines:
         await asyncio.sleep(0.0)
     print("all are written", file=sys.stderr, flush=True)
-    access_log.write(access_log.Served("last", "GET", "/x", 200, code="unknown_url"))
+    access_log.write(access_log.RequestRecord("last", "GET", "/x", 200, code="unknown_url"))
 asyncio.run(serve())
 """
 

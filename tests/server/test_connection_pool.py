@@ -100,4 +100,4 @@ def test_a_proxy_is_many_clients():
     for each in members:
         pool.remove(each)
         pool.remove(each)
-    assert len(pool) == 0 and not pool._strangers
+    assert len(pool) == 0 and not pool._anonymous

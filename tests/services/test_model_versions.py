@@ -171,7 +171,7 @@ async def test_rollback_goes_back_and_a_new_version_goes_on(place):
     assert (await place.versions.rollback("example_doubler")).number == 2
     assert place.choose("example_doubler").number == 2
     assert (await place.versions.rollback("example_doubler", "main", 1)).number == 1
-    with pytest.raises(InvalidInput, match="nothing to go back to"):
+    with pytest.raises(InvalidInput, match="there is none to roll back to"):
         await place.versions.rollback("example_doubler")
     assert (await place.deploy(DOUBLER + "###\n")).version.number == 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -245,11 +246,11 @@ async def test_killed_while_keys_rotate(room: Room, tmp_path: Path, point: str) 
     room.database.close()
     environment = {**os.environ, "BATCHMILL_FAULT": f"{point}:{tmp_path / 'died'}"}
     command = [sys.executable, "-m", "batchmill", "--data-dir", str(tmp_path), "secrets", "rotate"]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=tmp_path, stderr=pipe, stdout=pipe)
-    _, said = await process.communicate()
+    process = await asyncio.to_thread(
+        subprocess.run, command, env=environment, cwd=tmp_path, capture_output=True, timeout=60
+    )
     died = point not in ("after_new_key:2", "after_rewrap:2")  # these are passed once
-    assert process.returncode == (-signal.SIGKILL if died else 0), said
+    assert process.returncode == (-signal.SIGKILL if died else 0), process.stderr
     del room.database
     vault = room.again()
     assert await vault.reveal_all(values) == values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -172,14 +173,11 @@ async def test_whoever_runs_the_machine_reaches_it(tmp_path: Path, inside: Webho
     server = RunningServer(tmp_path, "".join(entries)).start()
     (tmp_path / "in.jsonl").write_text('{"x": 1}\n')
     line = [sys.executable, "-m", "batchmill", "--data-dir", str(server.data_dir), "run", "in.jsonl", "--model"]
-    pipe = asyncio.subprocess.PIPE
     try:
         for name in ("near", "metadata"):
-            process = await asyncio.create_subprocess_exec(
-                *line, name, "-o", f"{name}.out.jsonl", cwd=tmp_path, stdout=pipe, stderr=pipe
-            )
-            said = await process.communicate()
-            assert process.returncode, said
+            command = [*line, name, "-o", f"{name}.out.jsonl"]
+            done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, timeout=60)
+            assert done.returncode, done
         assert {each.path for each in inside.deliveries} == {"/trusted"}
     finally:
         server.close()

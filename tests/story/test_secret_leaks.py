@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import sqlite3
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -102,14 +103,12 @@ class Ears:
     async def command(self, *words: str, stdin: str = "") -> tuple[int, str]:
         """A command on the server's data directory: it is told through the control socket."""
         line = [sys.executable, "-m", "batchmill", "--data-dir", str(self.server.data_dir), *words]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *line, cwd=self.server.folder, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-        )
-        told, _ = await process.communicate(stdin.encode())
-        self.heard[f"{len(self.heard)} $ batchmill {' '.join(words)}"] = told.decode()
-        assert process.returncode is not None
-        return process.returncode, told.decode()
+        done = await asyncio.to_thread(
+            subprocess.run, line, cwd=self.server.folder, input=stdin, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
+        self.heard[f"{len(self.heard)} $ batchmill {' '.join(words)}"] = done.stdout
+        return done.returncode, done.stdout
 
     def read_files(self) -> None:
         """Every file in the server's folder, and what its database says."""

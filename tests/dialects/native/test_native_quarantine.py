@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -74,13 +75,10 @@ async def test_a_key_sees_those_of_its_project_and_an_admin_lets_them_go(server:
 async def command(*words: str, key: str = "") -> tuple[int, list[dict[str, Any]], str]:
     """`batchmill quarantine`: its exit code, what it said as JSON, and its standard error."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATCHMILL_")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "batchmill", "--json", "quarantine", *words, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE, env=environment | ({"BATCHMILL_API_KEY": key} if key else {}),
-    )  # fmt: skip
-    out, said = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, [json.loads(line) for line in out.splitlines()], said.decode()
+    line = [sys.executable, "-m", "batchmill", "--json", "quarantine", *words]
+    environment |= {"BATCHMILL_API_KEY": key} if key else {}
+    done = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=60, env=environment)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 async def test_the_command_lists_and_clears_beside_a_server_and_at_it(server: Running, tmp_path: Path) -> None:
