@@ -440,6 +440,14 @@ def test_import_loads_nothing_heavy():
     assert loaded_by("import batchmill") & HEAVY == set()
 
 
+def test_a_run_loads_what_it_needs():
+    """`batchmill run` that owns the data directory, and its workers, load what only some jobs need when a job does."""
+    run = "import batchmill.connection, batchmill.cli.jobs.run, batchmill.cli.jobs.displays"
+    assert loaded_by(run) & {"numpy", "pyarrow", "rich", "starlette", "uvicorn", "httpx2", "grpc"} == set()
+    worker = loaded_by("import batchmill.executors.worker")
+    assert worker & {"numpy", "sqlalchemy", "aiohttp", "click", "cryptography", "zstandard"} == set()
+
+
 def test_command_line_loads_nothing_heavy():
     """The command line, before it knows which command, loads none of the heavy libraries."""
     assert loaded_by("import batchmill.cli.main") & HEAVY == set()

@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from batchmill.cli.jobs.displays import LINE_EVERY_S, BarDisplay, LineDisplay
+from batchmill.cli.jobs.bar_display import BarDisplay
+from batchmill.cli.jobs.displays import LINE_EVERY_S, LineDisplay
 from batchmill.cli.session import Session
 from batchmill.types import Usage
 

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from batchmill.errors import InvalidInput
-from batchmill.jobs.results.gathering import LineFile, TableSource
+from batchmill.jobs.results.gathering import TableSource
+from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import COLUMNS_MAX, ResultFile
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import decode, split_object, text_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.results.gathering import ResultLines
+from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.store.segments import Block, SegmentReader, read_ref
 from batchmill.types import SegmentRef

@@ -1,0 +1,102 @@
+"""Result files of lines, plain or compressed. Loaded by every owner: it imports neither numpy nor pyarrow."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import zstandard
+
+from batchmill.jobs.ledger.files import PartFile, remove_files
+from batchmill.jobs.results.results import ResultFile, errors_path, output_kind
+
+GZIP_LEVEL, ZSTD_LEVEL = 5, 3
+
+
+class _Compressor(Protocol):
+    def compress(self, data: bytes) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+class LineFile:
+    """Lines on their way to a file; `.gz` and `.zst` are compressed. The same writes give the same bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, 0
+        self._compressor = _compressor(output_kind(path)[1])
+        self._file = PartFile(path)
+
+    def write(self, data: bytes | memoryview, rows: int) -> None:
+        """Append `rows` whole lines; the caller leaves their bytes as they are."""
+        self.rows += rows
+        self._file.write(data if self._compressor is None else self._compressor.compress(data))
+
+    def publish(self) -> ResultFile:
+        if self._compressor is not None:
+            self._file.write(self._compressor.flush())
+        digest = self._file.publish()
+        return ResultFile(str(self.path), self.rows, self._file.size_bytes, digest)
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+class ResultLines:
+    """Finished lines in row order: one file, or with `errors_apart` the rows that failed in a file of their own."""
+
+    def __init__(self, output: Path, errors_apart: bool) -> None:
+        self.ok = self.failed = 0
+        self._errors_apart = errors_apart
+        self.output = output
+        self._errors_path = errors_path(output)
+        self._lines = LineFile(output)
+        self._errors: LineFile | None = None
+
+    def write(self, data: bytes | memoryview, rows: int, *, ok: bool) -> None:
+        """Append lines that are all ok or all errors."""
+        self.ok += rows if ok else 0
+        self.failed += 0 if ok else rows
+        self._file(ok).write(data, rows)
+
+    def write_window(self, lines: Sequence[bytes], failed: Sequence[int]) -> None:
+        """Append lines in row order; `failed` are the indexes of those that are errors, ascending."""
+        self.ok += len(lines) - len(failed)
+        self.failed += len(failed)
+        if failed and self._errors_apart:
+            self._file(ok=False).write(b"".join([lines[index] for index in failed]), len(failed))
+            skip = set(failed)
+            lines = [line for index, line in enumerate(lines) if index not in skip]
+        self._lines.write(b"".join(lines), len(lines))
+
+    def publish(self) -> tuple[ResultFile, ResultFile | None]:
+        """(output, error file or None). The output comes last: who sees it sees everything."""
+        errors = None
+        if self._errors is not None:
+            errors = self._errors.publish()
+        elif self._errors_apart:
+            remove_files([self._errors_path])  # of an earlier generation
+        return self._lines.publish(), errors
+
+    def discard(self) -> None:
+        """Drop what was not published."""
+        self._lines.discard()
+        if self._errors is not None:
+            self._errors.discard()
+
+    def _file(self, ok: bool) -> LineFile:
+        if ok or not self._errors_apart:
+            return self._lines
+        if self._errors is None:
+            self._errors = LineFile(self._errors_path)
+        return self._errors
+
+
+def _compressor(suffix: str) -> _Compressor | None:
+    if suffix == ".gz":
+        return zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS | 16)  # a gzip header without a time
+    if suffix == ".zst":
+        return zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=True).compressobj()
+    return None
