@@ -441,9 +441,11 @@ def test_import_loads_nothing_heavy():
 
 
 def test_a_run_loads_what_it_needs():
-    """`batchmill run` that owns the data directory, and its workers, load what only some jobs need when a job does."""
+    """`batchmill run` that owns the data directory, and its child processes, load what only some jobs need when a job does."""
     run = "import batchmill.connection, batchmill.cli.jobs.run, batchmill.cli.jobs.displays"
     assert loaded_by(run) & {"numpy", "pyarrow", "rich", "starlette", "uvicorn", "httpx2", "grpc"} == set()
+    child = loaded_by("import batchmill.children.child, batchmill.jobs.intake.preparation")
+    assert child & {"numpy", "pyarrow", "sqlalchemy", "aiohttp", "click", "cryptography"} == set()
     worker = loaded_by("import batchmill.executors.worker")
     assert worker & {"numpy", "sqlalchemy", "aiohttp", "click", "cryptography", "zstandard"} == set()
 

@@ -44,8 +44,9 @@ from batchmill.jobs.failover import RouteFailover, with_code
 from batchmill.jobs.intake import adapters, routing
 from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, RetryOrder, listed, plan_retry
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
 from batchmill.jobs.intake.preview import seal_and_plan
+from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import JobFiles

@@ -1,0 +1,80 @@
+"""The plan of a retry: the rows that failed or never ran. It is made in a child process of the owner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.errors import InvalidTransition
+from batchmill.jobs.ledger import plan
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, put
+from batchmill.store.segments import read_ref
+from batchmill.types import SegmentRef
+from batchmill.wire.job_spec import JobSpec
+
+
+class RetryOrder(Struct, frozen=True):
+    """What a retry is planned from."""
+
+    spec: JobSpec
+    data_dir: str
+    committed: list[tuple[int, SegmentRef]]  # the oldest generation first
+    generation: int  # that is to be opened
+
+
+class Opened(Struct, frozen=True):
+    """What a retry would run."""
+
+    rows: int
+    rows_ok: int  # leaders whose outcome stands
+    settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
+
+
+async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]) -> Opened:
+    """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
+    answer = await offload(
+        "batchmill.jobs.intake.retry_plan:plan_retry_offloaded", msgspec.json.encode(order), lambda _: None
+    )
+    opened = msgspec.json.decode(answer, type=Opened)
+    if opened.rows == 0:
+        raise InvalidTransition(f"the job {order.spec.id} has no failed rows that could be run again")
+    return opened
+
+
+def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: RetryOrder in, Opened out, both as JSON."""
+    asked = msgspec.json.decode(order, type=RetryOrder)
+    files = JobFiles(Path(asked.data_dir), asked.spec.id)
+    return msgspec.json.encode(plan_failed(asked.spec, files, asked.committed, asked.generation))
+
+
+def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
+    """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
+    state = bytearray(rows)
+    for _, ref in blocks:  # the oldest generation first
+        for block in read_ref(segments, ref):
+            put(state, block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
+    return state
+
+
+def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentRef]], generation: int) -> Opened:
+    """Write the plan of `generation` and say what it holds. With no row to run nothing is written."""
+    first = plan.PlanReader(files.plan(0))
+    try:
+        state = outcomes(files.segments, blocks, first.plan.rows)
+        settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
+        done = state.count(OK)
+        rows = first.leaders - done
+        if rows:
+            home = files.plan(generation)
+            home.mkdir(parents=True, exist_ok=True)
+            sizes = [plan.shard_rows(model, rows) for model in spec.models]
+            plan.make_again(first, lambda number: state[number] != OK, sizes, home)
+        return Opened(rows, done, dict(settled))
+    finally:
+        first.close()
