@@ -441,7 +441,7 @@ def test_import_loads_nothing_heavy():
 
 
 def test_a_run_loads_what_it_needs():
-    """`batchmill run` that owns the data directory, and its child processes, load what only some jobs need when a job does."""
+    """`batchmill run`, its workers and its child processes load what only some jobs need when a job needs it."""
     run = "import batchmill.connection, batchmill.cli.jobs.run, batchmill.cli.jobs.displays"
     assert loaded_by(run) & {"numpy", "pyarrow", "rich", "starlette", "uvicorn", "httpx2", "grpc"} == set()
     child = loaded_by("import batchmill.children.child, batchmill.jobs.intake.preparation")
